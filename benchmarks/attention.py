@@ -36,9 +36,9 @@ from torch import Tensor
 
 import subnetact
 from ofa_adapters import load
+from subnetact.comparison import FUSED, equal
 from subnetact.device import machine
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.outputs import agree
 from subnetact.supernet.batches import logits
 from subnetact.supernet.supernet import Supernet
 
@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[
             run()
             output = logits(run())
             difference[kind] = float((output - expected).abs().max())
-            if not agree(output, expected, 1e-3, 1e-4):
+            if not equal(output, expected, FUSED):
                 raise RuntimeError(f"{kind} differs from upstream by {difference[kind]}")
         times = interleaved_ms(runs, args.seconds)
     return {

@@ -40,8 +40,8 @@ from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
+from subnetact.comparison import FUSED, ROUNDED, equal
 from subnetact.device import machine, synchronize
-from subnetact.engine.outputs import agree
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -167,7 +167,7 @@ def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: flo
             output = run()
             difference[name] = float((output - expected).abs().max())
             folded = name in ("fused", "torchscript_frozen", "torch_compile")
-            if not agree(output, expected, *((1e-3, 1e-4) if folded else (5e-5, 5e-5))):
+            if not equal(output, expected, FUSED if folded else ROUNDED):
                 raise RuntimeError(f"{name} differs from upstream by {difference[name]}")
         times = interleaved_ms(runs, seconds, 5, partial(synchronize, device))
     return {
@@ -305,7 +305,7 @@ def _hammered(
         while time.monotonic() < end:
             i = min(int(rng.expovariate(0.1)), 44)
             try:
-                if not agree(engine(x, subnet=i), expected[i]):
+                if not equal(engine(x, subnet=i), expected[i], FUSED):
                     failed.append(f"subnet {i}: a wrong answer")
             except Exception as error:
                 failed.append(f"subnet {i}: {error!r}")
@@ -319,7 +319,7 @@ def _hammered(
         i = rng.randrange(45, 50)
         engine.remove(i)
         engine.register(specs[i])
-        if not agree(engine(x, subnet=i), expected[i]):
+        if not equal(engine(x, subnet=i), expected[i], FUSED):
             failed.append(f"subnet {i}: a wrong answer after registration")
         if changes % 10 == 0:
             engine.pin(rng.randrange(45))

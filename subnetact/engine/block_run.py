@@ -71,21 +71,9 @@ class SubnetBlocks:
 class BlockRun:
     """A batch on its way through the blocks of a subnet. `Engine.start` returns one.
 
-    Nothing that the run needs is shared, so other batches may run between two steps, on any thread.
-
-    Args:
-        subnet: the id of the subnet.
-        batch: the batch.
-        count: how many samples of the batch are inputs; the rest is padding.
-        size: the size of the batch.
-        blocks: the blocks as functions.
-        names: the same, as `Block`.
-        weights_generation: that of the supernet when the blocks were bound.
-
-    Attributes:
-        subnet: the id of the subnet whose blocks run now.
-        blocks: how many blocks there are.
-        position: how many of them have run.
+    Nothing that the run needs is shared, so other batches may run between two steps, on any thread. Of a
+    batch of `size` samples, `count` are inputs. `names` are the same blocks as `Block`, and `number` is that
+    of the supernet's generation when they were bound. `position` is how many blocks have run.
     """
 
     def __init__(
@@ -145,18 +133,10 @@ class BlockRun:
         names: Sequence[Block],
         weights_generation: int,
     ) -> bool:
-        """Continue on the remaining blocks of another subnet, if one begins with what this run has reached.
+        """Continue on the remaining blocks of another subnet, and tell whether that was possible.
 
-        Args:
-            subnet: the id of the other subnet.
-            calls: its blocks.
-            names: the same, as `Block`.
-            weights_generation: that of the supernet when these blocks were bound.
-
-        Returns:
-            Whether the run continues there. If not, nothing has changed. The first block that both have must
-            have the same name and take a tensor of the same shape, and the weights must be those that the run
-            began with.
+        The first block that both have must have the same name and take a tensor of the same shape, and the
+        weights must be those that the run began with. Otherwise nothing changes.
         """
         if weights_generation != self._weights_generation:
             return False

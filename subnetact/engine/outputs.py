@@ -1,84 +1,16 @@
-"""Outputs of a batch: whether two agree up to rounding, and how they are split and put together."""
+"""Outputs of a batch: how they are split into samples and put together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.errors import EngineError
 
-__all__ = ["agree", "is_as_near", "replaced_samples", "unstack"]
-
-
-def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) -> bool:
-    """Tell whether two outputs are equal up to rounding.
-
-    Args:
-        output: a tensor, any other value, or a tuple, list or dictionary of outputs.
-        expected: what the output should be.
-        rtol: largest relative difference of an element.
-        atol: largest absolute difference of an element. If the largest expected value is above 1, `atol` is
-            multiplied by it.
-
-    Returns:
-        Whether structure, shapes and dtypes are equal, floating-point tensors agree within the tolerances,
-        and all other values are equal.
-    """
-    if isinstance(output, Tensor) and isinstance(expected, Tensor):
-        if output.shape != expected.shape or output.dtype != expected.dtype:
-            return False
-        if not (expected.is_floating_point() or expected.is_complex()):
-            return torch.equal(output, expected)
-        largest = float(expected.abs().max()) if expected.numel() else 0.0
-        scale = max(1.0, largest if largest < float("inf") else 1.0)
-        return torch.allclose(output, expected, rtol, atol * scale, equal_nan=True)
-    if isinstance(output, Mapping) and isinstance(expected, Mapping):
-        return set(output) == set(expected) and all(
-            agree(output[name], expected[name], rtol, atol) for name in expected
-        )
-    if isinstance(output, (tuple, list)) and isinstance(expected, (tuple, list)):
-        return len(output) == len(expected) and all(
-            agree(one, other, rtol, atol) for one, other in zip(output, expected, strict=True)
-        )
-    try:
-        return type(output) is type(expected) and bool(output == expected)
-    except (
-        RuntimeError,
-        ValueError,
-    ):  # The values hold arrays, whose comparison is no single bool.
-        return False
-
-
-def is_as_near(output: Any, other: Any, exact: Any, times: float) -> bool:
-    """Tell whether an output is nearly as close to an exact one as another output is.
-
-    Args:
-        output: a tensor, or a tuple, list or dictionary of tensors.
-        other: an output that is not exact either.
-        exact: what both are near to.
-        times: how many times as far from the exact output it may be, by the norm of every tensor. One
-            percent of the norm of the exact tensor is always allowed.
-
-    Returns:
-        Whether structure, shapes and dtypes are equal, and all tensors are near enough.
-    """
-    leaves = [tree_leaves(one) for one in (output, other, exact)]
-    if len({len(found) for found in leaves}) > 1:
-        return False
-    for mine, others, right in zip(*leaves, strict=True):
-        if not isinstance(right, Tensor) or not right.is_floating_point():
-            if not agree(mine, right):
-                return False
-            continue
-        if mine.shape != right.shape or mine.dtype != right.dtype:
-            return False
-        if not bool((mine - right).norm() <= times * (others - right).norm() + 0.01 * right.norm()):
-            return False
-    return True
+__all__ = ["replaced_samples", "unstack"]
 
 
 def replaced_samples(output: Any, others: Any, places: Tensor, size: int) -> Any:

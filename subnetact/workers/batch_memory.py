@@ -21,11 +21,9 @@ Layout = tuple[Any, ...]
 class BatchMemory:
     """Writes samples into shared memory in one process, and reads them in another.
 
-    Tensors and arrays are copied into the memory; those of all samples that have one shape and dtype are
-    copied as one block. Everything else of a sample, such as numbers, travels in the layout.
-
-    Args:
-        memory: the shared memory; it grows if a batch needs more.
+    Tensors and arrays are copied into the memory, which grows if a batch needs more; those of all samples
+    that have one shape and dtype are copied as one block. Everything else of a sample, such as numbers,
+    travels in the layout.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -33,31 +31,12 @@ class BatchMemory:
         self._end = 0
 
     def write(self, samples: Sequence[Any]) -> Layout:
-        """Copy samples into the memory, over those that were there.
-
-        Args:
-            samples: at least one: a tensor, an array, another value, or a tuple, list or mapping of them.
-
-        Returns:
-            The layout, which `read` needs; it can be pickled.
-
-        Raises:
-            MemoryError: there is no room for the samples.
-        """
+        """Copy samples over those that were there, and return the layout, which `read` needs."""
         self._end = 0
         return self._write(list(samples))
 
     def read(self, layout: Layout, copy: bool) -> list[Any]:
-        """Return the samples of a layout.
-
-        Args:
-            layout: what `write` returned.
-            copy: whether to copy tensors and arrays, each into memory of its own. If not, they are only
-                valid until the next `write`.
-
-        Raises:
-            MemoryError: the memory cannot be mapped.
-        """
+        """Return the samples of a layout; without `copy`, they are valid until the next `write`."""
         kind = layout[0]
         if kind == "tensors" or kind == "arrays":
             _, dtype, shape, offset = layout

@@ -26,29 +26,22 @@ from subnetact.errors import failure_text
 from subnetact.workers.messages import ANSWER, CHANGE, DONE, FAILED, RUN, receive, receive_descriptors, send
 
 if TYPE_CHECKING:
-    from subnetact.workers.blueprint import Parts
+    from subnetact.workers.engine_snapshot import Parts
     from subnetact.workers.memory import SharedMemory
 
-__all__ = ["Letter", "is_worker", "main"]
+__all__ = ["StartMessage", "is_worker", "main"]
 
 WARM_UP_S = 2.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _worker = False
 
 
-class Letter(NamedTuple):
+class StartMessage(NamedTuple):
     """What a worker process needs to start.
 
-    Attributes:
-        path: `sys.path` of the parent.
-        main: `("module", name)` or `("path", file)` of the parent's main program, if the runner needs it.
-        threads: number of CPU threads that torch uses.
-        niceness: how far the start gives way to other processes, as in `nice`.
-        batch_sizes: the batch sizes that the process warms up for.
-        requests: descriptor and size of the memory of the inputs.
-        answers: descriptor and size of the memory of the outputs.
-        segments: descriptor and size of each segment of the runner, by number.
-        data: the pickled runner.
+    `main` says where the main program of the parent is, if the runner needs it: `("module", name)` or
+    `("path", file)`. `niceness` is how far the start gives way to other processes. Memories are descriptors
+    and sizes; those of the runner's `segments` have numbers.
     """
 
     path: list[str]
@@ -67,15 +60,8 @@ def is_worker() -> bool:
     return _worker
 
 
-def main(channel: int, letter: int, size: int, parent: int) -> None:
-    """Run the program. It does not return.
-
-    Args:
-        channel: descriptor of the socket to the parent.
-        letter: descriptor of the memory with the `Letter`.
-        size: number of bytes of the letter.
-        parent: id of the parent process.
-    """
+def main(channel: int, message: int, size: int, parent: int) -> None:
+    """Run the program, given descriptors of the socket and of the start message; it does not return."""
     global _worker
     _worker = True
     for ignored in (signal.SIGINT, signal.SIGTERM):  # The parent decides when its processes end.
@@ -85,7 +71,7 @@ def main(channel: int, letter: int, size: int, parent: int) -> None:
     _end_with(parent, pipe)
     faulthandler.enable()
     started: list[Any] = []
-    starter = threading.Thread(target=_start, args=(letter, size, started))
+    starter = threading.Thread(target=_start, args=(message, size, started))
     starter.start()  # On Linux niceness belongs to threads; this one may be nice, and the others are not.
     starter.join()
     parts, requests, answers, threads = started or [None] * 4
@@ -105,20 +91,20 @@ def main(channel: int, letter: int, size: int, parent: int) -> None:
     os._exit(status)
 
 
-def _start(letter: int, size: int, started: list[Any]) -> None:
+def _start(message: int, size: int, started: list[Any]) -> None:
     """Import the package, unpack the runner and warm up."""
     try:
         import mmap
 
-        with mmap.mmap(letter, size, prot=mmap.PROT_READ) as text:
-            content = Letter(*pickle.loads(text[:size]))
-        os.close(letter)
+        with mmap.mmap(message, size, prot=mmap.PROT_READ) as text:
+            content = StartMessage(*pickle.loads(text[:size]))
+        os.close(message)
         if content.niceness and sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), content.niceness)
         import torch
 
         from subnetact.workers.batch_memory import BatchMemory
-        from subnetact.workers.blueprint import Package, Parts, unpack
+        from subnetact.workers.engine_snapshot import Package, Parts, unpack
         from subnetact.workers.memory import SharedMemory
 
         torch.set_num_threads(content.threads)
@@ -169,7 +155,7 @@ def _as_list(outputs: Any) -> list[Any]:
 def _follow(
     content: tuple[str, int, bytes, dict[int, int]], descriptors: Sequence[int], parts: Parts
 ) -> None:
-    from subnetact.workers.blueprint import Change, Package, apply
+    from subnetact.workers.engine_snapshot import Change, Package, apply
 
     kind, number, data, sizes = content
     places = zip(descriptors, sizes.values(), strict=True)

@@ -14,17 +14,8 @@ STEP = mmap.ALLOCATIONGRANULARITY
 class SharedMemory:
     """Bytes that several processes map. They are in no folder, so that nothing is left of them after a crash.
 
-    Args:
-        descriptor: the file descriptor of memory that exists. If None, new memory is made.
-        size: number of bytes.
-
-    Attributes:
-        descriptor: the file descriptor, which another process needs to map the same memory.
-        size: number of bytes that this process maps.
-        map: the bytes. Tensors that are made of them keep them mapped.
-
-    Raises:
-        MemoryError: there is no room for this many bytes.
+    Another process maps the same memory by its file `descriptor`. Tensors made of `map` keep the bytes
+    mapped. A MemoryError says that there is no room for so many bytes.
     """
 
     def __init__(self, size: int, descriptor: int | None = None) -> None:
@@ -39,14 +30,7 @@ class SharedMemory:
             raise
 
     def grow(self, size: int) -> None:
-        """Map at least this many bytes. What is there stays; tensors on the former map keep it.
-
-        Args:
-            size: number of bytes.
-
-        Raises:
-            MemoryError: there is no room for this many bytes.
-        """
+        """Map at least this many bytes. What is there stays; tensors on the former map keep it."""
         if size <= self.size:
             return
         size = -(-size // STEP) * STEP

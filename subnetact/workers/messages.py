@@ -26,49 +26,20 @@ _HEADER = struct.Struct("!cHI")
 
 
 def send(pipe: socket.socket, kind: bytes, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one message. The other end reads it before it gets the next one.
-
-    Args:
-        pipe: a stream socket.
-        kind: the kind, one byte.
-        data: the content.
-        descriptors: file descriptors; they follow the message.
-
-    Raises:
-        OSError: the other end is closed.
-    """
+    """Send one message of a kind, one byte; file descriptors follow it."""
     pipe.sendall(_HEADER.pack(kind, len(descriptors), len(data)) + data)
     if descriptors:
         socket.send_fds(pipe, [b"."], list(descriptors))
 
 
 def receive(pipe: socket.socket) -> tuple[bytes, bytes, int]:
-    """Wait for one message.
-
-    Args:
-        pipe: a stream socket.
-
-    Returns:
-        The kind, the content, and the number of file descriptors that follow.
-
-    Raises:
-        EOFError: the other end is closed.
-        OSError: the connection was reset.
-    """
+    """Wait for a message; return its kind, its content, and the number of file descriptors that follow."""
     kind, descriptors, size = _HEADER.unpack(_exactly(pipe, _HEADER.size))
     return kind, _exactly(pipe, size) if size else b"", descriptors
 
 
 def receive_descriptors(pipe: socket.socket, count: int) -> list[int]:
-    """Return the file descriptors that follow a message.
-
-    Args:
-        pipe: a stream socket.
-        count: their number.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
+    """Return the file descriptors that follow a message."""
     if not count:
         return []
     data, descriptors, _, _ = socket.recv_fds(pipe, 1, count)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from subnetact.errors import EngineError, WorkerDied
-from subnetact.workers.blueprint import Blueprint
 from subnetact.workers.child import is_worker
+from subnetact.workers.engine_snapshot import EngineSnapshot
 from subnetact.workers.process import WorkerProcess
 
 __all__ = ["ProcessPool", "ProcessRunner"]
@@ -30,15 +30,7 @@ _log = logging.getLogger("subnetact.workers")
 
 
 class ProcessRunner:
-    """The runner of one worker of a batcher: it runs batches in a process, and takes another if that dies.
-
-    Args:
-        pool: provides the processes.
-        process: the first process.
-
-    Attributes:
-        process: the process, or None if there is none now.
-    """
+    """The runner of one worker of a batcher: it runs batches in a process, and takes another if that dies."""
 
     def __init__(self, pool: ProcessPool, process: WorkerProcess) -> None:
         self._pool = pool
@@ -57,32 +49,12 @@ class ProcessRunner:
         return (process is not None and process.ended is None) or self._pool.has_spare()
 
     def enter_worker(self, threads: int | None) -> None:  # noqa: ARG002
-        """Make sure that there is a process, and wait for it.
-
-        Args:
-            threads: has no effect here; a process gets its number of threads when it starts.
-
-        Raises:
-            EngineError: no process can be started.
-        """
+        """Wait for a process if there is none. A process gets its number of threads when it starts."""
         if self.process is None or self.process.ended is not None:
             self.process = self._pool.take()
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
-        """Run one batch in the process, after everything that has changed in the parent's runner.
-
-        Args:
-            subnet: id of the subnet.
-            inputs: the inputs of the batch, each without a batch dimension.
-            batch_size: the planned batch size.
-
-        Returns:
-            One output per input.
-
-        Raises:
-            WorkerDied: the process has died; the next call of `enter_worker` takes another one.
-            Exception: what the runner raised.
-        """
+        """Run one batch in the process, after everything that has changed in the parent's runner."""
         process = self.process
         if process is not None and process.ended is not None:
             process = self.process = self._pool.take_spare()  # It died while it had nothing to do.
@@ -109,21 +81,8 @@ class ProcessPool:
 
     A thread of its own starts the processes and notices when one ends. They start by spawn: a new interpreter
     each, which imports what it needs. (A forked process would have copies of locks that threads of the parent
-    hold at that moment, and of CUDA contexts that do not work there.)
-
-    Args:
-        runner: an `Engine`, or another runner that can be pickled. Weights move to shared memory.
-        workers: number of processes that run batches.
-        threads: number of CPU threads of each process; if None, torch's number in this process.
-        batch_sizes: the batch sizes to warm up for, for at most two seconds per process.
-        spares: number of processes that are ready and have nothing to do.
-
-    Attributes:
-        runners: one runner per worker.
-
-    Raises:
-        EngineError: the runner cannot be sent to a process, or a process does not start.
-        Exception: what the runner raised while the first processes started.
+    hold at that moment, and of CUDA contexts that do not work there.) Each uses so many CPU `threads`, and
+    warms up for the `batch_sizes`, for at most two seconds.
     """
 
     def __init__(
@@ -137,7 +96,7 @@ class ProcessPool:
                 "because the engine needs its classes. Put what the program does under `if __name__ == "
                 '"__main__":`, or define the classes in a module'
             )
-        self._blueprint = Blueprint(runner)
+        self._snapshot = EngineSnapshot(runner)
         self._threads = torch.get_num_threads() if threads is None else threads
         self._batch_sizes = tuple(batch_sizes)
         self._workers, self._spares = workers, spares
@@ -169,12 +128,7 @@ class ProcessPool:
         self._wake()
 
     def take(self) -> WorkerProcess:
-        """Wait for a process that has nothing to do.
-
-        Raises:
-            EngineError: the pool was closed, or a process does not start.
-            Exception: what the runner raised while the process started.
-        """
+        """Wait for a process that has nothing to do; raise what the runner raised while it started."""
         with self._changed:
             self._waiting += 1
             failures = self._failures
@@ -193,14 +147,9 @@ class ProcessPool:
         return any(process.ended is None for process in list(self._ready))
 
     def update(self, process: WorkerProcess) -> None:
-        """Let a process follow what has changed in the runner.
-
-        Raises:
-            EngineError: the change cannot be sent to a process.
-            WorkerDied: the process has ended.
-        """
-        if not self._blueprint.is_current(process.states):
-            process.follow(*self._blueprint.changes(process.states))
+        """Let a process follow what has changed in the runner."""
+        if not self._snapshot.is_current(process.states):
+            process.follow(*self._snapshot.changes(process.states))
 
     def close(self) -> None:
         """End all processes: those that run a batch are given a few seconds to finish it."""
@@ -267,7 +216,7 @@ class ProcessPool:
                 return
         for _ in range(missing):
             try:
-                package, states = self._blueprint.whole()
+                package, states = self._snapshot.whole()
                 process = WorkerProcess(package, states, self._threads, niceness, self._batch_sizes)
             except Exception as error:
                 self._failed(error)

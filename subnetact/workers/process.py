@@ -18,8 +18,8 @@ from typing import Any
 
 from subnetact.errors import EngineError, WorkerDied, failure_text
 from subnetact.workers.batch_memory import BatchMemory
-from subnetact.workers.blueprint import Change, Package, States
-from subnetact.workers.child import Letter
+from subnetact.workers.child import StartMessage
+from subnetact.workers.engine_snapshot import Change, Package, States
 from subnetact.workers.memory import SharedMemory
 from subnetact.workers.messages import CHANGE, FAILED, RUN, receive, send
 
@@ -41,22 +41,7 @@ class WorkerProcess:
     """A process with an interpreter of its own that runs batches, one at a time.
 
     The thread that makes this object must live as long as the process: Linux ends the process with it.
-
-    Args:
-        package: the runner.
-        states: the states of the runner's parts.
-        threads: number of CPU threads that torch uses in the process.
-        niceness: how far the start of the process gives way to other processes.
-        batch_sizes: the batch sizes that the process warms up for.
-
-    Attributes:
-        states: the states of the parts that the process has.
-        pid: id of the process.
-        pipe: the socket to the process.
-        ended: how the process has ended, as in `subprocess.Popen.returncode`; None as long as it runs.
-
-    Raises:
-        EngineError: the process cannot be started.
+    `states` are those of the runner's parts; `ended` is as `subprocess.Popen.returncode`.
     """
 
     def __init__(
@@ -73,9 +58,9 @@ class WorkerProcess:
         self._requests = BatchMemory(SharedMemory(FIRST_BYTES))
         self._answers = BatchMemory(SharedMemory(FIRST_BYTES))
         memories = {"requests": self._requests.memory, "answers": self._answers.memory}
-        letter = pickle.dumps(
+        message = pickle.dumps(
             tuple(
-                Letter(
+                StartMessage(
                     path=list(sys.path),
                     main=_main_program() if b"__main__" in package.data else None,
                     threads=threads,
@@ -88,17 +73,17 @@ class WorkerProcess:
                 )
             )
         )
-        self._popen = self._start(letter, [*memories.values(), *package.segments.values()], threads)
+        self._popen = self._start(message, [*memories.values(), *package.segments.values()], threads)
         self.pid = self._popen.pid
         _processes.add(self)
 
     def _start(
-        self, letter: bytes, memories: Sequence[SharedMemory], threads: int
+        self, message: bytes, memories: Sequence[SharedMemory], threads: int
     ) -> subprocess.Popen[bytes]:
         self.pipe, theirs = socket.socketpair()
-        written = SharedMemory(len(letter))
-        written.map[: len(letter)] = letter
-        arguments = [theirs.fileno(), written.descriptor, len(letter), os.getpid(), sys.path]
+        written = SharedMemory(len(message))
+        written.map[: len(message)] = message
+        arguments = [theirs.fileno(), written.descriptor, len(message), os.getpid(), sys.path]
         count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         try:
             return subprocess.Popen(
@@ -117,14 +102,7 @@ class WorkerProcess:
             written.close()
 
     def wait_until_ready(self) -> None:
-        """Read the first message of the process, which comes when the process has started.
-
-        The thread that started the process calls this method.
-
-        Raises:
-            EngineError: the process has ended while it started.
-            Exception: the error that the start has raised in the process.
-        """
+        """Read the first message, in the thread that started the process; raise what the start raised."""
         try:
             kind, data, _ = receive(self.pipe)
         except (EOFError, OSError):
@@ -134,12 +112,7 @@ class WorkerProcess:
             raise _error(data)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
-        """Run one batch, as `Runner.run`.
-
-        Raises:
-            WorkerDied: the process has ended.
-            Exception: the error that the runner has raised in the process.
-        """
+        """Run one batch; raise what the runner raised, or WorkerDied."""
         layout = self._requests.write(inputs)
         kind, data = self._ask(RUN, pickle.dumps((subnet, batch_size, layout)))
         if kind == FAILED:
@@ -147,16 +120,7 @@ class WorkerProcess:
         return self._answers.read(pickle.loads(data), copy=True)
 
     def follow(self, changes: Sequence[Change], states: States) -> None:
-        """Apply changes of the runner.
-
-        Args:
-            changes: the changes.
-            states: the states of the parts afterwards.
-
-        Raises:
-            WorkerDied: the process has ended.
-            Exception: the error that a change has raised in the process, which then ends.
-        """
+        """Apply changes of the runner; a process in which one fails ends."""
         for kind, number, package in changes:
             sizes = {n: segment.size for n, segment in package.segments.items()}
             content = pickle.dumps((kind, number, package.data, sizes))

@@ -11,8 +11,8 @@ from pretrained_network import BATCHES, pretrained, supernet_of
 
 from subnetact import Engine, Supernet
 from subnetact.errors import StaleWeights
-from subnetact.workers import blueprint
-from subnetact.workers.blueprint import Blueprint, unpack
+from subnetact.workers import engine_snapshot
+from subnetact.workers.engine_snapshot import EngineSnapshot, unpack
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def engine() -> Engine:
 
 def during_copies(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Any]) -> None:
     """Let another thread change the weights when a storage is about to be copied."""
-    place = blueprint._storage
+    place = engine_snapshot._storage
 
     def placed(*args: Any) -> Any:
         change()
         return place(*args)
 
-    monkeypatch.setattr(blueprint, "_storage", placed)
+    monkeypatch.setattr(engine_snapshot, "_storage", placed)
 
 
 def bias(supernet: Supernet) -> torch.nn.Parameter:
@@ -39,10 +39,10 @@ def bias(supernet: Supernet) -> torch.nn.Parameter:
 
 def test_blueprints_of_one_supernet_share_its_memory(engine: Engine) -> None:
     other = Engine(engine.supernet, engine.specs, example=BATCHES[0][0])
-    first = Blueprint(engine)
+    first = EngineSnapshot(engine)
     _, states = first.whole()
     moved = engine.supernet.generation.number
-    second = Blueprint(other)
+    second = EngineSnapshot(other)
     assert engine.supernet.generation.number == moved
     assert first.is_current(states)
     for one in (first, second):
@@ -62,7 +62,7 @@ def test_a_change_while_weights_are_copied_is_kept(engine: Engine, monkeypatch: 
             bias(engine.supernet).add_(1)
 
     during_copies(monkeypatch, change)
-    _, _, (supernet,) = unpack(Blueprint(engine).whole()[0])
+    _, _, (supernet,) = unpack(EngineSnapshot(engine).whole()[0])
     assert torch.equal(bias(engine.supernet), expected)
     assert torch.equal(bias(supernet), expected)
 
@@ -78,5 +78,5 @@ def test_weights_that_change_all_the_time_are_left_where_they_are(
 
     during_copies(monkeypatch, change)
     with pytest.raises(StaleWeights, match="between two steps of the training"):
-        Blueprint(engine)
+        EngineSnapshot(engine)
     assert engine.supernet.generation.number == number

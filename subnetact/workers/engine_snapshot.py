@@ -1,4 +1,4 @@
-"""Blueprint: how an engine gets to other processes, with one copy of the weights, and how its changes do.
+"""EngineSnapshot: how an engine, and every change of it, gets to other processes; one copy of the weights.
 
 An engine is sent as its structure: tensors stand in it as addresses in shared memory. The tensors of the
 engine itself move to the same memory, so that there is one copy for all processes together.
@@ -31,7 +31,7 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
 
-__all__ = ["Blueprint", "Change", "Package", "Parts", "States", "apply", "unpack"]
+__all__ = ["Change", "EngineSnapshot", "Package", "Parts", "States", "apply", "unpack"]
 
 ALIGNMENT = 64
 States = tuple[int, ...]
@@ -44,12 +44,7 @@ _TRIES = 10
 
 
 class Package(NamedTuple):
-    """Objects on their way to another process.
-
-    Attributes:
-        data: the pickled objects, in which tensors are addresses in segments.
-        segments: the shared memory that the objects need, by number.
-    """
+    """Pickled objects on their way to another process; tensors in them are addresses in numbered segments."""
 
     data: bytes
     segments: Mapping[int, SharedMemory]
@@ -58,11 +53,8 @@ class Package(NamedTuple):
 class Change(NamedTuple):
     """What a process does to follow its parent.
 
-    Attributes:
-        kind: `supernet` (it has another state), `values` (they were changed in place) or `subnets` (of an
-            engine).
-        number: which supernet or engine.
-        package: the new state, if it needs one.
+    A `supernet` has another state, `values` were changed in place, or an engine has other `subnets`. The
+    number says which supernet or engine, and the package holds the new state if it needs one.
     """
 
     kind: str
@@ -71,13 +63,7 @@ class Change(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A runner, and the parts of it that follow those of the parent.
-
-    Attributes:
-        runner: runs the batches.
-        engines: the engines that it holds; it may be one itself.
-        supernets: the supernets that it or its engines hold.
-    """
+    """A runner, and the engines and supernets in it, which follow those of the parent."""
 
     runner: Any
     engines: list[Engine]
@@ -94,19 +80,11 @@ class _Place:
 
 
 _places: WeakValueDictionary[int, _Place] = WeakValueDictionary()
-"""All storages that blueprints of this process have moved, by their address. Blueprints share them."""
+"""All storages that snapshots of this process have moved, by their address. Snapshots share them."""
 
 
-class Blueprint:
-    """A runner as other processes need it, and what has changed since they got it. Threads may share it.
-
-    Args:
-        runner: an engine, or another runner that can be pickled. Engines that it holds are followed as well.
-
-    Raises:
-        EngineError: the runner cannot be sent to another process; the message says why.
-        StaleWeights: another thread keeps changing the weights in place.
-    """
+class EngineSnapshot:
+    """A runner as other processes need it, and what has changed since they got it. Threads may share it."""
 
     def __init__(self, runner: Any) -> None:
         self._lock = RLock()
@@ -124,11 +102,7 @@ class Blueprint:
         self.whole()
 
     def whole(self) -> tuple[Package, States]:
-        """Return the whole runner as it is now, for a new process, and the states of its parts.
-
-        Raises:
-            EngineError: the runner cannot be sent to another process.
-        """
+        """Return the whole runner as it is now, for a new process, and the states of its parts."""
         with self._lock:
             self._look()
             if self._whole is None:
@@ -136,22 +110,11 @@ class Blueprint:
             return self._whole, tuple(self._states)
 
     def is_current(self, states: States) -> bool:
-        """Tell whether a process with these states is up to date; this takes microseconds.
-
-        Args:
-            states: what `whole` or `changes` returned.
-        """
+        """Tell whether a process with these states is up to date; this takes microseconds."""
         return states == tuple(self._states) and not self._changed()
 
     def changes(self, states: States) -> tuple[list[Change], States]:
-        """Return what a process has to do to be up to date, and its states afterwards.
-
-        Args:
-            states: the present states of the process.
-
-        Raises:
-            EngineError: what is new cannot be sent to another process.
-        """
+        """Return what a process with these states has to do to be up to date, and its states afterwards."""
         with self._lock:
             self._look()
             found, supernets = [], len(self._followed)
@@ -373,12 +336,7 @@ def unpack(package: Package) -> Any:
 
 
 def apply(change: Change, parts: Parts) -> None:
-    """Follow a change of the parent.
-
-    Args:
-        change: what changed.
-        parts: the parts of this process.
-    """
+    """Follow a change of the parent."""
     if change.kind == "supernet":
         parts.supernets[change.number].__setstate__(unpack(change.package))
     elif change.kind == "values":
