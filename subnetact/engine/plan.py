@@ -74,10 +74,11 @@ def default_budget(weights: int) -> int:
 def slower_because(view: nn.Module, device: torch.device) -> str:
     """Return why the fused program of a view is not expected to be faster here; "" if it is expected to be.
 
-    Measured, as shares of the view's time (`benchmarks/results`, `engine.json`, `attention.json` and
-    `precision.json`, there and in `epyc_avx2` and `epyc_vnni`): convolutional networks 0.41 to 0.89 on all
-    CPUs; networks of linear layers 0.64 to 0.99 on Intel CPUs, 0.89 to 1.07 on AMD CPUs; int8 convolutions of
-    OFA networks 0.41 to 0.91, and 1.1 and more in networks as small as the digits supernet.
+    Measured, as shares of the view's time (`benchmarks/results`: `engine.json`, `attention.json` and
+    `precision.json`, there and in `epyc_avx2` and `epyc_vnni`; `small_int8_programs` in `trials.json`):
+    convolutional networks 0.45 to 0.89 on all CPUs; networks of linear layers 0.64 to 0.99 on Intel CPUs and
+    0.89 to 1.07 on AMD CPUs; int8 convolutions of OFA networks 0.30 to 0.91, of the digits supernet 0.71 to
+    2.2, depending on the batch size.
     """
     modules = list(view.modules())
     kernels = [p for m in modules if isinstance(m, LowConv) for p in nn.Module.parameters(m, recurse=False)]
