@@ -165,7 +165,8 @@ class Plan:
         self._programs: dict[int, PlannedProgram | None] = {}  # None: the next call makes it again
         self._reasons: dict[int, str] = {}
         self._unusable: dict[int, tuple[Any, str]] = {}  # since which moment, and why
-        self._sizes: dict[int, int] = {}  # as far as they were measured
+        self._slower: dict[int, str] = {}  # what `slower_because` said
+        self._sizes: dict[int, int] = {}  # bytes of the programs, estimated until they were made
         self._warned = False
 
     def __contains__(self, subnet: int) -> bool:
@@ -219,7 +220,7 @@ class Plan:
         with self._making:
             self.pinned = tuple(i for i in self.pinned if i != subnet)
             self._leave_out(subnet, "")
-            for known in (self._reasons, self._unusable, self._sizes):
+            for known in (self._reasons, self._unusable, self._slower, self._sizes):
                 known.pop(subnet, None)
 
     def stale(self) -> list[int]:
@@ -240,20 +241,18 @@ class Plan:
 
         `behind` are the subnets behind it in the plan, which make room, the last one first.
         """
-        known = self._programs.get(subnet.id)
-        if known is not None and known.program.nbytes <= left:
-            return known.program.nbytes
-        made = None
+        known, made = self._programs.get(subnet.id), None
         try:
-            bound = self._bind(subnet)
-            why = self._why_not(subnet, bound, left)
+            why = self._why_not(subnet, left)
+            if not why and known is not None and known.program.nbytes <= left:
+                return known.program.nbytes
             if not why:
                 for other in behind:
-                    if self.budget.used + self._size(subnet, bound) <= self.budget.limit:
+                    if self.budget.used + self._sizes[subnet.id] <= self.budget.limit:
                         break
                     self._leave_out(other, "")
                 self._release(subnet.id)
-                made, why = self._made(subnet, bound, example)
+                made, why = self._made(subnet, self._bind(subnet), example)
         except StaleWeights:
             raise
         except SubnetActError as error:  # It has no statistics, for example.
@@ -264,15 +263,18 @@ class Plan:
         self._programs[subnet.id] = made
         return made.program.nbytes
 
-    def _why_not(self, subnet: ReadySubnet, bound: Bound, left: int) -> str:
-        precision = subnet.spec.precision
+    def _why_not(self, subnet: ReadySubnet, left: int) -> str:
+        i, precision = subnet.id, subnet.spec.precision
         if precision not in PRECISIONS:
             return f"a subnet at {precision} runs as a view"
-        slower = "" if subnet.id in self.pinned else slower_because(bound.view, bound.device)
-        since, unusable = self._unusable.get(subnet.id, (None, ""))
-        if slower or since == bound.moment():
-            return slower or unusable
-        return "" if self._size(subnet, bound) <= left else self._no_room()
+        if i not in self._sizes:
+            bound = self._bind(subnet)
+            self._slower[i], self._sizes[i] = slower_because(bound.view, bound.device), self._size(bound.view)
+        if self._slower[i] and i not in self.pinned:
+            return self._slower[i]
+        if i in self._unusable and self._unusable[i][0] == self._bind(subnet).moment():
+            return self._unusable[i][1]
+        return "" if self._sizes[i] <= left else self._no_room()
 
     def _leave_out(self, subnet: int, why: str) -> None:
         self._release(subnet)
@@ -288,12 +290,12 @@ class Plan:
         mib = self.budget.limit / 2**20
         return f"it does not fit in the budget of {mib:.4g} MiB beside the programs that come first"
 
-    def _size(self, subnet: ReadySubnet, bound: Bound) -> int:
-        """Return about how many bytes the program of a subnet takes."""
-        modules: Iterable[Any] = bound.view.modules()
+    def _size(self, view: nn.Module) -> int:
+        """Return about how many bytes the program of a view takes."""
+        modules: Iterable[Any] = view.modules()
         layers = [m for m in modules if isinstance(m, nn.Conv2d) or can_pack_linear(m)]
-        size = 4 if self._dtype is None else self._dtype.itemsize
-        return self._sizes.get(subnet.id) or size * sum(layer.weight.numel() for layer in layers)
+        size: int = 4 if self._dtype is None else self._dtype.itemsize
+        return size * sum(int(layer.weight.numel()) for layer in layers)
 
     def _made(self, subnet: ReadySubnet, bound: Bound, example: Any) -> tuple[PlannedProgram | None, str]:
         """Make a program, or say why there is none; `_unusable` keeps what only other weights can change."""

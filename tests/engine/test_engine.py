@@ -59,6 +59,24 @@ def test_uncalibrated_and_repeated_subnets_are_refused(digits: Supernet) -> None
             subnetact.Engine(digits, wrong, example=EXAMPLE)
 
 
+def test_an_engine_follows_the_configuration_of_another(engine: subnetact.Engine, tmp_path: Path) -> None:
+    replica = subnetact.Engine.from_config(copy.deepcopy(engine.supernet), engine.config)
+    engine.register(engine.specs[1], accuracy=80.0)
+    engine.remove(0)
+    assert engine.pin(2)
+    replica.follow(engine.config)
+    engine.save(tmp_path)
+    for same in (replica, subnetact.Engine.load(tmp_path)):
+        assert (same.ids, same.specs, same.accuracy) == ((1, 2), engine.specs, (None, 80.0, None))
+        assert same.pinned == engine.pinned == (2,)
+        assert [same.is_fused(i) for i in range(3)] == [engine.is_fused(i) for i in range(3)]
+        for i in same.ids:
+            torch.testing.assert_close(same(X, i), engine(X, i), rtol=1e-4, atol=1e-4)
+    engine.unpin(2)
+    replica.follow(engine.config)
+    assert replica.pinned == ()
+
+
 def test_the_example_follows_the_dtype_of_the_weights(digits: Supernet, tmp_path: Path) -> None:
     spec, x = digits.space.largest(), torch.randn(3, 1, 16, 16)
     digits.adopt_statistics()

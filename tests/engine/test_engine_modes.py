@@ -300,6 +300,8 @@ def test_what_is_not_expected_to_be_faster_is_fused_only_if_it_is_pinned() -> No
             )
             assert engine.is_fused(0) == (not why)
             assert engine.pin(0)
+            engine.unpin(0)
+            assert engine.is_fused(0) == (not why)
     plan._is_intel.cache_clear()
 
 
