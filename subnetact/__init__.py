@@ -39,34 +39,34 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     room            code  docs  names
     errors            86    81     37
     files            549   321      0
-    device           153    58      8
-    command           69    22      5
+    device           110    20      7
+    command           79    17      6
     comparison        58    34      7
     spec              81    53      6
     space            392   213      6
-    operators       1755   964     17
+    operators       1738   784     17
     supernet        2113   798      5
-    insertion       3548   982      0
+    insertion       3543   983      0
     digits           161    49      7
     ofa_adapters    2757   604     12
     training         200    82      3
     calibration      907   335      2
-    latency          612   343      4
-    engine          2772   917      7
-    workers         1057   337      0
-    costs            295   118      5
+    latency          587   277      4
+    engine          2735   873      7
+    workers         1057   128      0
+    costs            295   105      5
     nas              840   372      6
-    profile         1788   691     10
+    profile         1714   368      9
     serving         7976  3826     76
     generation      1544   590     11
-    export          2113   818      6
+    export          1326   426      6
     demo             717   184      0
     simulate          19     6      2
     plan               5     4      1
     serve           2695   908      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            36871 14473    254
+    all            35893 13204    253
 
 Glossary
 --------

@@ -209,9 +209,9 @@ class Plan:
         with self._making:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
             left = self.budget.limit
-            new = any(i not in self._programs and i not in self._reasons for i in order)
+            progress = any(i not in self._programs and i not in self._reasons for i in order)
             for place, i in enumerate(
-                tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=None if new else True)
+                tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
             ):
                 left -= self._decide(served[i], left, order[:place:-1], example)
 
