@@ -44,7 +44,7 @@ class Bound:
     @property
     def device(self) -> torch.device:
         """The device that the view runs on."""
-        return next(self.view.parameters()).device
+        return next(self.supernet.parameters()).device
 
     @property
     def current(self) -> bool:
