@@ -6,7 +6,7 @@ Which file answers which question:
 - `description.py`: what was found, in one form for every source: `Group`, `Member`, `Stage`, `Description`.
 - `analysis.py`: what the traced graph of a model tells (torch-kirigami).
 - `declaration.py`: what transformers declare, tried block by block, without tracing.
-- `blocks.py`: blocks that a subnet may skip, and their importance.
+- `skippable.py`: blocks that a subnet may skip, and their importance.
 - `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores; `units.py`:
   which weights have to move together, and in which units.
 - `proof.py`: what is tried on copies before the model is touched.

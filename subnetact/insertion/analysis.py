@@ -27,8 +27,8 @@ from torch.overrides import resolve_name
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra
-from subnetact.insertion.blocks import ADDITIONS
 from subnetact.insertion.description import Group, Member
+from subnetact.insertion.skippable import ADDITIONS
 from subnetact.operators import (
     ElasticAttribute,
     Operator,
@@ -117,15 +117,7 @@ class TracedModel:
         return found
 
     def groups(self, layers: Sequence[str]) -> Iterator[Group | tuple[str, str]]:
-        """Yield what follows the outputs of each layer.
-
-        Args:
-            layers: the names of convolutions, linear layers and embeddings, in the order of the forward.
-
-        Yields:
-            A group without choices, named after its first layer, or the name of a refused layer and the
-            reason. A layer whose outputs follow an earlier group is left out.
-        """
+        """Yield what follows the outputs of each layer."""
         known: set[tuple[str, str]] = set()
         refused: dict[str, str] = {}
         with _few_parts():
@@ -474,14 +466,7 @@ def _few_parts() -> Iterator[None]:
 
 
 def _merged(regions: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what `normalize` of the package returns: disjoint regions with the union of the given ones.
-
-    Args:
-        regions: products of one set of indices per axis.
-
-    Raises:
-        AnalysisLimitError: more regions are needed than MOST_PARTS, or than the package permits.
-    """
+    """Return what `normalize` of the package returns: disjoint regions with the union of the given ones."""
     from torch_kirigami.errors import AnalysisLimitError
     from torch_kirigami.settings import config
 

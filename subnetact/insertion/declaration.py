@@ -75,18 +75,7 @@ class Declaration:
 
 
 def declared(model: nn.Module, example: Any) -> Declaration:
-    """Return what can be elastic in a transformer, as far as the model declares it.
-
-    Args:
-        model: the model, in evaluation mode; it is not changed.
-        example: a tensor, a tuple of positional arguments, or a dictionary of named arguments.
-
-    Returns:
-        Heads, neurons and blocks. Of a model without attention and feed-forward networks, there are none.
-
-    Raises:
-        InsertError: the model does not run on the example.
-    """
+    """Return what can be elastic in a transformer, as far as the model declares it."""
     observed = _Observation.of(model, example)
     trials = _Trials(observed, example)
     groups: list[Group] = []
@@ -154,15 +143,7 @@ class _Observation:
 
     @classmethod
     def of(cls, model: nn.Module, example: Any) -> _Observation:
-        """Run a model on the example.
-
-        Args:
-            model: the model.
-            example: as for `declared`.
-
-        Raises:
-            InsertError: the model does not run on the example.
-        """
+        """Run a model on the example."""
         found = cls(model, dict(model.named_modules()), roles=_roles(model))
         found.blocks = [p for path, m in found.modules.items() for p in _blocks_of(path, m)]
         linear = [path for path, m in found.modules.items() if _sides(m) is not None]

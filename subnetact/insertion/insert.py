@@ -14,12 +14,12 @@ from torch.nn.utils import parametrize
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, SubnetActError
 from subnetact.insertion.analysis import TracedModel, computes_channels
-from subnetact.insertion.blocks import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, Description, Group, Stage
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import vocabulary_of
 from subnetact.insertion.proof import Proof
+from subnetact.insertion.skippable import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view

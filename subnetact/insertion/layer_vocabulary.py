@@ -78,12 +78,7 @@ class LayerVocabulary:
 
 
 def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | None:
-    """Return the vocabulary of a language model of Hugging Face, or None for other models.
-
-    Args:
-        model: the model.
-        slots: the groups and stages of its description.
-    """
+    """Return the vocabulary of a language model of Hugging Face, or None for other models."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "per_layer_config") or config.is_encoder_decoder or config.is_heterogeneous:
         return None
@@ -154,11 +149,7 @@ class LayerConfigReader:
     slots: tuple[Any, ...]
 
     def __call__(self, config: Any) -> Mapping[str, Any]:
-        """Return axis values.
-
-        Raises:
-            SpecError: a layer, a field or a number is unknown to the model, or is no choice.
-        """
+        """Return axis values."""
         axes = {slot.axis for slot in self.slots}
         if isinstance(config, Mapping) and not (config and set(config) <= axes):
             return self._values(config, self.vocabulary.full())

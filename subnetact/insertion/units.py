@@ -113,18 +113,7 @@ class UnitGroup:
 
 
 def unit_groups(supernet: Supernet, x: Any) -> list[UnitGroup]:
-    """Find everything in a supernet that can be permuted, and in which units.
-
-    Args:
-        supernet: the supernet; it is not changed.
-        x: a batch that the network takes. Its values do not matter.
-
-    Returns:
-        The groups, in the order of the network. Those that cannot be permuted have a reason.
-
-    Raises:
-        InsertError: the largest subnet does not run on the batch.
-    """
+    """Find everything in a supernet that can be permuted, and in which units."""
     space = supernet.space
     row = space.resolve(space.largest())
     with torch.inference_mode(False), torch.no_grad():
@@ -479,15 +468,7 @@ def tensor_of(network: nn.Module, path: str, name: str) -> Any:
 
 
 def full_orders(network: nn.Module, wanted: Mapping[UnitGroup, Tensor]) -> Orders:
-    """Return how the entries of full tensors move.
-
-    Args:
-        network: a network with operators, or a private copy of it.
-        wanted: group -> for the place of every unit, the unit that it gets.
-
-    Raises:
-        InsertError: two modules share a tensor and would need it in different orders.
-    """
+    """Return how the entries of full tensors move."""
     found: dict[tuple[str, str, int], Tensor] = {}
     for group, units in wanted.items():
         for part in group.parts:

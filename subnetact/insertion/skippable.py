@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from subnetact.insertion.description import Stage
+from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.chain import Chain
 
 __all__ = ["block_influences", "broken_chains", "skippable_blocks", "stages_of"]
 
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
-TRANSPARENT_MODULES = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU)
 TRANSPARENT_FUNCTIONS = (
     F.relu,
     torch.relu,
@@ -38,7 +38,7 @@ TRANSPARENT_FUNCTIONS = (
     "relu_",
     "clone",
 )
-"""What may lie on the way from the input of a block to its output, beside additions."""
+"""What may lie on the way from the input of a block to its output, beside additions and some layers."""
 
 
 def skippable_blocks(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Size]:
@@ -70,12 +70,7 @@ def skippable_blocks(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Size]
 
 
 def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) -> list[Stage]:
-    """Return the stages, without choices: runs of blocks of one stack whose inputs have one shape.
-
-    Args:
-        blocks: what `skippable_blocks` returned.
-        influence: block -> its importance.
-    """
+    """Return the stages, without choices: runs of blocks of one stack whose inputs have one shape."""
     runs = [list(run) for _, run in groupby(blocks, lambda path: (path.rpartition(".")[0], blocks[path]))]
     stacks = [run[0].rpartition(".")[0] for run in runs]
     return [
@@ -88,15 +83,7 @@ def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) 
 
 
 def block_influences(model: nn.Module, x: Any, blocks: Sequence[str]) -> dict[str, float]:
-    """Run the model and return how much every block changes the direction of its input, from 0 to 2.
-
-    Args:
-        model: the model.
-        x: an input.
-        blocks: the names of the blocks.
-
-    Returns:
-        One minus the cosine similarity of the input and the output, averaged over the batch.
+    """Run the model and return how much every block changes its input: one minus their cosine similarity.
 
     Source:
         The "block influence" of ShortGPT (Men et al., 2024).
@@ -123,16 +110,7 @@ def block_influences(model: nn.Module, x: Any, blocks: Sequence[str]) -> dict[st
 
 
 def broken_chains(model: nn.Module, x: Any, blocks: Iterable[str]) -> dict[str, str]:
-    """Run the model and find blocks whose input or output it changes on the way to the next block.
-
-    Args:
-        model: the model.
-        x: an input.
-        blocks: the names of the blocks.
-
-    Returns:
-        Those of the blocks that no identity can stand for, each with the reason.
-    """
+    """Run the model and find blocks whose input or output it changes on the way to the next block."""
     modules = dict(model.named_modules())
     wanted = set(blocks)
     stacks = sorted({path.rpartition(".")[0] for path in wanted})
@@ -196,6 +174,6 @@ def _shortcut(end: fx.Node, entry: fx.Node, members: set[fx.Node], modules: Mapp
 def _transparent(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     if node.op == "call_module":
         module = modules.get(str(node.target))
-        return isinstance(module, TRANSPARENT_MODULES) or type(module).__name__ == "DropPath"
+        return module is not None and (traits_of(module).transparent or type(module).__name__ == "DropPath")
     target: str | Callable[..., Any] = node.target
     return target in TRANSPARENT_FUNCTIONS
