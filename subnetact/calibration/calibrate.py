@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,14 +89,10 @@ def calibrate(
 ) -> CalibrationReport:
     """Fill `supernet.norms` with the BatchNorm statistics of every given subnet, in one pass over the data.
 
-    Each subnet normalises each batch with that batch's own statistics, and averages them over the batches by
-    one of two rules. `weighted_biased` averages means and biased variances with the batch sizes as weights.
-    `cumulative_unbiased` gives every batch the same weight and averages unbiased variances. Subnets do not
-    affect each other, and `supernet.norms` changes only if the whole pass succeeds and the weights are still
-    those that it began with.
-
-    A layer that several subnets have in common, on the same input, is computed once per batch. The package
-    docstring of `subnetact.calibration` says what is shared, when sharing is exact and how memory is bounded.
+    Subnets do not affect each other, and `supernet.norms` changes only if the whole pass succeeds and the
+    weights are still those that it began with. A layer that several subnets have in common, on the same
+    input, is computed once per batch. The docstring of `subnetact.calibration` says how statistics are
+    averaged, what is shared, when sharing is exact and how memory is bounded.
 
     Args:
         supernet: the supernet; only its norm table changes.
@@ -176,9 +171,8 @@ def calibrate(
     largest = supernet.space.largest()
     adopted: tuple[SubnetSpec, ...] = ()
     largest_error = None if tolerance is None else tolerance / 100
-    start = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
-        with supernet.generation.lock:
+        with supernet.exclusive():
             began = supernet.generation.moment()
             if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
                 adopted = (largest,)
@@ -186,21 +180,18 @@ def calibrate(
                 if not wanted:
                     supernet.adopt_statistics()
                     return CalibrationReport(adopted=adopted)
-        saved = None
-        if resume is not None:
-            saved = Progress(resume, supernet, wanted, rule, largest_error)
+        kept = Progress(resume, save_every_s, supernet, wanted, rule, largest_error)
         run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
         require = partial(_require_same_weights, supernet, began)
         inputs_of = partial(_inputs, network=supernet.network, labels=labels)
         unchecked = supernet if check else None
-        _pass(run, batches, inputs_of, saved, save_every_s, start, progress, unchecked, require)
+        _pass(run, batches, inputs_of, kept, progress, unchecked, require)
         found = run.results()
     rows = {spec: found[spec][0] for spec in wanted}
     require()
     _check_finite(rows)
-    if saved is not None:
-        saved.save(run, time.perf_counter() - start)
-    with supernet.generation.lock:
+    kept.save(run)
+    with supernet.exclusive():
         require()
         if adopted and adopt is None and not supernet.has_original_statistics():
             raise StaleWeights(
@@ -216,7 +207,7 @@ def calibrate(
         layers_alone=run.layers_alone,
         one_at_a_time=dict(run.one_at_a_time),
         kept_mb=run.shared.peak / 2**20,
-        seconds=time.perf_counter() - start + (0.0 if saved is None else saved.seconds),
+        seconds=kept.seconds,
         adopted=adopted,
     )
     _log.info("calibration: %s", report)
@@ -227,16 +218,13 @@ def _pass(
     run: CalibrationRun,
     batches: Iterable[Any],
     inputs_of: Callable[[Any], Any],
-    saved: Progress | None,
-    save_every_s: float,
-    start: float,
+    kept: Progress,
     progress: bool,
     unchecked: Supernet | None,
     require: Callable[[], None],
 ) -> None:
     length = len(batches) if isinstance(batches, Sized) else None
     subnets = len(run.specs)
-    written = time.perf_counter()
     given = 0
     with tqdm(
         total=None if length is None else length * subnets,
@@ -250,9 +238,8 @@ def _pass(
             given += 1
             if given == 1:
                 run.prepare(x)
-                if saved is not None:
-                    saved.restore(run)
-            if saved is not None and not saved.needs_run(x, given, run.finished):
+                kept.restore(run)
+            if not kept.needs_run(x, given, run.finished):
                 bar.update(subnets)
                 continue
             if not run.active:
@@ -261,9 +248,7 @@ def _pass(
             for _ in _explained(run, x, require):
                 bar.update()
                 require()
-                if saved is not None and time.perf_counter() - written >= save_every_s:
-                    saved.save(run, time.perf_counter() - start)
-                    written = time.perf_counter()
+                kept.save_if_due(run)
             if unchecked is not None:
                 unchecked.check_once(x)
                 unchecked = None
@@ -271,8 +256,7 @@ def _pass(
                 break  # Do not read another batch from the data.
     if not given:
         raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
-    if saved is not None:
-        saved.check_length(given)
+    kept.check_length(given)
 
 
 def _require_same_weights(supernet: Supernet, began: Moment) -> None:

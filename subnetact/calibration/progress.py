@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from os import PathLike
@@ -25,20 +26,27 @@ PROGRESS = "progress"
 class Progress:
     """The averages of a calibration so far, in a journal that belongs to its weights, subnets and settings.
 
-    The data must be the same as well: `needs_run` compares the batches.
-
-    Attributes:
-        seconds: the time that the work in the file took.
+    The data must be the same as well: `needs_run` compares the batches. Without a path, nothing is kept.
     """
 
     def __init__(
         self,
-        path: str | PathLike[str],
+        path: str | PathLike[str] | None,
+        save_every_s: float,
         supernet: Supernet,
         specs: Sequence[SubnetSpec],
         rule: str | None,
         largest_error: float | None,
     ) -> None:
+        self._journal: Journal | None = None
+        self._save_every_s = save_every_s
+        self._began = self._saved = time.perf_counter()
+        self._digest = blake2b(digest_size=16)
+        self._given = self._stored_given = 0
+        self._stored_digest, self._stored_seconds = "", 0.0
+        self._stored: dict[str, Any] | None = None
+        if path is None:
+            return
         rules = sorted({rule or norm.rule for norm in supernet.norm_operators().values()})
         keys = blake2b("\n".join(sorted(spec.key for spec in specs)).encode(), digest_size=8)
         self._journal = Journal(
@@ -52,15 +60,16 @@ class Progress:
                 "versions": f"subnetact {__version__}, torch {torch.__version__}",
             },
         )
-        self._digest = blake2b(digest_size=16)
-        self._given = 0
-        self._stored: dict[str, Any] | None = None
-        self._stored_given, self._stored_digest, self.seconds = 0, "", 0.0
         with self._journal.fields():
             for line in self._journal.of(PROGRESS):
                 self._stored = dict(line["run"])
                 self._stored_given, self._stored_digest = int(line["given"]), line["digest"]
-                self.seconds = float(line["seconds"])
+                self._stored_seconds = float(line["seconds"])
+
+    @property
+    def seconds(self) -> float:
+        """The time that the calibration has taken, with earlier parts."""
+        return self._stored_seconds + time.perf_counter() - self._began
 
     def needs_run(self, x: Any, given: int, finished: int) -> bool:
         """Take batch number `given` (from 1) into the checksum; return whether it has to be run.
@@ -68,6 +77,8 @@ class Progress:
         Raises:
             ResumeMismatch: the batches so far are not those of the file.
         """
+        if self._journal is None:
+            return True
         for part in tensors_of(x):
             self._digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
             self._digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -82,23 +93,27 @@ class Progress:
         Raises:
             ResumeMismatch: the data has fewer batches.
         """
-        if given < self._stored_given:
+        if self._journal is not None and given < self._stored_given:
             raise self._journal.mismatch(
                 f"it has {self._stored_given} batches, the data only {given}. Give the same data"
             )
 
-    def save(self, run: CalibrationRun, seconds: float) -> None:
-        """Keep the state of a run between two subnets, `seconds` after it was started or resumed."""
-        self._journal.replace(
-            PROGRESS,
-            given=self._given,
-            digest=self._digest.hexdigest(),
-            seconds=self.seconds + seconds,
-            run=run.state(),
-        )
+    def save_if_due(self, run: CalibrationRun) -> None:
+        """Save if the last time is long enough ago."""
+        if time.perf_counter() - self._saved >= self._save_every_s:
+            self.save(run)
+
+    def save(self, run: CalibrationRun) -> None:
+        """Keep the state of a run between two subnets."""
+        if self._journal is not None:
+            digest, seconds = self._digest.hexdigest(), self.seconds
+            self._journal.replace(
+                PROGRESS, given=self._given, digest=digest, seconds=seconds, run=run.state()
+            )
+            self._saved = time.perf_counter()
 
     def restore(self, run: CalibrationRun) -> None:
         """Bring a prepared run to the state in the file, if there is one."""
-        if self._stored is not None:
+        if self._journal is not None and self._stored is not None:
             with self._journal.fields():
                 run.restore(self._stored)
