@@ -172,7 +172,7 @@ def calibrate(
     adopted: tuple[SubnetSpec, ...] = ()
     largest_error = None if tolerance is None else tolerance / 100
     with torch.inference_mode(False), torch.no_grad():
-        with supernet.exclusive():
+        with supernet.generation.lock:
             began = supernet.generation.moment()
             if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
                 adopted = (largest,)
@@ -191,7 +191,7 @@ def calibrate(
     require()
     _check_finite(rows)
     kept.save(run)
-    with supernet.exclusive():
+    with supernet.generation.lock:
         require()
         if adopted and adopt is None and not supernet.has_original_statistics():
             raise StaleWeights(
