@@ -1,7 +1,7 @@
 """Tries one dynamic `torch.export` program for all subnets: widths as symbolic ints, depth by `torch.cond`.
 
     flock /work/cpu.lock python benchmarks/dynamic_export_trial.py [--families digits ofa_resnet50]
-        [--out benchmarks/results/dynamic_export_trial.json]
+        [--compile digits] [--out benchmarks/results/dynamic_export_trial.json]
 
 The program is traced from the operators' own slicing rule. Its inputs are a batch; for each dimension with
 several sizes, a tensor whose length is the size; which layers are kept; and the statistics of every
@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.trace import RecordedCall
 
 COMPARED = 40
+SECONDS = 4.0
 ANY_SIZE = 8
 """The size of a layer that a subnet skips; its weights are sliced, and not used."""
 
@@ -79,12 +80,13 @@ class Dynamic(nn.Module):
         self, x: Tensor, sizes: list[Any], keeps: Tensor, means: list[Tensor], variances: list[Tensor]
     ) -> Tensor:
         """Run the subnet with these sizes on a batch."""
-        row = [len(size) if isinstance(size, Tensor) else size for size in sizes]
+        row = [size.shape[0] if isinstance(size, Tensor) else size for size in sizes]
         done: dict[int, nn.Module] = {}
 
         def norm(module: SubnetNorm) -> nn.Module:
-            i = self.places[module.path]
-            return module.bind_with(row, means[i], variances[i], trainable=True)  # type: ignore[arg-type]
+            i, channels = self.places[module.path], module.channels(row)  # type: ignore[arg-type]
+            mean, variance = means[i][:channels], variances[i][:channels]
+            return module.bind_with(row, mean, variance, trainable=True)  # type: ignore[arg-type]
 
         def bound(module: nn.Module) -> nn.Module:
             if id(module) not in done:
@@ -125,24 +127,22 @@ class Dynamic(nn.Module):
             torch.empty(size) if varies else (0 if i in self.gates else size)
             for i, (size, varies) in enumerate(zip(used, self.varies, strict=True))
         ]
-        pairs = []
-        for path, norm in self.norms.items():
-            channels = norm.channels(used)  # type: ignore[arg-type]
-            pairs.append(own.get(path, (torch.zeros(channels), torch.ones(channels))))
-        means, variances = ([pair[i].clone() for pair in pairs] for i in range(2))
+        means = [torch.zeros(norm.full("channels")) for norm in self.norms.values()]
+        variances = [torch.ones_like(mean) for mean in means]
+        for path, (mean, variance) in own.items():
+            means[self.places[path]][: len(mean)] = mean
+            variances[self.places[path]][: len(mean)] = variance
         return x, sizes, torch.tensor(row), means, variances
 
     def program(self, spec: SubnetSpec, x: Tensor) -> ExportedProgram:
         """Export the module with symbolic sizes and batch; `spec` gives the sizes of the example."""
 
-        def length(dim: int | None) -> Any:
-            if dim is None or not self.varies[dim]:
-                return None
-            return {0: Dim.DYNAMIC(min=2, max=self.sizes[dim][-1])}
+        def length(dim: int) -> Any:
+            return {0: Dim.DYNAMIC(min=2, max=self.sizes[dim][-1])} if self.varies[dim] else None
 
         sizes = [length(i) for i in range(len(self.sizes))]
-        norms = [length(norm.dims.get("channels")) for norm in self.norms.values()]
-        shapes = ({0: Dim.DYNAMIC}, sizes, None, norms, list(norms))
+        norms = [None] * len(self.norms)
+        shapes = ({0: Dim.DYNAMIC}, sizes, None, norms, norms)
         return torch.export.export(self, self.inputs(spec, x), dynamic_shapes=shapes, strict=False)
 
 
@@ -195,7 +195,8 @@ def agreement(
     }
 
 
-def trial(supernet: Supernet, x: Tensor, folder: str) -> dict[str, Any]:
+def trial(supernet: Supernet, x: Tensor, folder: str, compile: bool) -> Iterator[dict[str, Any]]:
+    """Yield what is known after every part of the trial."""
     space = supernet.space
     dynamic = Dynamic(supernet)
     specs = sorted(space.sample(1, COMPARED), key=lambda spec: sum(space.resolve(spec)))
@@ -206,47 +207,56 @@ def trial(supernet: Supernet, x: Tensor, folder: str) -> dict[str, Any]:
     try:
         program = dynamic.program(middle, x)
     except Exception as error:
-        return {**found, "export_error": str(error).strip().splitlines()[:4]}
+        yield {**found, "export_error": str(error).strip().splitlines()[:4]}
+        return
     found["export_s"] = round(time.perf_counter() - start, 1)
     found["nodes"] = len(program.graph.nodes)
-    runs: dict[str, Any] = {"export": program.module()}
-    found["export"] = agreement(runs["export"], dynamic, specs, x)
-    print(json.dumps(found, indent=1), flush=True)
-    for name in ("aoti", "aoti_called"):
+    run = program.module()
+    found["export"] = agreement(run, dynamic, specs, x)
+    timed = [specs[0], middle, specs[-1]]
+    found["export"]["ms"] = times(run, dynamic, timed, x, folder)
+    yield found
+    for name in ("aoti", "aoti_called") if compile else ():
+        program = dynamic.program(middle, x)  # compiling leaves constants in the symbols of the former one
         start = time.perf_counter()
         try:
             if name == "aoti":
-                runs[name] = compiled(program, folder, name)
+                run = compiled(program, folder, name)
             else:
                 with convolutions_called():
-                    runs[name] = compiled(program, folder, name)
+                    run = compiled(program, folder, name)
         except Exception as error:
             found[name] = {"error": str(error).strip().splitlines()[:4]}
             continue
         seconds = round(time.perf_counter() - start, 1)
-        found[name] = {"compile_s": seconds, **agreement(runs[name], dynamic, specs, x)}
-        print(name, json.dumps(found[name]), flush=True)
-    timed = [specs[0], middle, specs[-1]]
+        found[name] = {"compile_s": seconds, **agreement(run, dynamic, specs, x)}
+        found[name]["ms"] = times(run, dynamic, timed, x, folder)
+        yield found
+
+
+def times(
+    run: Callable[..., Any], dynamic: Dynamic, specs: list[SubnetSpec], x: Tensor, folder: str
+) -> dict[str, Any]:
+    """Return the median time in ms of the program and of its contenders, which take turns."""
     file: Any = to_torchscript(
-        supernet, f"{folder}/m.pt", timed, example=x, allow_uncalibrated=True, progress=False
+        dynamic.supernet, f"{folder}/m.pt", specs, example=x, allow_uncalibrated=True, progress=False
     )
-    found["ms"] = {}
-    for i, spec in enumerate(timed):
-        view, number = supernet.subnet(spec), torch.tensor([i])
+    found = {}
+    for i, spec in enumerate(specs):
+        view, number = dynamic.supernet.subnet(spec), torch.tensor([i])
         traced: Any = torch.jit.trace(view, x[:1])  # type: ignore[no-untyped-call]
         frozen: Any = torch.jit.freeze(traced.eval())
         for size in (1, 8):
             batch = x[:1].expand(size, *x.shape[1:]).contiguous()
-            given = dynamic.inputs(spec, batch)
             calls: dict[str, Callable[[], Any]] = {
                 "view": partial(view, batch),
                 "frozen_torchscript": partial(frozen, batch),
                 "torchscript_file": partial(file, batch, number),
+                "program": partial(run, *dynamic.inputs(spec, batch)),
             }
-            calls |= {name: partial(run, *given) for name, run in runs.items() if name != "aoti"}
-            times = interleaved_ms(calls, seconds=20, passes=20)
-            found["ms"][f"{spec.key}, batch {size}"] = {
-                name: round(statistics.median(ms[len(ms) // 5 :]), 3) for name, ms in times.items()
+            ms = interleaved_ms(calls, seconds=SECONDS, passes=25)
+            found[f"{spec.key}, batch {size}"] = {
+                name: round(statistics.median(each[len(each) // 5 :]), 3) for name, each in ms.items()
             }
     return found
 
@@ -254,6 +264,7 @@ def trial(supernet: Supernet, x: Tensor, folder: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--families", nargs="+", default=["digits", "ofa_resnet50"])
+    parser.add_argument("--compile", nargs="+", default=["digits"], help="families for AOTInductor")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -264,9 +275,10 @@ def main() -> None:
         for family in args.families:
             supernet = load_digits_supernet() if family == "digits" else load(family).eval()
             x = torch.randn(3, 1, 16, 16) if family == "digits" else torch.randn(3, 3, 96, 96)
-            document["families"][family] = trial(supernet, x, folder)
-            if args.out is not None:
-                args.out.write_text(json.dumps(document, indent=1) + "\n")
+            for found in trial(supernet, x, folder, family in args.compile):
+                document["families"][family] = found
+                if args.out is not None:
+                    args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document, indent=1))
 
 
