@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
+from subnetact.engine.graph_function import graph_function
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.engine.packed_conv import PackedConv, plain_conv
 from subnetact.engine.packed_linear import (
@@ -99,16 +100,18 @@ class FusedProgram:
         self.paths: dict[str, str] = {}
         self._copied = 0
         self.module: nn.Module
+        self._forward: Callable[..., Any]
         if traced:
-            self.module = self._graph_module(view, probe)
+            self.module, modules = self._graph_module(view, probe)
+            self._forward = graph_function(self.module.graph, modules)
         else:
             self._linears = pack_linears_(use_fast_convs_(view))
-            self.module = view
+            self.module = self._forward = view
         if not self._convs and not self._linears:
             raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d or large Linear")
         self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
 
-    def _graph_module(self, view: nn.Module, probe: Tensor | None) -> fx.GraphModule:
+    def _graph_module(self, view: nn.Module, probe: Tensor | None) -> tuple[fx.GraphModule, dict[str, Any]]:
         dtype = self.dtype
         if dtype is not None and any(p.dtype == torch.int8 for p in view.parameters()):
             raise ValueError(f"its int8 layers would compute something else in a program of {dtype}")
@@ -144,7 +147,7 @@ class FusedProgram:
         made = fx.GraphModule(modules, graph)
         # Breaks a reference circle, so that the weights are freed without the garbage collector.
         made.graph.owning_module = None
-        return made
+        return made, modules
 
     def accepts(self, x: Any) -> bool:
         """Tell whether the program answers a batch as the view does; see `strange`. Empty ones are not."""
@@ -172,8 +175,9 @@ class FusedProgram:
 
     def __call__(self, x: Any) -> Any:
         """Run a batch, with images in channels_last, and return the network's output in the dtype of x."""
-        forward: Any = self.module.forward  # A failing GraphModule.__call__ would print its code.
-        return call_with(forward, x) if self.dtype is None else forward(x.to(self.dtype)).to(x.dtype)
+        if self.dtype is None:
+            return call_with(self._forward, x)
+        return self._forward(x.to(self.dtype)).to(x.dtype)
 
 
 def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module], dict[str, Tensor]]:

@@ -1,24 +1,38 @@
-"""PackedLinear: a linear layer whose weight is packed once, in the layout of MKL's matrix products.
+"""PackedLinear: a linear layer whose weight is packed once, in the layout of a library's matrix products.
 
-A packed product takes 0.8-0.95 times as long as one with the plain weight, and less than half as long with
-few rows. The packed copy serves every number of rows. For many rows of narrow layers, MKL gains nothing and
-oneDNN takes 0.85-0.94 times as long, so these layers have a second copy in its layout.
+Which library is faster depends on the maker of the processor (`benchmarks/results`, `linear.json` there):
+
+- On Intel CPUs, MKL takes 0.8-0.95 times as long with a packed weight as with the plain one, and less than
+  half as long with few rows. For many rows of narrow layers it gains nothing and oneDNN takes 0.85-0.94 times
+  as long, so these layers have a second copy in oneDNN's layout.
+- On other CPUs, MKL gains little, and oneDNN takes 0.6-0.95 times as long as a product with the plain weight,
+  with AVX-512 for all layers, and without it for wide ones. Small products use the plain weight where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from threading import Lock
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subnetact.device import machine, machine_facts
 from subnetact.operators.view_module import mix_in_
 from subnetact.supernet.elementwise import has_hooks
 from subnetact.supernet.trace import is_layer
 
-__all__ = ["PackedLinear", "can_pack_linear", "is_packed", "pack_linear_", "pack_linears_"]
+__all__ = [
+    "PackedLinear",
+    "can_pack_linear",
+    "is_intel",
+    "is_packed",
+    "pack_linear_",
+    "pack_linears_",
+]
 
 _MKL = torch.backends.mkl.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkl, "_mkl_linear"
@@ -32,9 +46,13 @@ SMALLEST = 2**14
 ROWS = 256
 """The number of rows for which weights are packed. Layouts for fewer than 32 rows are slow for many rows."""
 NARROW = 256
-"""Layers with at most as many inputs or outputs are packed for oneDNN, too."""
+"""On Intel CPUs, layers with at most as many inputs or outputs are packed for oneDNN, too."""
 MANY = 512
-"""The number of rows from which narrow layers are computed by oneDNN."""
+"""The number of rows for which weights are packed for oneDNN."""
+SMALL_PRODUCT = 4 * 10**6
+"""On other than Intel CPUs, products of fewer multiplications are not computed by oneDNN."""
+WIDE = 512
+"""On other than Intel CPUs without AVX-512, layers of fewer inputs or outputs are not packed."""
 PAGES = 2**14
 """Bytes that a packed weight may take beyond those of the plain weight, because it takes whole pages."""
 
@@ -48,6 +66,7 @@ def can_pack_linear(module: Any) -> bool:
         and not has_hooks(module)
         and all(map(_packable, module._parameters.values()))
         and module.weight.numel() >= SMALLEST
+        and (is_intel() or _has_avx512() or min(module.weight.shape) >= WIDE)
     )
 
 
@@ -58,17 +77,24 @@ def _packable(tensor: Tensor | None) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """One packed product for linear layers that have the same input; their outputs follow one another."""
+    """One product for linear layers that have the same input; their outputs follow one another."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
         weights = [layer.weight.detach() for layer in layers]
-        self.packed = _pack(weights[0] if len(weights) == 1 else torch.cat(weights))
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.sizes = [len(weight) for weight in weights]
-        narrow = _ONEDNN and min(sum(self.sizes), weights[0].shape[1]) <= NARROW
-        self.for_many = _pack_for_many(weights) if narrow else None
+        self.outputs, self.inputs = whole.shape
+        self.plain = (whole if len(weights) == 1 else None,)  # A tuple, so that no copy is registered.
+        self.mkl = _pack(whole) if is_intel() or not _ONEDNN else None
+        self.onednn: Tensor | None = None
+        if _ONEDNN and (self.mkl is None or min(whole.shape) <= NARROW):
+            self.onednn = _pack_for_many(whole)
+        self.from_rows = MANY  # From how many rows oneDNN computes the product.
+        if self.mkl is None:
+            self.from_rows = 1 if len(weights) > 1 else -(-SMALL_PRODUCT // whole.numel())
         # MKL needs only the shape of the plain weight.
-        self.shape = torch.empty(1).expand(sum(self.sizes), weights[0].shape[1])
+        self.shape = torch.empty(1).expand(whole.shape)
         given: list[Tensor | None] = [layer.bias for layer in layers]
         biases = [
             torch.zeros(size) if bias is None else bias.detach()
@@ -79,19 +105,32 @@ class PackedLinear(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes that the packed weights take in memory."""
-        more = 0 if self.for_many is None else int(torch.ops.mkldnn._nbytes(self.for_many))
-        return self.shape.numel() * self.shape.element_size() + PAGES + more
+        held = 0 if self.mkl is None else 4 * self.shape.numel() + PAGES
+        return held + (0 if self.onednn is None else int(torch.ops.mkldnn._nbytes(self.onednn)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
-        rows = x.numel() // self.shape.shape[1]
-        if not rows:
-            return x.new_empty(*x.shape[:-1], self.shape.shape[0])
-        if self.for_many is not None and rows >= MANY:
-            many: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.for_many, self.bias, "none", [], "")
-            return many
-        y: Tensor = torch.ops.mkl._mkl_linear(x, self.packed, self.shape, self.bias, rows)
+        rows = x.numel() // self.inputs
+        y: Tensor
+        if rows >= self.from_rows and self.onednn is not None:
+            y = torch.ops.mkldnn._linear_pointwise(x, self.onednn, self.bias, "none", [], "")
+        elif not rows:
+            y = x.new_empty(*x.shape[:-1], self.outputs)
+        elif self.mkl is not None:
+            y = torch.ops.mkl._mkl_linear(x, self.mkl, self.shape, self.bias, rows)
+        else:
+            y = F.linear(x, self.plain[0], self.bias)  # type: ignore[arg-type]
         return y
+
+
+def _has_avx512() -> bool:
+    return machine_facts("cpu").aten.startswith("AVX512")
+
+
+@cache
+def is_intel() -> bool:
+    """Tell whether the processor is one of Intel's."""
+    return "Intel" in machine(torch.device("cpu"))["device_name"]
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -100,9 +139,9 @@ def _pack(weight: Tensor) -> Tensor:
         return packed
 
 
-def _pack_for_many(weights: Sequence[Tensor]) -> Tensor:
+def _pack_for_many(weight: Tensor) -> Tensor:
     with _PACKING:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)), MANY)
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), MANY)
         return packed
 
 

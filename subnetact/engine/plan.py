@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.comparison import FUSED, SHORT, Tolerance, equal, is_as_near
-from subnetact.device import machine, ran_out_of_memory
+from subnetact.device import machine_facts, ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.outputs import replaced_samples
-from subnetact.engine.packed_linear import can_pack_linear
+from subnetact.engine.packed_linear import can_pack_linear, is_intel
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.errors import StaleWeights, SubnetActError
 from subnetact.operators.lowered_weight import LowConv
@@ -75,10 +75,10 @@ def slower_because(view: nn.Module, device: torch.device) -> str:
     """Return why the fused program of a view is not expected to be faster here; "" if it is expected to be.
 
     Measured, as shares of the view's time (`benchmarks/results`: `engine.json`, `attention.json` and
-    `precision.json`, there and in `epyc_avx2` and `epyc_vnni`; `small_int8_programs` in `trials.json`):
-    convolutional networks 0.45 to 0.89 on all CPUs; networks of linear layers 0.64 to 0.99 on Intel CPUs and
-    0.89 to 1.07 on AMD CPUs; int8 convolutions of OFA networks 0.30 to 0.91, of the digits supernet 0.71 to
-    2.2, depending on the batch size.
+    `precision.json`, there and in `epyc_avx2` and `epyc_vnni`; `linear.json`; `small_int8_programs` in
+    `trials.json`): convolutional networks 0.45 to 0.89 on all CPUs; networks of linear layers 0.64 to 0.99 on
+    Intel CPUs, 0.59 to 0.89 on AMD CPUs with AVX-512 and 0.89 to 1.07 on those without; int8 convolutions of
+    OFA networks 0.30 to 0.91, of the digits supernet 0.71 to 2.2, depending on the batch size.
     """
     modules = list(view.modules())
     kernels = [p for m in modules if isinstance(m, LowConv) for p in nn.Module.parameters(m, recurse=False)]
@@ -86,14 +86,11 @@ def slower_because(view: nn.Module, device: torch.device) -> str:
     if 0 < int8 < SMALL_INT8:
         return f"int8 kernels of {int8} bytes are too small to gain from a fused program; pin it nevertheless"
     convolutional = any(isinstance(module, nn.Conv2d) for module in modules)
-    if convolutional or (device.type == "cpu" and _is_intel()):
+    if convolutional:
+        return ""
+    if device.type == "cpu" and (is_intel() or machine_facts("cpu").aten.startswith("AVX512")):
         return ""
     return "without convolutions, fused programs are not faster on this machine; pin it nevertheless"
-
-
-@cache
-def _is_intel() -> bool:
-    return "Intel" in machine(torch.device("cpu"))["device_name"]
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Elementwise:
     def __call__(self, args: Sequence[Any], over: bool) -> Any:
         """Compute the result, over the first operand if `over` allows it and shape, dtype and device fit."""
         first, *others = args
+        if over and not others:
+            return self.over(first)
         fits = isinstance(first, Tensor) and all(
             isinstance(other, int | float)
             or (

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import subnetact
 from ofa_adapters import families
-from subnetact.engine import EngineStats, plan
+from subnetact.device import MachineFacts
+from subnetact.engine import EngineStats, packed_linear, plan
 from subnetact.engine.fast_conv import SMALL_MAP, use_fast_convs_
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_conv import PackedConv
@@ -280,29 +281,35 @@ def test_a_subnet_that_leaves_makes_room_for_the_next(digits: Supernet) -> None:
 
 
 def test_what_is_not_expected_to_be_faster_is_fused_only_if_it_is_pinned() -> None:
-    axis = subnetact.Axis.uniform("w", ["all"], (64, 256))
+    axis = subnetact.Axis.uniform("w", ["all"], (128, 512))
     space = subnetact.SubnetSpace("linear", [axis], lambda v: {"w": v["w"][0]})
     on = subnetact.WeightSlice.on
     supernet = subnetact.insert_(
-        nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).eval(),
+        nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).eval(),
         space,
         {"0": on(out="w"), "1": on(in_="w")},
     )
     view, cpu = supernet.subnet(space.largest()), torch.device("cpu")
-    for vendor, why in (("Intel(R) Xeon(R)", ""), ("AMD EPYC", "without convolutions")):
+    for vendor, aten, why in (
+        ("Intel(R) Xeon(R)", "AVX2", ""),
+        ("AMD EPYC", "AVX512", ""),
+        ("AMD EPYC", "AVX2", "without convolutions"),
+    ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan, "machine", lambda _, name=vendor: {"device_name": name})
-            plan._is_intel.cache_clear()
+            patch.setattr(packed_linear, "machine", lambda _, name=vendor: {"device_name": name})
+            for module in (plan, packed_linear):
+                patch.setattr(module, "machine_facts", lambda _, aten=aten: MachineFacts(aten=aten))
+            packed_linear.is_intel.cache_clear()
             assert plan.slower_because(view, cpu).startswith(why)
             assert bool(plan.slower_because(view, cpu)) == bool(why)
             engine = subnetact.Engine(
-                supernet, [space.largest()], example=torch.zeros(256), memory_budget_mb=8
+                supernet, [space.largest()], example=torch.zeros(512), memory_budget_mb=8
             )
             assert engine.is_fused(0) == (not why)
             assert engine.pin(0)
             engine.unpin(0)
             assert engine.is_fused(0) == (not why)
-    plan._is_intel.cache_clear()
+    packed_linear.is_intel.cache_clear()
 
 
 def test_registration_and_removal(digits: Supernet) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.packed_linear import MANY, PackedLinear, can_pack_linear
+from subnetact.engine.packed_linear import MANY, PackedLinear, can_pack_linear, is_intel
 
 pytestmark = pytest.mark.skipif(
     not can_pack_linear(nn.Linear(128, 128)), reason="this build of torch has no packed matrix products"
@@ -121,9 +121,10 @@ def test_layers_of_one_input_are_one_product_and_outputs_are_overwritten() -> No
 def test_the_budget_holds_for_packed_weights() -> None:
     engine = engine_of(Encoder(), tensor())
     assert engine.pin(1)
-    packed = 2 * 2 * (4 + 4) * WIDTH * WIDTH * 4  # Narrow layers are packed twice.
-    assert packed <= engine.stats().fused_bytes <= 1.5 * packed
-    tight = engine_of(Encoder(), tensor(), memory_budget_mb=0.5)
+    copies = 2 if is_intel() else 1  # Narrow layers are packed for both libraries on Intel CPUs.
+    packed = 2 * copies * (4 + 4) * WIDTH * WIDTH * 4
+    assert packed <= engine.stats().fused_bytes <= 2 * packed  # The smaller subnet may be fused, too.
+    tight = engine_of(Encoder(), tensor(), memory_budget_mb=0.25)
     pinned = tight.pin(1)
     assert not pinned
     assert "does not fit in the budget" in pinned.reason
