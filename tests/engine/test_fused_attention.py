@@ -332,7 +332,7 @@ def test_a_bert_of_hugging_face_keeps_its_forward_with_packed_layers() -> None:
     with torch.inference_mode():
         expected = engine.supernet.subnet(engine.specs[0])(**batch)
     torch.testing.assert_close(engine(batch, 0).logits, expected.logits, rtol=1e-4, atol=1e-5)
-    assert engine.stats().fused == 1
+    assert engine.is_fused(0)
 
 
 def test_norms_with_an_activation_of_timm_are_merged_into_convolutions() -> None:
