@@ -91,7 +91,8 @@ class Block(nn.Module):
         parts = self.qkv(self.norms[0](x)).view(n, tokens, 3, self.heads, 64).permute(2, 0, 3, 1, 4)
         found = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
         x = x + self.out(found.transpose(1, 2).reshape(n, tokens, width))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        summed: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return summed
 
 
 def network(width: int, layers: int, tokens: int, size: int) -> dict[str, Callable[[], Any]]:
