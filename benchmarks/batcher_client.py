@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from subnetact import Answer, Batcher
+from subnetact import Batcher
 from subnetact.errors import RequestError
 from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop
+from subnetact.serving import Answer
 
 __all__ = ["ask_batcher"]
 

@@ -24,21 +24,12 @@ from in_service import InService, measured_in_service
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import (
-    Answer,
-    Batcher,
-    Fixed,
-    HullFit,
-    LatencyTable,
-    SlackFit,
-    profile_latency,
-    simulate,
-)
+from subnetact import Batcher, HullFit, LatencyTable, SlackFit, profile_latency, simulate
 from subnetact.errors import InvalidRequest
 from subnetact.loadtest.arrivals import trace
 from subnetact.loadtest.open_loop import Reply, Sent, run_open_loop
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
-from subnetact.serving import Policy
+from subnetact.serving import Answer, Fixed, Policy
 
 __all__ = ["digits_section"]
 

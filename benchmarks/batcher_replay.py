@@ -22,16 +22,9 @@ from in_service import InService, measured_in_service
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import (
-    Batcher,
-    Fixed,
-    HullFit,
-    LatencyTable,
-    SlackFit,
-    simulate,
-)
+from subnetact import Batcher, HullFit, LatencyTable, SlackFit, simulate
 from subnetact.loadtest.arrivals import trace
-from subnetact.serving import Policy
+from subnetact.serving import Fixed, Policy
 
 __all__ = ["replay_section"]
 

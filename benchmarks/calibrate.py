@@ -34,6 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import subnetact
+import subnetact.calibration
 from ofa_adapters import load
 from ofa_adapters.registry import family_of
 from subnetact.calibration.run import CalibrationRun
@@ -120,7 +121,7 @@ def speed(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
         statistics: list[dict[str, Tensor]] = []
         subnetact.calibrate(supernet, specs[:1], [batches[0][:2]], progress=False)
         by_upstream(upstream, supernet, specs[:1], [batches[0][:2]])
-        report = subnetact.CalibrationReport()
+        report = subnetact.calibration.CalibrationReport()
         for _ in tqdm(range(args.windows), desc=name):
             seconds, statistics = by_upstream(upstream, supernet, specs, batches)
             theirs.append(seconds)

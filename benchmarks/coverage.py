@@ -29,7 +29,8 @@ from readme_section import write_section
 from torch import nn
 from tqdm import tqdm
 
-from subnetact import cost, insert_
+from subnetact import insert_
+from subnetact.costs import cost
 from subnetact.device import machine
 from subnetact.errors import SubnetActError
 from subnetact.supernet.batches import call_with, logits, map_tensors

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from subnetact import Fixed, HullFit, LatencyTable, SlackFit, SubnetSpec, Supernet, insert_
+from subnetact import HullFit, LatencyTable, SlackFit, SubnetSpec, Supernet, insert_
 from subnetact.device import machine
 from subnetact.errors import DeadlinePassed
 from subnetact.generation import (
@@ -40,7 +40,7 @@ from subnetact.generation import (
     profile_steps,
     simulate_generation,
 )
-from subnetact.serving import Policy
+from subnetact.serving import Fixed, Policy
 
 ACCURACY = (60.0, 66.0, 70.0)
 SHARES = (0.25, 0.5, 1.0)

@@ -30,11 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from subnetact import Batcher, CheapestFeasible, Engine, Fixed, LatencyTable, calibrate
+from subnetact import Batcher, Engine, LatencyTable, calibrate
 from subnetact.device import machine
 from subnetact.digits import distort, load_digits_supernet, undistorted_digits
 from subnetact.errors import QueueFull
 from subnetact.serving import (
+    CheapestFeasible,
+    Fixed,
     Flex,
     Pipeline,
     PipelineModel,

@@ -30,6 +30,8 @@ from readme_section import write_section
 from tqdm import tqdm
 
 import subnetact
+import subnetact.latency
+import subnetact.nas
 from ofa_adapters import load
 from subnetact.costs.model import CostModel
 from subnetact.device import machine
@@ -93,13 +95,13 @@ def true_digits(path: Path) -> tuple[Any, dict[SubnetSpec, float], dict[SubnetSp
     return supernet, dict(zip(specs, data["accuracy"], strict=True)), macs, data
 
 
-def share(found: Sequence[subnetact.Candidate], reference: tuple[float, float], whole: float) -> float:
+def share(found: Sequence[subnetact.nas.Candidate], reference: tuple[float, float], whole: float) -> float:
     """Return the hypervolume of subnets as a share of the hypervolume `whole`."""
     points = [(c.accuracy, c.latency_ms) for c in front_of(found)]
-    return subnetact.hypervolume(points, reference) / whole
+    return subnetact.latency.hypervolume(points, reference) / whole
 
 
-def front_of(found: Iterable[subnetact.Candidate]) -> list[subnetact.Candidate]:
+def front_of(found: Iterable[subnetact.nas.Candidate]) -> list[subnetact.nas.Candidate]:
     return pareto_front(found, cost=lambda c: c.latency_ms, gain=lambda c: c.accuracy)
 
 
@@ -110,7 +112,7 @@ def searches(
     evaluations: int,
     methods: Iterable[str],
     seeds: Iterable[int],
-) -> dict[str, list[subnetact.SearchResult]]:
+) -> dict[str, list[subnetact.nas.SearchResult]]:
     """Run the same search by several methods, once per seed."""
     return {
         method: [
@@ -129,11 +131,11 @@ def searches(
     }
 
 
-def shares_of_all(runs: dict[str, list[subnetact.SearchResult]]) -> dict[str, list[float]]:
+def shares_of_all(runs: dict[str, list[subnetact.nas.SearchResult]]) -> dict[str, list[float]]:
     """Return the hypervolume of every run as a share of the hypervolume of all runs together."""
     every = [c for found in runs.values() for run in found for c in run.evaluated]
     reference = min(c.accuracy for c in every), max(c.latency_ms for c in every)
-    whole = subnetact.hypervolume([(c.accuracy, c.latency_ms) for c in front_of(every)], reference)
+    whole = subnetact.latency.hypervolume([(c.accuracy, c.latency_ms) for c in front_of(every)], reference)
     return {
         method: [share(run.evaluated, reference, whole) for run in found] for method, found in runs.items()
     }
@@ -144,7 +146,7 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
     supernet, accuracy, macs, data = true_digits(args.truth)
     points = [(accuracy[spec], macs[spec]) for spec in accuracy]
     reference = min(a for a, _ in points), max(m for _, m in points)
-    whole = subnetact.hypervolume(points, reference)
+    whole = subnetact.latency.hypervolume(points, reference)
     front = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
     result: dict[str, Any] = {
         "what": data["what"],
@@ -232,7 +234,9 @@ def fronts_of(
         return pareto_front(among, cost=lambda one: one["ms"], gain=lambda one: one["accuracy"])
 
     def volume(among: list[dict[str, Any]]) -> float:
-        return subnetact.hypervolume([(one["accuracy"], one["ms"]) for one in front(among)], reference)
+        return subnetact.latency.hypervolume(
+            [(one["accuracy"], one["ms"]) for one in front(among)], reference
+        )
 
     return {
         "int8_on_the_front": sum(one["precision"] == "int8" for one in front(found)),
@@ -307,7 +311,7 @@ def ablation(args: argparse.Namespace) -> dict[str, Any]:
     supernet, accuracy, macs, _ = true_digits(args.truth)
     points = [(accuracy[spec], macs[spec]) for spec in accuracy]
     reference = min(a for a, _ in points), max(m for _, m in points)
-    whole = subnetact.hypervolume(points, reference)
+    whole = subnetact.latency.hypervolume(points, reference)
     for evaluations in (len(accuracy) // 10, len(accuracy) // 5):
         runs = searches(
             supernet, accuracy.__getitem__, macs.__getitem__, evaluations, methods, SEEDS[: args.seeds]
@@ -358,7 +362,7 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
     model = CostModel(supernet, shape)
     result: dict[str, Any] = {"subnets": len(specs), "machine": machine(torch.device("cpu"))}
     for column, batch_size in enumerate(table.batch_sizes):
-        predictor = subnetact.LatencyPredictor.fit(
+        predictor = subnetact.nas.LatencyPredictor.fit(
             supernet, specs, table.latency_ms[:, column], batch_size, costs=model
         )
         result[f"digits, batch {batch_size}"] = vars(predictor.error)

@@ -32,7 +32,7 @@ from soak import resident_mb
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import Batcher, Engine, HullFit, LatencyTable, NormTable, calibrate
+from subnetact import Batcher, Engine, HullFit, LatencyTable, calibrate
 from subnetact.digits import distort, load_digits_supernet, undistorted_digits
 from subnetact.errors import (
     BatchFailed,
@@ -43,6 +43,7 @@ from subnetact.errors import (
     SubnetActError,
 )
 from subnetact.serving import Answer
+from subnetact.supernet import NormTable
 
 SUBNETS, WEIGHTS, CALIBRATIONS, INPUTS = 5, 3, 2, 6
 SIZES = (1, 2, 4, 8)

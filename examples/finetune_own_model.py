@@ -44,7 +44,6 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from subnetact import (
-    Description,
     Engine,
     SubnetSpec,
     Supernet,
@@ -58,6 +57,7 @@ from subnetact import (
 )
 from subnetact.device import machine
 from subnetact.digits import Digits, distort, undistorted_digits
+from subnetact.insertion import Description
 from subnetact.training import sandwich_step
 
 SIZE = 32

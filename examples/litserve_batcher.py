@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 
-from subnetact import Answer
 from subnetact.errors import RequestError
 from subnetact.serve.exchange import refusal_of
 from subnetact.serve.source import Source
+from subnetact.serving import Answer
 
 litserve: Any = import_module("litserve")
 

@@ -31,7 +31,6 @@ from torch.nn import functional as F
 from subnetact import (
     Axis,
     Engine,
-    Fixed,
     LatencyTable,
     SubnetSpace,
     Supernet,
@@ -42,7 +41,7 @@ from subnetact import (
 )
 from subnetact.device import machine
 from subnetact.digits import SIDE, Digits, distort, load_digits_supernet, undistorted_digits
-from subnetact.serving import Pipeline, PipelineAnswer, Stage
+from subnetact.serving import Fixed, Pipeline, PipelineAnswer, Stage
 
 PAGE = 64
 """Pages have this many rows and columns of pixels, and 3 x 3 cells with at most one digit each."""

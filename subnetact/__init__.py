@@ -38,24 +38,24 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            86    81     37
-    files            549   321      0
+    files            493   166      0
     device           110    20      7
     command           79    17      6
-    comparison        58    34      7
+    comparison        60    34      8
     spec              81    53      6
-    space            392   213      6
-    operators       1738   784     17
-    supernet        2113   798      5
-    insertion       3543   983      0
+    space            392   205      6
+    operators       1726   774     17
+    supernet        2164   818      5
+    insertion       3495   890      9
     digits           161    49      7
-    ofa_adapters    2757   604     12
-    training         200    82      3
-    calibration      907   335      2
-    latency          587   277      4
-    engine          2735   873      7
+    ofa_adapters    2760   604     12
+    training         200    81      3
+    calibration      859   270      2
+    latency          588   277      6
+    engine          2802   885      7
     workers         1057   128      0
     costs            295   105      5
-    nas              840   372      6
+    nas              840   315      6
     profile         1714   368      9
     serving         7976  3826     76
     generation      1544   590     11
@@ -66,7 +66,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           2695   908      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            35893 13204    253
+    all            35853 12847    265
 
 Glossary
 --------
@@ -106,74 +106,32 @@ from subnetact import errors
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from subnetact.calibration.calibrate import CalibrationReport, calibrate
-    from subnetact.costs.model import Cost, CostModel, cost
+    from subnetact.calibration.calibrate import calibrate
     from subnetact.engine.engine import Engine
-    from subnetact.insertion.description import Description
-    from subnetact.insertion.hugging_face import as_pretrained, heterogeneous
     from subnetact.insertion.insert import describe, insert_
-    from subnetact.insertion.reorder import ReorderReport, reorder_
-    from subnetact.latency.pareto import hypervolume, pareto_front
+    from subnetact.insertion.reorder import reorder_
+    from subnetact.latency.pareto import pareto_front
     from subnetact.latency.table import LatencyTable
-    from subnetact.nas.accuracy_predictor import AccuracyPredictor
     from subnetact.nas.evaluation import evaluate
-    from subnetact.nas.latency_predictor import LatencyPredictor
-    from subnetact.nas.search import Candidate, SearchResult, search
+    from subnetact.nas.search import search
     from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
     from subnetact.profile.sweep import profile_latency
-    from subnetact.serving.live.batcher import Answer, Batcher
-    from subnetact.serving.policies import (
-        CheapestFeasible,
-        Fixed,
-        HullFit,
-        MaxAcc,
-        MaxBatch,
-        ModelSwitching,
-        SlackFit,
-    )
-    from subnetact.serving.scheduling.context import Policy
+    from subnetact.serving.live.batcher import Batcher
+    from subnetact.serving.policies import HullFit, SlackFit
     from subnetact.serving.simulation.simulator import simulate
-    from subnetact.space import (
-        Axis,
-        Slot,
-        SubnetSpace,
-        UsedWhen,
-    )
+    from subnetact.space import Axis, SubnetSpace
     from subnetact.spec import SubnetSpec
-    from subnetact.supernet.norm_table import NormTable
     from subnetact.supernet.supernet import Supernet
 
 _HOME = {
-    "AccuracyPredictor": "nas.accuracy_predictor",
-    "Candidate": "nas.search",
-    "Cost": "costs.model",
-    "CostModel": "costs.model",
-    "LatencyPredictor": "nas.latency_predictor",
-    "SearchResult": "nas.search",
-    "cost": "costs.model",
-    "as_pretrained": "insertion.hugging_face",
-    "heterogeneous": "insertion.hugging_face",
     "describe": "insertion.insert",
     "evaluate": "nas.evaluation",
-    "hypervolume": "latency.pareto",
-    "UsedWhen": "space",
-    "Slot": "space",
-    "Answer": "serving.live.batcher",
-    "Policy": "serving.scheduling.context",
     "Axis": "space",
     "Batcher": "serving.live.batcher",
-    "CalibrationReport": "calibration.calibrate",
-    "CheapestFeasible": "serving.policies",
-    "Description": "insertion.description",
     "Engine": "engine.engine",
-    "Fixed": "serving.policies",
     "HullFit": "serving.policies",
     "LatencyTable": "latency.table",
     "LayerSelect": "operators",
-    "MaxAcc": "serving.policies",
-    "MaxBatch": "serving.policies",
-    "ModelSwitching": "serving.policies",
-    "NormTable": "supernet.norm_table",
     "SlackFit": "serving.policies",
     "SubnetNorm": "operators",
     "SubnetSpace": "space",
@@ -182,7 +140,6 @@ _HOME = {
     "WeightSlice": "operators",
     "calibrate": "calibration.calibrate",
     "insert_": "insertion.insert",
-    "ReorderReport": "insertion.reorder",
     "reorder_": "insertion.reorder",
     "pareto_front": "latency.pareto",
     "profile_latency": "profile.sweep",
@@ -191,46 +148,23 @@ _HOME = {
 }
 
 __all__ = [
-    "AccuracyPredictor",
-    "Answer",
     "Axis",
     "Batcher",
-    "CalibrationReport",
-    "Candidate",
-    "CheapestFeasible",
-    "Cost",
-    "CostModel",
-    "Description",
     "Engine",
-    "Fixed",
     "HullFit",
-    "LatencyPredictor",
     "LatencyTable",
     "LayerSelect",
-    "MaxAcc",
-    "MaxBatch",
-    "ModelSwitching",
-    "NormTable",
-    "Policy",
-    "ReorderReport",
-    "SearchResult",
     "SlackFit",
-    "Slot",
     "SubnetNorm",
     "SubnetSpace",
     "SubnetSpec",
     "Supernet",
-    "UsedWhen",
     "WeightSlice",
     "__version__",
-    "as_pretrained",
     "calibrate",
-    "cost",
     "describe",
     "errors",
     "evaluate",
-    "heterogeneous",
-    "hypervolume",
     "insert_",
     "pareto_front",
     "profile_latency",

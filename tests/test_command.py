@@ -80,6 +80,7 @@ import threading
 import torch
 from torch import nn
 import subnetact
+import subnetact.serving
 torch.set_num_threads(1)
 began = threading.Event()
 
@@ -112,7 +113,7 @@ IN_BLOCKS = """
 one = engine()
 table = subnetact.LatencyTable.from_arrays(one.keys, [50.0], [1], [[1.0]])
 from subnetact.serving.policies import Preemptive
-policy = Preemptive(subnetact.Fixed(table, 0))
+policy = Preemptive(subnetact.serving.Fixed(table, 0))
 batcher = subnetact.Batcher(one, policy=policy, slo_ms=1e6)
 for _ in range(20):
     batcher.submit(torch.zeros(16), deadline_ms=1e6)

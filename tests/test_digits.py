@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import subnetact
+import subnetact.serving
 from subnetact.demo.cli import main
 from subnetact.demo.digits_demo import Run, _serve
 from subnetact.demo.machine_notes import machine_notes
@@ -118,7 +119,7 @@ def test_a_failed_batch_of_the_demo_is_no_late_answer() -> None:
     engine: Any = SimpleNamespace(keys=("a",), check=Mock(), run=Mock(side_effect=ValueError("broken")))
     data: Any = SimpleNamespace(images=[1], labels=torch.zeros(1))
     with pytest.raises(BatchFailed):
-        asyncio.run(_serve("", subnetact.Fixed(table, 0), engine, data, np.zeros(1), 50.0))
+        asyncio.run(_serve("", subnetact.serving.Fixed(table, 0), engine, data, np.zeros(1), 50.0))
 
 
 def test_the_demo_says_when_the_machine_decided_the_result() -> None:

@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 
-from subnetact import Policy, errors
+from subnetact import errors
+from subnetact.serving import Policy
 
 ROOMS = (
     "subnetact",
     "subnetact.space",
     "subnetact.operators",
     "subnetact.supernet",
+    "subnetact.insertion",
     "subnetact.calibration",
     "subnetact.latency",
     "subnetact.engine",

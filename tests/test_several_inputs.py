@@ -14,20 +14,19 @@ from torch.nn import functional as F
 from subnetact import (
     Axis,
     Batcher,
-    CostModel,
     Engine,
-    Fixed,
     SubnetNorm,
     SubnetSpace,
     Supernet,
     WeightSlice,
     calibrate,
-    cost,
     evaluate,
     insert_,
     profile_latency,
 )
+from subnetact.costs import CostModel, cost
 from subnetact.errors import InvalidRequest, ResumeMismatch, SpecError
+from subnetact.serving import Fixed
 
 
 class TwoInputs(nn.Module):

@@ -15,3 +15,20 @@ Which file answers which question:
   layers write into it; `cache_rules.py`: on which sizes of a subnet its keys and values depend.
 - `hugging_face.py`: an extracted subnet of a Hugging Face model as a model that `from_pretrained` loads.
 """
+
+from subnetact.insertion.description import Description, Group, Member, Stage
+from subnetact.insertion.hugging_face import as_pretrained, heterogeneous
+from subnetact.insertion.key_value_cache import cache_relation, switch
+from subnetact.insertion.reorder import ReorderReport
+
+__all__ = [
+    "Description",
+    "Group",
+    "Member",
+    "ReorderReport",
+    "Stage",
+    "as_pretrained",
+    "cache_relation",
+    "heterogeneous",
+    "switch",
+]

@@ -105,7 +105,7 @@ def heterogeneous(cls: Any) -> Any:
 
     Example:
         >>> config.per_layer_config = supernet.space.format(spec)
-        >>> model = subnetact.heterogeneous(transformers.LlamaForCausalLM)(config)
+        >>> model = subnetact.insertion.heterogeneous(transformers.LlamaForCausalLM)(config)
     """
     return cls if getattr(cls, "builds_each_layer", False) else _heterogeneous(cls)
 

@@ -12,7 +12,8 @@ Which file answers which question:
 """
 
 from subnetact.latency.compare import Comparison
+from subnetact.latency.pareto import hypervolume, pareto_front
 from subnetact.latency.plot import plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["Comparison", "LatencyTable", "plot_front", "plot_heat_map"]
+__all__ = ["Comparison", "LatencyTable", "hypervolume", "pareto_front", "plot_front", "plot_heat_map"]

@@ -368,7 +368,7 @@ class Supernet(nn.Module):
             The network, in evaluation mode, with the statistics that the subnet runs on. It can be trained,
             moved, saved and exported like any other module, but not trained at a lower precision. Tied
             parameters that are sliced in the same way stay tied. A Hugging Face model still has the
-            configuration of the full network; `subnetact.as_pretrained` gives it its own.
+            configuration of the full network; `subnetact.insertion.as_pretrained` gives it its own.
         """
         spec = self.space.check(spec)
         with torch.no_grad(), self._generation.lock:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import subnetact
+import subnetact.supernet
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import FileFormatError, ResumeMismatch, StaleWeights
@@ -75,7 +76,7 @@ def test_killed_anywhere_and_resumed_gives_the_same_bits(
     specs, path = specs_of(digits), tmp_path / "unfinished"
     whole = subnetact.calibrate(digits, specs, BATCHES, False, tolerance=tolerance)
     expected = rows(digits)
-    digits.norms = subnetact.NormTable(digits.space.id)
+    digits.norms = subnetact.supernet.NormTable(digits.space.id)
     with monkeypatch.context() as patch:
         died = dying_after(after, patch)
         with pytest.raises(Killed):
@@ -97,7 +98,7 @@ def test_finished_work_is_read_back_without_computing(
     specs, path = specs_of(digits), tmp_path / "unfinished"
     first = subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
     expected = rows(digits)
-    digits.norms = subnetact.NormTable(digits.space.id)
+    digits.norms = subnetact.supernet.NormTable(digits.space.id)
     again = subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
     assert same(rows(digits), expected)
     assert again.layers_computed == first.layers_computed
@@ -246,7 +247,7 @@ def test_unfinished_work_belongs_to_its_weights(digits: Supernet, tmp_path: Path
     first = {name: tensor.clone() for name, tensor in digits.state_dict().items()}
     subnetact.calibrate(digits, specs, BATCHES, False)
     expected = rows(digits)
-    digits.norms = subnetact.NormTable(digits.space.id)
+    digits.norms = subnetact.supernet.NormTable(digits.space.id)
 
     def batches() -> Iterator[torch.Tensor]:
         yield from BATCHES[:2]

@@ -15,7 +15,7 @@ import torch
 from pretrained_network import BATCHES, first_choice, pretrained, supernet_of
 from torch import Tensor, nn
 
-from subnetact import Axis, Engine, NormTable, SubnetSpace, Supernet, calibrate, insert_
+from subnetact import Axis, Engine, SubnetSpace, Supernet, calibrate, insert_
 from subnetact.engine import EngineConfig
 from subnetact.errors import (
     EngineError,
@@ -27,6 +27,7 @@ from subnetact.errors import (
 from subnetact.export import to_exported_programs, to_onnx, to_torchscript
 from subnetact.files.documents import checksum
 from subnetact.operators import SubnetNorm, WeightSlice
+from subnetact.supernet import NormTable
 
 X = BATCHES[0]
 OTHER = pretrained(seed=1).state_dict()

@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
-from subnetact import Answer
 from subnetact.cluster.client import ReplicaClient
 from subnetact.cluster.replica import Reply
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
+from subnetact.serving import Answer
 
 ANSWER = Answer(output=None, subnet=1, accuracy=70.0, latency_ms=5.0, met=True, batch_size=8)
 

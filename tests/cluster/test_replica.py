@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from subnetact import Answer, Batcher, SlackFit
+from subnetact import Batcher, SlackFit
 from subnetact.cluster.arrays import to_arrays, to_tensors
 from subnetact.cluster.central import RemoteRunner
 from subnetact.cluster.deadline import Deadline
@@ -18,6 +18,7 @@ from subnetact.cluster.forecast import ReplicaReport
 from subnetact.cluster.replica import SENDERS, EngineReplica
 from subnetact.errors import FileFormatError
 from subnetact.serve.source import Source
+from subnetact.serving import Answer
 
 
 @pytest.fixture(scope="module")

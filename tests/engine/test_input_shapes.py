@@ -10,18 +10,9 @@ import torch
 from small_families import small_supernet
 from torch import Tensor, nn
 
-from subnetact import (
-    Axis,
-    Batcher,
-    Engine,
-    Fixed,
-    SubnetSpace,
-    Supernet,
-    WeightSlice,
-    insert_,
-    profile_latency,
-)
+from subnetact import Axis, Batcher, Engine, SubnetSpace, Supernet, WeightSlice, insert_, profile_latency
 from subnetact.errors import EngineError, InvalidRequest, TableError
+from subnetact.serving import Fixed
 
 PADDING = {"input_ids": 0, "attention_mask": 0}
 

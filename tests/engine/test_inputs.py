@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import subnetact
+import subnetact.serving
 from subnetact.engine.inputs import (
     Stager,
     call_with,
@@ -167,7 +168,7 @@ def test_a_language_model_without_its_cache_is_served_what_a_tokenizer_returns(
     inputs: list[Any] = [BatchEncoding({"input_ids": ids}) for ids in tokens]
     engine = subnetact.Engine(language_model, specs, example=inputs[0], accuracy=[60.0, 70.0])
     table = subnetact.profile_latency(engine, [1, 4], warmup_ms=0, min_time_ms=1)
-    with subnetact.Batcher(engine, policy=subnetact.Fixed(table, 1), slo_ms=1e4) as batcher:
+    with subnetact.Batcher(engine, policy=subnetact.serving.Fixed(table, 1), slo_ms=1e4) as batcher:
         answers = [future.result(60) for future in [batcher.submit(x, 1e4) for x in inputs]]
     with torch.no_grad():
         expected = language_model(tokens, subnet=specs[1]).logits

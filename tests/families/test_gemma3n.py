@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import ofa_adapters
 import subnetact
+import subnetact.insertion
 from ofa_adapters import Slice, read_slices, write_slices
 from ofa_adapters.networks.gemma3n import DIMS, SKIPPED
 from subnetact.errors import (
@@ -257,7 +258,7 @@ def test_a_description_of_the_model_keeps_layers_that_store_keys_and_values(
 
 def test_a_subnet_is_saved_as_a_model_of_its_own(supernet: subnetact.Supernet, tmp_path: Path) -> None:
     spec = supernet.space.parse({DIMS: [8, 24, 12, 24, 8, 12, 24], SKIPPED: [2, 7, 8]})
-    small = subnetact.as_pretrained(supernet.extract(spec), {"input_ids": TOKENS})
+    small = subnetact.insertion.as_pretrained(supernet.extract(spec), {"input_ids": TOKENS})
     small.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.config.intermediate_size == [8, 24, 12, 24, 8, 12, 24]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import subnetact
+import subnetact.supernet
 from subnetact.digits import load_digits_supernet
 from subnetact.export.manifest import read_version, writing_folder
 from subnetact.files import atomic as atomic_files
@@ -184,7 +185,7 @@ def _read_bundle(path: Path) -> str:
 
 
 def _read_norms(path: Path) -> str:
-    table = subnetact.NormTable.load(path)
+    table = subnetact.supernet.NormTable.load(path)
     row = table.get(next(iter(table)))
     assert row is not None
     (version,) = (v for v in ("old", "new") if torch.equal(row.flat, _row(v)))

@@ -34,6 +34,8 @@ from torchvision_operators import define_missing
 
 import ofa_adapters
 import subnetact
+import subnetact.insertion
+import subnetact.supernet
 from ofa_adapters.__main__ import main as families_main
 from ofa_adapters.slices import Slice, read_slices, write_slices
 from subnetact.digits import load_digits_supernet
@@ -508,7 +510,7 @@ def fuzz_description(source: random.Random, place: Path) -> None:
     document = json.loads(_described())
     bytewise = source.random() < 0.3
     raw = damaged(_described().encode(), source) if bytewise else text(changed(document, source))
-    description = subnetact.Description.from_json(raw)
+    description = subnetact.insertion.Description.from_json(raw)
     str(description)
     x = torch.zeros(2, 3, 8, 8)
     before = network(x)
@@ -857,7 +859,7 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "spec": fuzz_spec,
     "latency table": reader("table.json", json_file, subnetact.LatencyTable.load),
     "latency table, arguments": fuzz_table_arguments,
-    "norm table": reader("norms.safetensors", tensor_file, subnetact.NormTable.load),
+    "norm table": reader("norms.safetensors", tensor_file, subnetact.supernet.NormTable.load),
     "bundle": fuzz_bundle,
     "checkpoint": fuzz_checkpoint,
     "constructor": fuzz_constructor,

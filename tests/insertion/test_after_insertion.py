@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import subnetact
+import subnetact.serving
 from subnetact.errors import ExportError
 from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
 from subnetact.supernet.supernet import Supernet
@@ -62,7 +63,7 @@ def test_an_engine_serves_profiles_and_saves_an_inserted_model(
         view = supernet.extract(spec)(X)
         torch.testing.assert_close(engine(X, subnet=i), view, rtol=0, atol=5e-5)
     table = subnetact.profile_latency(engine, batch_sizes=[1, 2], min_time_ms=1, windows=2)
-    policy = subnetact.Fixed(table.with_accuracy([1.0, 2.0, 3.0, 4.0]), subnet=1)
+    policy = subnetact.serving.Fixed(table.with_accuracy([1.0, 2.0, 3.0, 4.0]), subnet=1)
     with subnetact.Batcher(engine, policy=policy, slo_ms=600_000.0) as batcher:
         answer = batcher.submit(X[0], deadline_ms=600_000.0).result(timeout=600)
     torch.testing.assert_close(answer.output, supernet.extract(engine.specs[1])(X[:1])[0], rtol=0, atol=5e-5)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import subnetact
+import subnetact.insertion
 from subnetact.errors import InsertError
 from subnetact.insertion.hugging_face import _compare
 
@@ -72,7 +73,7 @@ def test_a_uniform_subnet_is_a_model_of_its_own(
 ) -> None:
     supernet = supernet_of(*names, **settings)
     subnet = extracted(supernet, **choices)
-    small = subnetact.as_pretrained(subnet, TOKENS)
+    small = subnetact.insertion.as_pretrained(subnet, TOKENS)
     assert {field: getattr(small.config, field) for field in fields} == fields
     small.save_pretrained(tmp_path)
     loaded = type(small).from_pretrained(tmp_path).eval()
@@ -106,12 +107,12 @@ def test_subnets_that_no_configuration_describes_are_refused(
 ) -> None:
     supernet = supernet_of(*names, **(BART if "Bart" in names[0] else {}))
     with pytest.raises(InsertError, match=message):
-        subnetact.as_pretrained(extracted(supernet, **choices), TOKENS)
+        subnetact.insertion.as_pretrained(extracted(supernet, **choices), TOKENS)
 
 
 def test_other_models_have_no_configuration() -> None:
     with pytest.raises(InsertError, match="Linear is no Hugging Face model"):
-        subnetact.as_pretrained(nn.Linear(2, 2), torch.zeros(1, 2))
+        subnetact.insertion.as_pretrained(nn.Linear(2, 2), torch.zeros(1, 2))
 
 
 def test_tied_weights_stay_tied_in_an_extracted_subnet() -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import subnetact
+import subnetact.insertion
 from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.analysis import TracedModel, _few_parts, _merged
 from subnetact.insertion.description import Description, Group, Member
@@ -381,7 +382,7 @@ def test_a_wrong_description_is_refused_with_its_name_and_the_model_is_untouched
     modules = dict(model.named_modules())
     description = subnetact.describe(model, X)
     group = description.groups["first.width"]
-    wrong = subnetact.Description(
+    wrong = subnetact.insertion.Description(
         "wrong", [group.__class__(group.name, "width", 16, group.members[:1], sizes=group.sizes)]
     )
     with pytest.raises(InsertError, match=r"first\.width: a subnet does not run"):
@@ -513,7 +514,7 @@ def test_wrong_rows_of_queries_keys_or_values_are_noticed(part: int) -> None:
         replace(members[segment], multiple=32, start=part * 192),
         replace(members[segment], multiple=32, start=part * 192 + 96),
     ]
-    wrong = subnetact.Description("wrong", [replace(group, members=tuple(members))])
+    wrong = subnetact.insertion.Description("wrong", [replace(group, members=tuple(members))])
     with pytest.raises(InsertError, match="differs from the model with unused weights"):
         subnetact.insert_(model, wrong, example=x)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import subnetact
+import subnetact.insertion
 from subnetact.errors import IllegalChoice, InsertError, SpecError
 
 transformers = pytest.importorskip("transformers")
@@ -142,7 +143,7 @@ def test_a_subnet_of_different_layers_is_saved_and_loaded(kind: str, tmp_path: P
             3: {"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
         }
     )
-    small = subnetact.as_pretrained(supernet.extract(spec), TOKENS)
+    small = subnetact.insertion.as_pretrained(supernet.extract(spec), TOKENS)
     expected = logits(reference(original, kind, space.format(spec)))
     torch.testing.assert_close(logits(small), expected, rtol=5e-5, atol=5e-5)
     small.save_pretrained(tmp_path)
@@ -154,7 +155,7 @@ def test_a_subnet_of_different_layers_is_saved_and_loaded(kind: str, tmp_path: P
         "2": {"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
     }
     assert written["architectures"] == [type(original).__name__]
-    loaded = subnetact.heterogeneous(type(original)).from_pretrained(tmp_path).eval()
+    loaded = subnetact.insertion.heterogeneous(type(original)).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(logits(loaded), logits(small), rtol=0, atol=1e-6)
     made = loaded.generate(**TOKENS, max_new_tokens=5, do_sample=False)
     alone = supernet.subnet(spec).generate(**TOKENS, max_new_tokens=5, do_sample=False)
@@ -170,16 +171,16 @@ def test_a_model_is_built_from_what_the_space_writes(llama: subnetact.Supernet) 
     for spec in (space.sample(rng) for _ in range(4)):
         config = config_of("llama")
         config.per_layer_config = space.format(spec)
-        model = subnetact.heterogeneous(transformers.LlamaForCausalLM)(config).eval()
+        model = subnetact.insertion.heterogeneous(transformers.LlamaForCausalLM)(config).eval()
         model.load_state_dict(llama.extract(spec).state_dict())
         torch.testing.assert_close(logits(model), logits(llama.subnet(spec)), rtol=5e-5, atol=5e-5)
         made = model.generate(**TOKENS, max_new_tokens=4, do_sample=False)
         alone = llama.subnet(spec).generate(**TOKENS, max_new_tokens=4, do_sample=False)
         assert made.tolist() == alone.tolist()
-    assert subnetact.heterogeneous(type(model)) is type(model)
+    assert subnetact.insertion.heterogeneous(type(model)) is type(model)
     config.per_layer_config = {1: {"skip": ["mlp"]}}
     with pytest.raises(InsertError, match=r"layer 1 skips \['mlp'\]"):
-        subnetact.heterogeneous(transformers.LlamaForCausalLM)(config)
+        subnetact.insertion.heterogeneous(transformers.LlamaForCausalLM)(config)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_stages_of_several_layers_and_fixed_sizes() -> None:
         model_of("llama"), TOKENS, axes=("depth", "ffn"), choices={"depth": (1, 2, 3), "ffn": (16, 40)},
         fixed="model.layers.0.mlp.*", proof=False,
     )  # fmt: skip
-    space = subnetact.Description.from_json(description.to_json()).space
+    space = subnetact.insertion.Description.from_json(description.to_json()).space
     assert pickle.loads(pickle.dumps(space)).format(space.smallest()) == space.format(space.smallest())
     (stage,) = description.stages.values()
     order = [int(block.rpartition(".")[2]) for block in stage.blocks]

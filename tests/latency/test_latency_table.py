@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import subnetact
+import subnetact.serving
 from subnetact.errors import FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
 
@@ -234,7 +235,7 @@ def test_unknown_accuracy_survives_on_disk_and_is_refused_by_schedulers(tmp_path
     assert loaded == table
     for use in (
         lambda t: subnetact.SlackFit(t, slo_ms=36.0),
-        lambda t: subnetact.simulate([0.0], t, subnetact.Fixed(t, 0), slo_ms=36.0),
+        lambda t: subnetact.simulate([0.0], t, subnetact.serving.Fixed(t, 0), slo_ms=36.0),
     ):
         with pytest.raises(TableError, match="accuracy of 'a' is not known"):
             use(loaded)

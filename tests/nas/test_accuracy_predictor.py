@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import subnetact
+import subnetact.nas
 from ofa_adapters import encode, load
 from subnetact.errors import CheckpointError, SpecError
 
@@ -47,7 +48,7 @@ def test_predictions_are_upstreams(family: str, tmp_path: Path) -> None:
     path = tmp_path / "predictor.pth"
     torch.save({"state_dict": upstream.state_dict()}, path)
     space = load(family, None).space
-    predictor = subnetact.AccuracyPredictor.from_checkpoint(path, partial(encode, space, image_size=192))
+    predictor = subnetact.nas.AccuracyPredictor.from_checkpoint(path, partial(encode, space, image_size=192))
     ours, theirs = predictor.state_dict(), upstream.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -67,7 +68,7 @@ def test_the_tutorials_predictor_loads_too(tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "acc_predictor.pth")
     space = load("ofa_mbv3", None).space
     features = partial(encode, space, image_size=224, encoding="tutorial")
-    predictor = subnetact.AccuracyPredictor.from_checkpoint(tmp_path / "acc_predictor.pth", features)
+    predictor = subnetact.nas.AccuracyPredictor.from_checkpoint(tmp_path / "acc_predictor.pth", features)
     specs = [space.sample(seed) for seed in range(5)]
     with torch.no_grad():
         expected = 100 * theirs(torch.stack([torch.from_numpy(features(spec)) for spec in specs]))
@@ -80,7 +81,7 @@ class Harmful:
 
 
 def test_what_is_no_predictor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make = subnetact.AccuracyPredictor.from_checkpoint
+    make = subnetact.nas.AccuracyPredictor.from_checkpoint
     space = load("ofa_mbv3", None).space
     features = partial(encode, space, image_size=224)
     torch.save({"state_dict": Harmful()}, tmp_path / "harmful.pth")
@@ -89,11 +90,11 @@ def test_what_is_no_predictor_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         with pytest.raises(CheckpointError, match=name):
             make(tmp_path / name, features)
     assert "must not run" not in capsys.readouterr().out
-    good = subnetact.AccuracyPredictor(features, 128).state_dict()
+    good = subnetact.nas.AccuracyPredictor(features, 128).state_dict()
     with pytest.raises(CheckpointError, match="hidden layers"):
         make({"layers.0.0.weight": good["layers.0.0.weight"]}, features)
     with pytest.raises(CheckpointError, match="no state_dict"):
         make({"state_dict": {"a": 1}}, features)  # type: ignore[dict-item]
-    other = subnetact.AccuracyPredictor(lambda _: np.zeros(82), 128)
+    other = subnetact.nas.AccuracyPredictor(lambda _: np.zeros(82), 128)
     with pytest.raises(SpecError, match="reads 128 features"):
         other(space.smallest())

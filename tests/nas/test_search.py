@@ -16,6 +16,9 @@ from small_families import small_supernet
 from torch import nn
 
 import subnetact
+import subnetact.costs
+import subnetact.latency
+import subnetact.nas
 from subnetact.digits import digits_space, load_digits_supernet, new_digits_supernet
 from subnetact.errors import (
     FileFormatError,
@@ -56,7 +59,7 @@ def test_every_variation_is_legal_and_canonical(spaces: dict[str, SubnetSpace], 
 
 def law(supernet: Supernet) -> tuple[Callable[[SubnetSpec], float], Callable[[SubnetSpec], float]]:
     """A made-up accuracy and latency that pull in opposite directions, not quite in step."""
-    model = subnetact.CostModel(supernet, (1, 16, 16))
+    model = subnetact.costs.CostModel(supernet, (1, 16, 16))
 
     def accuracy(spec: SubnetSpec) -> float:
         depth, expand = (sum(float(v or 0) for v in spec[axis]) for axis in ("depth", "expand"))
@@ -88,7 +91,7 @@ def test_a_killed_search_resumes_to_the_same_result(
     state = tmp_path_factory.mktemp("search") / "state.json"
     asked: list[SubnetSpec] = []
 
-    def run(dies: float, path: Path | None) -> subnetact.SearchResult:
+    def run(dies: float, path: Path | None) -> subnetact.nas.SearchResult:
         left = dies
 
         def counted(spec: SubnetSpec) -> float:
@@ -149,19 +152,19 @@ def test_a_tenth_of_the_digits_space_holds_its_front() -> None:
     data = json.loads((Path(__file__).parents[1] / "golden" / "digits" / "accuracy.json").read_text())
     assert data["space"] == supernet.space.id
     assert data["supernet"] == supernet.fingerprint()
-    model = subnetact.CostModel(supernet, (1, 16, 16))
+    model = subnetact.costs.CostModel(supernet, (1, 16, 16))
     specs = list(supernet.space.enumerate())
     accuracy = dict(zip(specs, data["accuracy"], strict=True))
     macs = {spec: model(spec).macs / 1e6 for spec in specs}
     points = [(accuracy[spec], macs[spec]) for spec in specs]
     reference = min(a for a, _ in points), max(m for _, m in points)
-    whole = subnetact.hypervolume(points, reference)
+    whole = subnetact.latency.hypervolume(points, reference)
     found = subnetact.search(
         supernet, accuracy.__getitem__, macs.__getitem__, evaluations=86, seed=0, progress=False
     )
     assert len(found.evaluated) == 86
     front = [(c.accuracy, c.latency_ms) for c in found]
-    assert subnetact.hypervolume(front, reference) >= 0.99 * whole
+    assert subnetact.latency.hypervolume(front, reference) >= 0.99 * whole
 
 
 def sums_of_sizes(supernet: Supernet) -> dict[SubnetSpec, float]:
@@ -185,7 +188,7 @@ def test_a_random_search_keeps_its_budget_and_seed(digits: Supernet) -> None:
         asked.append(spec)
         return cost[spec]
 
-    def run() -> subnetact.SearchResult:
+    def run() -> subnetact.nas.SearchResult:
         return subnetact.search(
             digits, accuracy, cost.__getitem__, evaluations=20, seed=5, method="random", progress=False
         )
@@ -293,7 +296,7 @@ def test_a_state_of_another_search_is_refused(made_up: tuple[Supernet, Any, Any]
     supernet, accuracy, latency = made_up
     path = tmp_path / "state.json"
 
-    def run(**given_: Any) -> subnetact.SearchResult:
+    def run(**given_: Any) -> subnetact.nas.SearchResult:
         arguments = {"evaluations": 30, "seed": 0, "resume": path, "progress": False, **given_}
         return subnetact.search(supernet, accuracy, latency, **arguments)
 

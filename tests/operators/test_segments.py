@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import subnetact
+import subnetact.costs
 from subnetact import Axis, SubnetNorm, SubnetSpace, WeightSlice
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import ElasticKernel, LayerNormSlice, Operator, ParameterSlice, Segments
@@ -473,11 +474,11 @@ def test_calibrated_statistics_are_those_of_the_extracted_network() -> None:
 @pytest.mark.parametrize(("make", "x"), CASES)
 def test_costs_are_those_of_the_extracted_network(make: Any, x: Tensor) -> None:
     _, supernet = make()
-    model = subnetact.CostModel(supernet, x.shape[1:])
+    model = subnetact.costs.CostModel(supernet, x.shape[1:])
     for spec in supernet.space.enumerate():
         assert model(spec).parameters == sum(p.numel() for p in supernet.extract(spec).parameters())
         plain = subnetact.insert_(supernet.extract(spec), one_subnet(), {})
-        assert model(spec).macs == subnetact.cost(plain, plain.space.largest(), x.shape[1:]).macs
+        assert model(spec).macs == subnetact.costs.cost(plain, plain.space.largest(), x.shape[1:]).macs
 
 
 def one_subnet() -> SubnetSpace:

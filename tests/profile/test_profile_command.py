@@ -26,6 +26,7 @@ from small_families import small_constructor, small_supernet
 
 import ofa_adapters
 import subnetact
+import subnetact.nas
 from subnetact.errors import MissingExtra, SpecError
 from subnetact.files.journal import Journal, signed
 from subnetact.latency.plot import need_matplotlib
@@ -134,7 +135,7 @@ def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
 def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family = small_supernet("ofa_resnet50")
     encode = partial(ofa_adapters.encode, family.space, image_size=128)
-    predictor = subnetact.AccuracyPredictor(encode, len(encode(family.space.smallest())))
+    predictor = subnetact.nas.AccuracyPredictor(encode, len(encode(family.space.smallest())))
     with torch.no_grad():
         predictor.network.base_acc.fill_(0.7)
     torch.save(predictor.state_dict(), tmp_path / "predictor.pth")

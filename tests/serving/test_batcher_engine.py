@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import subnetact
+import subnetact.serving
 from subnetact.errors import InvalidRequest, ProfileMismatch
 from subnetact.serving.live.batcher import Answer
 from subnetact.supernet.supernet import Supernet
@@ -58,7 +59,7 @@ def test_threads_share_one_batcher(engine: subnetact.Engine) -> None:
     expected = engine(IMAGES, subnet=0)
     wrong: list[int] = []
     with subnetact.Batcher(
-        engine, policy=subnetact.Fixed(table_of(engine), 0), slo_ms=36.0, workers=2
+        engine, policy=subnetact.serving.Fixed(table_of(engine), 0), slo_ms=36.0, workers=2
     ) as batcher:
 
         def client(start: int) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from subnetact import Batcher, Fixed, HullFit, LatencyTable, SlackFit
+from subnetact import Batcher, HullFit, LatencyTable, SlackFit
 from subnetact.errors import DeadlinePassed, ProfileMismatch
+from subnetact.serving import Fixed
 from subnetact.serving.live.core import Core
 from subnetact.serving.scheduling.dispatch import Dispatcher
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from subnetact import Batcher, Fixed, LatencyTable, SlackFit
+from subnetact import Batcher, LatencyTable, SlackFit
 from subnetact.errors import BatcherClosed, InvalidRequest, PolicyError, QueueFull
+from subnetact.serving import Fixed
 from subnetact.serving.scheduling.context import Context
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])

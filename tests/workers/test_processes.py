@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import subnetact
-from subnetact import Batcher, Engine, Fixed
+from subnetact import Batcher, Engine
 from subnetact.errors import (
     BatchFailed,
     DeadlinePassed,
@@ -34,7 +34,7 @@ from subnetact.errors import (
     WorkerDied,
     WorkerHung,
 )
-from subnetact.serving import Answer
+from subnetact.serving import Answer, Fixed
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.batch_memory import BatchMemory
 from subnetact.workers.memory import SharedMemory
@@ -381,7 +381,8 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from process_runners import TABLE, CommandRunner
-from subnetact import Batcher, Fixed
+from subnetact import Batcher
+from subnetact.serving import Fixed
 batcher = Batcher(CommandRunner(Path(".")), policy=Fixed(TABLE, 0), slo_ms=9.0, process=True, spares=0)
 if sys.argv[1] != "interrupt":
     print("ready", flush=True)
@@ -484,7 +485,8 @@ def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path, digits: Sup
 
 UNGUARDED = """
 from process_runners import TABLE, CommandRunner
-from subnetact import Batcher, Fixed
+from subnetact import Batcher
+from subnetact.serving import Fixed
 class Own(CommandRunner):
     pass
 Batcher(Own("."), policy=Fixed(TABLE, 0), slo_ms=9.0, process=True, spares=0).close()
