@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.key_value_cache import note_skipped_
@@ -331,17 +332,11 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
-        return torch.equal(a, b)
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max()), equal_nan=True)
-
-
 def _compare(model: nn.Module, found: nn.Module, example: Any) -> None:
     with torch.no_grad():
         pairs = [call_with(m, map_tensors(Tensor.clone, example)) for m in (model, found)]
-    first, second = (list(_tensors(y)) for y in pairs)
-    if len(first) != len(second) or not all(map(_alike, first, second)):
+    expected, output = (list(_tensors(y)) for y in pairs)
+    if not equal(output, expected):
         raise InsertError(
             f"{type(model).__name__} depends on the position of its layers: without the skipped ones it "
             "computes something else; save its state_dict instead, and load that into the same subnet"
