@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[
         runs["torch_compile"] = partial(compiled, x)
     engines = {
         kind: subnetact.Engine(
-            supernet, [spec], example=x[0], memory_budget_mb=budget, allow_uncalibrated=True, check=False
+            supernet, [spec], example=x[:1], memory_budget_mb=budget, allow_uncalibrated=True, check=False
         )
         for kind, budget in (("zero_copy", 0.0), ("fused", BUDGET_MB))
     }

@@ -124,7 +124,7 @@ def contenders(
         engine = subnetact.Engine(
             supernet,
             [spec],
-            example=x[0],
+            example=x[:1],
             memory_budget_mb=budget,
             allow_uncalibrated=True,
         )
@@ -275,10 +275,10 @@ def hammer_here(args: argparse.Namespace, family: str) -> dict[str, Any]:
     x = torch.randn(1, 3, 96, 96)
     with torch.inference_mode():
         expected = [supernet.private_view(spec)[0](x) for spec in tqdm(specs, desc="expected")]
-    warm = subnetact.Engine(supernet, specs, example=x[0])
+    warm = subnetact.Engine(supernet, specs, example=x[:1])
     bare = _hammered(warm, specs, x, expected, args.hammer_seconds / 2)
     del warm
-    engine = subnetact.Engine(supernet, specs, example=x[0], memory_budget_mb=150.0)
+    engine = subnetact.Engine(supernet, specs, example=x[:1], memory_budget_mb=150.0)
     found = _hammered(engine, specs, x, expected, args.hammer_seconds)
     held = engine.stats()
     return {

@@ -52,7 +52,7 @@ def small_engine(family: str, subnets: int) -> subnetact.Engine:
 
 def full_engine(subnets: int) -> subnetact.Engine:
     torch.manual_seed(0)
-    return engine_of(load("ofa_resnet50").eval(), torch.randn(3, 224, 224), subnets)
+    return engine_of(load("ofa_resnet50").eval(), torch.randn(1, 3, 224, 224), subnets)
 
 
 def engine_of(supernet: Any, example: Tensor, subnets: int) -> subnetact.Engine:
@@ -80,7 +80,7 @@ def agreement(engine: subnetact.Engine, run: Callable[[int, Tensor], Tensor], dy
     worst = 0.0
     for i, spec in enumerate(engine.specs):
         for size in BATCHES if dynamic else (1,):
-            x = batch_of(engine.example, size)
+            x = batch_of(engine.sample, size)
             with torch.inference_mode():
                 want = engine.supernet(x, subnet=spec)
             worst = max(worst, float((run(i, x) - want).abs().max() / want.abs().max()))

@@ -35,7 +35,7 @@ class FixedSubnet(litserve.LitAPI):  # type: ignore[misc]
 
     def decode_request(self, request):  # type: ignore[no-untyped-def]
         """Return the input of a request."""
-        return torch.tensor(request["input"]).reshape(self._engine.example.shape)
+        return torch.tensor(request["input"]).reshape(self._engine.sample.shape)
 
     def batch(self, inputs: list[Tensor]) -> Tensor:
         """Stack the inputs."""

@@ -88,7 +88,7 @@ def digits_engine() -> Engine:
     train, _ = undistorted_digits()
     images = distort(train.images, torch.Generator().manual_seed(0))
     calibrate(supernet, specs, [images[i : i + 100] for i in range(0, len(images), 100)])
-    return Engine(supernet, specs, example=torch.zeros(1, 16, 16), memory_budget_mb=256)
+    return Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16), memory_budget_mb=256)
 
 
 def blocks(seconds: float) -> Found:

@@ -71,7 +71,7 @@ def inputs_of(family: str, batch: int) -> Tensor:
 
 def engine_of(supernet: Supernet, spec: Any, x: Tensor, budget: float) -> subnetact.Engine:
     return subnetact.Engine(
-        supernet, [spec], example=x[0], memory_budget_mb=budget, allow_uncalibrated=True, check=False
+        supernet, [spec], example=x[:1], memory_budget_mb=budget, allow_uncalibrated=True, check=False
     )
 
 

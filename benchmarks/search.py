@@ -193,7 +193,7 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     engine = subnetact.Engine(
         supernet,
         specs,
-        example=torch.zeros(1, SIDE, SIDE),
+        example=torch.zeros(1, 1, SIDE, SIDE),
         memory_budget_mb=512.0,
         allow_uncalibrated=True,  # Latencies do not depend on the statistics.
     )
@@ -357,7 +357,7 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
     specs = supernet.space.sample(0, 48)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
-        engine = subnetact.Engine(supernet, specs, example=torch.zeros(shape), allow_uncalibrated=True)
+        engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, *shape), allow_uncalibrated=True)
         table = subnetact.profile_latency(engine, [1, 8], warmup_ms=5, min_time_ms=150, windows=5)
     model = CostModel(supernet, shape)
     result: dict[str, Any] = {"subnets": len(specs), "machine": machine(torch.device("cpu"))}

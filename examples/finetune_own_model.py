@@ -346,7 +346,7 @@ def main() -> None:
     engine = Engine(
         supernet,
         specs,
-        example=test.images[0],
+        example=test.images[:1],
         accuracy=[entry["accuracy"] for entry in fronts[1]],
         memory_budget_mb=64,
     )
@@ -377,7 +377,7 @@ def measured(
     """Return the accuracy and the latency of subnets."""
     generator = torch.Generator().manual_seed(6)
     calibrate(supernet, specs, [digits(part, generator).images for part in split(training, 200)])
-    engine = Engine(supernet, specs, example=test.images[0])
+    engine = Engine(supernet, specs, example=test.images[:1])
     table = profile_latency(engine, (1,), min_time_ms=200)
     accuracy = evaluate(supernet, specs, split(test, 256))
     return [

@@ -40,7 +40,7 @@ class ElasticAPI(litserve.LitAPI):  # type: ignore[misc]
 
     async def decode_request(self, request):  # type: ignore[no-untyped-def]
         """Return the input of a request, its deadline and its minimum accuracy."""
-        x = torch.tensor(request["input"]).reshape(self._engine.example.shape)
+        x = torch.tensor(request["input"]).reshape(self._engine.sample.shape)
         return x, request.get("deadline_ms", self._source.slo_ms), request.get("min_accuracy")
 
     async def predict(self, asked: tuple[Any, float, float | None]) -> Answer:

@@ -181,7 +181,7 @@ def train_detector(supernet: Supernet, source: Digits, steps: int) -> None:
 def finder(supernet: Supernet, pages: Pages) -> tuple[Engine, list[float]]:
     """Return the engine of a detector, and the share of the digits that every width finds, percent."""
     specs = [supernet.space.parse({"width": [width]}) for width in WIDTHS]
-    engine = Engine(supernet, specs, example=pages.images[0], memory_budget_mb=64)
+    engine = Engine(supernet, specs, example=pages.images[:1], memory_budget_mb=64)
     total = sum(map(len, pages.digits))
     percent = []
     for subnet in engine.ids:
@@ -206,7 +206,7 @@ def reader(train: Digits, held_out: Digits) -> tuple[Engine, list[float]]:
     ]
     images = distort(train.images, torch.Generator().manual_seed(0))
     calibrate(supernet, specs, [images[i : i + 100] for i in range(0, len(images), 100)])
-    engine = Engine(supernet, specs, example=torch.zeros(1, SIDE, SIDE), memory_budget_mb=256)
+    engine = Engine(supernet, specs, example=torch.zeros(1, 1, SIDE, SIDE), memory_budget_mb=256)
     tiles = distort(held_out.images, torch.Generator().manual_seed(3))
     right = [engine(tiles, subnet).argmax(1) == held_out.labels for subnet in engine.ids]
     return engine, [100.0 * float(one.float().mean()) for one in right]

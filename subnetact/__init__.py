@@ -46,17 +46,17 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     space            392   205      6
     operators       1726   774     17
     supernet        2164   818      5
-    insertion       3495   890      9
+    insertion       3492   890      9
     digits           161    49      7
     ofa_adapters    2760   604     12
     training         200    81      3
     calibration      859   270      2
     latency          588   277      6
-    engine          2802   885      7
+    engine          2814   888      7
     workers         1057   128      0
     costs            295   105      5
     nas              840   315      6
-    profile         1714   368      9
+    profile         1713   368      9
     serving         7976  3826     76
     generation      1544   590     11
     export          1326   426      6
@@ -66,7 +66,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           2695   908      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            35853 12847    265
+    all            35861 12850    265
 
 Glossary
 --------

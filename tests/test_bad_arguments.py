@@ -41,7 +41,7 @@ IMAGE = torch.zeros(1, 16, 16)
 @pytest.fixture
 def engine(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.largest()]
-    return subnetact.Engine(digits, specs, example=IMAGE, allow_uncalibrated=True)
+    return subnetact.Engine(digits, specs, example=IMAGE[None], allow_uncalibrated=True)
 
 
 def test_a_plain_network_is_no_supernet(tmp_path: Path) -> None:
@@ -81,13 +81,14 @@ def test_one_specification_is_no_list(digits: Supernet, tmp_path: Path) -> None:
         subnetact.Engine(digits, [])
 
 
-def test_an_example_with_a_batch_dimension_is_refused_at_once(digits: Supernet) -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"shape \(2, 1, 16, 16\): stem .*is a batch already.*: give x\[0\], not x"
+def test_an_example_without_a_batch_axis_is_refused_at_once(digits: Supernet) -> None:
+    for example, reason in (
+        (IMAGE, r"does not run on one sample of it, .* shape \(16, 16\): .*x\[None\] of one input x"),
+        (torch.zeros(0, 1, 16, 16), r"expected a batch, .* first axis .* \(0, 1, 16, 16\); give x\[None\]"),
+        ((torch.zeros(2, 1), torch.tensor(1.0)), "first axis has one size"),
     ):
-        subnetact.Engine(
-            digits, [digits.space.smallest()], example=torch.zeros(2, 1, 16, 16), allow_uncalibrated=True
-        )
+        with pytest.raises(InvalidRequest, match=reason):
+            subnetact.Engine(digits, [digits.space.smallest()], example=example, allow_uncalibrated=True)
 
 
 def test_a_description_that_forgets_a_module_is_told_where() -> None:
@@ -99,23 +100,21 @@ def test_a_description_that_forgets_a_module_is_told_where() -> None:
         InvalidRequest,
         match=r"w=4 does not run .*: 1 \(LayerNorm\): .* describe this module: \"1\": LayerNormSlice\.on\(f",
     ):
-        subnetact.Engine(supernet, [space.largest(), space.smallest()], example=torch.zeros(4))
+        subnetact.Engine(supernet, [space.largest(), space.smallest()], example=torch.zeros(1, 4))
 
 
 def test_an_example_that_no_subnet_runs_on_is_not_blamed_on_the_description(digits: Supernet) -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"shape \(3, 16, 16\): stem .*; give one input that the network"
-    ):
+    with pytest.raises(InvalidRequest, match=r"shape \(3, 16, 16\): stem .*; give a batch that the network"):
         subnetact.Engine(
-            digits, [digits.space.smallest()], example=torch.zeros(3, 16, 16), allow_uncalibrated=True
+            digits, [digits.space.smallest()], example=torch.zeros(1, 3, 16, 16), allow_uncalibrated=True
         )
 
 
 def test_an_example_is_tensors(digits: Supernet) -> None:
-    for example in ([[IMAGE]], [IMAGE, 3], IMAGE.numpy(), [IMAGE.numpy()]):
+    for example in ([[3]], [IMAGE[None], 3], IMAGE.numpy(), [IMAGE.numpy()]):
         with pytest.raises(InvalidRequest, match=r"example: expected a torch.Tensor, or a tuple or dict"):
             subnetact.Engine(digits, [digits.space.smallest()], example=example, allow_uncalibrated=True)
-    with pytest.raises(EngineError, match="example: an empty list; give one input, or one per shape"):
+    with pytest.raises(EngineError, match="example: an empty list; give one batch, or one per shape"):
         subnetact.Engine(digits, [digits.space.smallest()], example=[], allow_uncalibrated=True)
 
 

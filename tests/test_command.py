@@ -99,7 +99,7 @@ def engine(**options):
     )
     on = subnetact.WeightSlice.on
     supernet = subnetact.insert_(network, space, {"0": on(out="w"), "1": on(in_="w")})
-    return subnetact.Engine(supernet, [space.largest()], example=torch.zeros(16), **options)
+    return subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 16), **options)
 """
 SERVING = """
 one = engine()

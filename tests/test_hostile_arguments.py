@@ -54,7 +54,7 @@ def supernet_of() -> subnetact.Supernet:
 
 def engine_of(supernet: subnetact.Supernet | None = None, **options: Any) -> subnetact.Engine:
     supernet = supernet or supernet_of()
-    given = {"example": torch.zeros(3, 8, 8), "allow_uncalibrated": True, **options}
+    given = {"example": torch.zeros(1, 3, 8, 8), "allow_uncalibrated": True, **options}
     return subnetact.Engine(supernet, [supernet.space.largest(), supernet.space.smallest()], **given)
 
 
@@ -62,7 +62,7 @@ def engine_of(supernet: subnetact.Supernet | None = None, **options: Any) -> sub
 
 
 def test_inputs_that_fit_in_no_common_shape_are_not_cropped() -> None:
-    engine = engine_of(example=[torch.zeros(3, 6, 10), torch.zeros(3, 10, 6)], padding=0)
+    engine = engine_of(example=[torch.zeros(1, 3, 6, 10), torch.zeros(1, 3, 10, 6)], padding=0)
     wide, high = torch.randn(3, 6, 10), torch.randn(3, 10, 6)
     with pytest.raises(InvalidRequest, match="no common shape"):
         engine.run(0, [wide, high], 2)
@@ -74,17 +74,17 @@ def test_inputs_that_fit_in_no_common_shape_are_not_cropped() -> None:
 
 def test_every_shape_of_an_engine_is_tried() -> None:
     with pytest.raises(InvalidRequest, match=r"\(3, 2, 2\)"):
-        engine_of(example=[torch.zeros(3, 2, 2), torch.zeros(3, 8, 8)])
+        engine_of(example=[torch.zeros(1, 3, 2, 2), torch.zeros(1, 3, 8, 8)])
 
 
 @pytest.mark.parametrize("padding", [10**400, 1e300, float("nan"), True, "0"])
 def test_padding_that_the_inputs_cannot_hold_is_refused(padding: Any) -> None:
     with pytest.raises(EngineError, match="padding"):
-        engine_of(example=[torch.zeros(3, 6, 6), torch.zeros(3, 8, 8)], padding=padding)
+        engine_of(example=[torch.zeros(1, 3, 6, 6), torch.zeros(1, 3, 8, 8)], padding=padding)
 
 
 def test_padding_takes_numpy_numbers() -> None:
-    engine = engine_of(example=[torch.zeros(3, 6, 6), torch.zeros(3, 8, 8)], padding=np.float32(0))
+    engine = engine_of(example=[torch.zeros(1, 3, 6, 6), torch.zeros(1, 3, 8, 8)], padding=np.float32(0))
     assert engine.run(0, [torch.ones(3, 5, 5)], 1)[0].isfinite().all()
 
 
@@ -225,7 +225,7 @@ class Echo:
     """A runner that gives inputs back, and whose inputs have any shape that a test wants."""
 
     keys = TABLE.subnets
-    examples = (1, 2)
+    samples = (1, 2)
     shape: Any = 0
 
     def check(self, x: Any) -> None:
@@ -308,7 +308,8 @@ def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:
 
 def test_verify_while_another_thread_loads_weights_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     supernet = supernet_of()
-    engine, compare = engine_of(supernet), supernet.stale
+    engine = engine_of(supernet)
+    compare = supernet.generation.outdated
     state = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
 
     def after_loading(views: Any) -> list[str]:
@@ -317,5 +318,5 @@ def test_verify_while_another_thread_loads_weights_finds_nothing(monkeypatch: py
         loading.join()
         return compare(views)
 
-    monkeypatch.setattr(supernet, "stale", after_loading)
+    monkeypatch.setattr(supernet.generation, "outdated", after_loading)
     assert engine.verify() == ()

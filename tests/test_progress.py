@@ -40,7 +40,7 @@ def test_every_bar_asks_for_a_terminal() -> None:
 
 def engine(digits: Supernet) -> Engine:
     spec = digits.space.smallest()
-    return Engine(digits, [spec], example=IMAGES[0], accuracy=[60.0], allow_uncalibrated=True)
+    return Engine(digits, [spec], example=IMAGES[:1], accuracy=[60.0], allow_uncalibrated=True)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -193,7 +193,8 @@ def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:
     specs = [supernet.space.smallest(), supernet.space.largest()]
     calibrate(supernet, specs, [{"image": image, "extra": extra}])
     inputs = [UserDict(image=image[i], extra=extra[i]) for i in range(6)]
-    engine = Engine(supernet, specs, example=inputs[0], accuracy=[70.0, 80.0])
+    example = UserDict(image=image, extra=extra)
+    engine = Engine(supernet, specs, example=example, accuracy=[70.0, 80.0])
     expected = supernet(image, extra, subnet=specs[1])["logits"]
     torch.testing.assert_close(engine(UserDict(image=image, extra=extra), 1)["logits"], expected)
     table = profile_latency(engine, [1, 4], min_time_ms=1.0, warmup_ms=0.0)

@@ -31,7 +31,7 @@ class RemoteRunner:
         self._run = run
         self._died = died
         self.fingerprint = engine.fingerprint
-        self.example = engine.example
+        self.sample = engine.sample
 
     @property
     def keys(self) -> Sequence[str]:

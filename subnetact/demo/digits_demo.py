@@ -143,7 +143,7 @@ def demonstrate_digits(
         print(f"{shared:>20.1f}{own:>14.1f}   {spec}")
 
     front = _front(supernet, specs, validation)
-    engine = Engine(supernet, [c.spec for c in front], example=test.images[0])
+    engine = Engine(supernet, [c.spec for c in front], example=test.images[:1])
     share = [share_of_core()]
     table = profile_latency(
         engine, BATCH_SIZES, [c.accuracy for c in front], statistic="p90", min_time_ms=profile_ms
@@ -205,7 +205,7 @@ def _machine() -> str:
 
 def _front(supernet: Supernet, specs: list[SubnetSpec], data: Digits) -> list[Candidate]:
     """Evaluate every candidate and keep at most SUBNETS Pareto-optimal ones, spread over latency."""
-    engine = Engine(supernet, specs, example=data.images[0])
+    engine = Engine(supernet, specs, example=data.images[:1])
     quick = profile_latency(engine, [8], warmup_ms=5, min_time_ms=30)
     candidates = [
         Candidate(spec, percent, float(ms))

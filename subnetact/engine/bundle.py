@@ -8,7 +8,7 @@ The index of a bundle is `bundle.json`; `BUNDLE` below has its kind and schema. 
 - `family`: the supernet's `origin`, with which `origins.py` rebuilds it, or null for an own network.
 - `subnets`, `accuracy`, `removed`, `pinned`: the specifications in id order, their accuracy in percent or
   null, the ids that are not served any more, and those that come first in the plan of fused programs.
-- `example`: `[dtype, shape]` of a tensor, `{"tuple": [...]}`, `{"dict": {...}}`, `{"list": [...]}` of one
+- `sample`: `[dtype, shape]` of a tensor, `{"tuple": [...]}`, `{"dict": {...}}`, `{"list": [...]}` of one
   input per shape, or null; `padding`: a number, a list of `[name or position of an input, value]`, or null.
 - `allow_uncalibrated`: whether subnets without BatchNorm statistics of their own are accepted.
 - `tables`: the name of the latency table in each file `latency-0.json`, `latency-1.json`, ...

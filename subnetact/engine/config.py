@@ -16,7 +16,7 @@ import torch
 from subnetact.device import find_device
 from subnetact.engine.cuda_graphs import GraphBackend
 from subnetact.engine.input_shapes import Padding
-from subnetact.engine.inputs import example_from_json, example_to_json
+from subnetact.engine.inputs import sample_from_json, sample_to_json
 from subnetact.errors import EngineError, SpecError
 from subnetact.latency.arrays import warn_of_fractions
 from subnetact.space import SubnetSpace
@@ -36,7 +36,8 @@ class EngineConfig:
         removed: the ids that are not served any more.
         pinned: the ids of pinned subnets, in the order in which they were pinned.
         prepared: the batch sizes of the last call of `Engine.prepare`.
-        example: as in `Engine`, or the first input that ran.
+        sample: one input without batch axis, the first of the example or of what ran; a list if the engine
+            serves several shapes.
         padding: as in `Engine`, like all that follow.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
         device: where subnets run. If None, the supernet stays where it is.
@@ -52,7 +53,7 @@ class EngineConfig:
     removed: tuple[int, ...] = ()
     pinned: tuple[int, ...] = ()
     prepared: tuple[int, ...] = ()
-    example: Any = None
+    sample: Any = None
     padding: Padding = None
     allow_uncalibrated: bool = False
     device: str | torch.device | None = None
@@ -97,7 +98,7 @@ class EngineConfig:
             "accuracy": list(self.accuracy or [None] * len(self.specs)),
             "removed": sorted(self.removed),
             "pinned": list(self.pinned),
-            "example": example_to_json(self.example),
+            "sample": sample_to_json(self.sample),
             "padding": list(map(list, self.padding.items()))
             if isinstance(self.padding, Mapping)
             else self.padding,
@@ -133,7 +134,7 @@ class EngineConfig:
             accuracy,
             removed,
             pinned,
-            example=example_from_json(described["example"]),
+            sample=sample_from_json(described["sample"]),
             padding=dict(padding) if isinstance(padding, list) else padding,
             allow_uncalibrated=allow,
         )

@@ -31,10 +31,11 @@ from subnetact.engine.inputs import (
     check_batch,
     check_input,
     describe_input,
-    detach_example,
+    detached_sample,
     dtype_of,
+    samples_of,
     to_dtype,
-    try_example,
+    try_sample,
 )
 from subnetact.engine.outputs import unstack
 from subnetact.engine.plan import PinResult, Plan, default_budget
@@ -79,11 +80,10 @@ class Engine:
         supernet: the supernet; it is moved to `device`. Its training mode stays as it is; the engine runs
             subnets in evaluation mode.
         specs: the subnets to register. Their ids are their positions: 0, 1, ...
-        example: one input without a batch dimension, (C, H, W) for images: `x[0]`, not the batch `x`. (The
-            `example` of `to_torchscript` has the batch dimension.) It fixes the shape and dtype that
-            requests must have. A tuple of tensors holds the network's positional arguments, a dictionary its
-            named arguments. A list of such inputs gives several shapes, for example sequence lengths. If
-            None, the first tensor that runs becomes the example.
+        example: a batch for the network, (N, C, H, W) for images, of which the first sample counts. It fixes
+            the shape and dtype that requests must have, which are single inputs. A tuple of tensors holds
+            the network's positional arguments, a dictionary its named arguments. A list of batches gives
+            several shapes, for example sequence lengths. If None, the first batch that runs is the example.
         padding: how to pad inputs to the smallest shape of the examples that they fit in: a number if an
             input is one tensor, otherwise a dictionary from the names or positions of the inputs to numbers,
             for example `{"input_ids": 0, "attention_mask": 0}`. If None, nothing is padded.
@@ -129,7 +129,7 @@ class Engine:
 
     Example:
         ```python
-        engine = subnetact.Engine(supernet, specs, example=torch.zeros(3, 224, 224))
+        engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, 3, 224, 224))
         engine.prepare(batch_sizes=[1, 8])
         y = engine(x, subnet=0)  # x: (N, 3, 224, 224)
         ```
@@ -155,7 +155,7 @@ class Engine:
         config = EngineConfig(
             specs,
             accuracy,
-            example=example,
+            sample=samples_of(example),
             padding=padding,
             allow_uncalibrated=allow_uncalibrated,
             device=device,
@@ -210,7 +210,7 @@ class Engine:
         self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
         self._fingerprint: tuple[Moment | None, str] = (None, "")
-        self._take_example(config.example, config.padding)
+        self._take_samples(config.sample, config.padding)
         self._stager = Stager(self.device)
         self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing, self._rebinding = RLock(), Lock()
@@ -227,21 +227,19 @@ class Engine:
         programs = Budget(self._budget - for_graphs)
         self._plan = Plan(supernet, programs, config.fused_dtype, self._bound, self._never_fuses())
         self._follow_subnets(config)
-        if check is not None and config.example is not None and self._served:
-            self._try_examples(check)
+        if check is not None and config.sample is not None and self._served:
+            self._try_samples(check)
         self._change_plan(config.pinned)
         if config.prepared and self.compiled:
             self.prepare(config.prepared, self.calibrated_ids)
 
-    def _take_example(self, example: Any, padding: Padding) -> None:
-        for one in example if isinstance(example, list) else [] if example is None else [example]:
-            check_input(one, None, self.device, where="example")
-        self.input_shapes = InputShapes(example, padding) if isinstance(example, list) else None
+    def _take_samples(self, sample: Any, padding: Padding) -> None:
+        self.input_shapes = InputShapes(sample, padding) if isinstance(sample, list) else None
         if self.input_shapes is not None:
-            example = self.input_shapes.examples[-1]
+            sample = self.input_shapes.samples[-1]
         elif padding is not None:
             raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")
-        self._example = None if example is None else detach_example(example)
+        self._sample = None if sample is None else detached_sample(sample)
         self._converted, self._dtype = self.supernet.generation.number, dtype_of(self.supernet)
 
     def _never_fuses(self) -> str:
@@ -310,7 +308,7 @@ class Engine:
     @property
     def config(self) -> EngineConfig:
         """Everything that the engine consists of now, apart from the supernet and the latency tables."""
-        self._convert_examples()
+        self._convert_samples()
         subnets, served = self._subnets, self._served  # Both are replaced as a whole, so no lock is needed.
         return replace(
             self._config,
@@ -319,32 +317,32 @@ class Engine:
             removed=tuple(subnet.id for subnet in subnets if subnet.id not in served),
             pinned=self._plan.pinned,
             prepared=self.prepared,
-            example=self._example if self.input_shapes is None else self.input_shapes.examples,
+            sample=self._sample if self.input_shapes is None else self.input_shapes.samples,
         )
 
     @property
-    def example(self) -> Any:
-        """One input without a batch dimension, on the CPU: a tensor, or a tuple or dictionary of tensors.
+    def sample(self) -> Any:
+        """One input as requests are, on the CPU: tensors without batch axis, one, a tuple or a dictionary.
 
         Raises:
             InvalidRequest: no example was given, and no input was seen yet.
         """
-        self._convert_examples()
-        if self._example is None:
-            raise InvalidRequest("this engine has seen no input yet; give it example=, one input (C, H, W)")
-        return self._example
+        self._convert_samples()
+        if self._sample is None:
+            raise InvalidRequest("this engine has seen no input yet; give it example=, a batch (N, C, H, W)")
+        return self._sample
 
     @property
-    def examples(self) -> list[Any]:
-        """One input per shape that is served, without a batch dimension, the largest last.
+    def samples(self) -> list[Any]:
+        """One input per shape that is served, without batch axis, the largest last.
 
         Raises:
             InvalidRequest: no example was given, and no input was seen yet.
         """
-        return [self.example] if self.input_shapes is None else list(self.input_shapes.examples)
+        return [self.sample] if self.input_shapes is None else list(self.input_shapes.samples)
 
     def shape_of(self, x: Any) -> int:
-        """Return the position in `examples` of the smallest shape that an input fits in.
+        """Return the position in `samples` of the smallest shape that an input fits in.
 
         Args:
             x: one input without a batch dimension.
@@ -378,7 +376,7 @@ class Engine:
             if percent is not None:
                 subnet.accuracy = percent
             served = {**self._served, subnet.id: subnet}
-            self._plan.change(served, self._example)
+            self._plan.change(served, self._sample)
             if subnet.id == len(self._subnets):
                 self._subnets = (*self._subnets, subnet)
             self._served = served
@@ -441,7 +439,7 @@ class Engine:
 
     def _change_plan(self, pinned: Sequence[int]) -> None:
         self._plan.pinned = tuple(i for i in dict.fromkeys(pinned) if i in self._served)
-        self._plan.change(self._served, self._example)
+        self._plan.change(self._served, self._sample)
         self.changes += 1
 
     # -- running ---------------------------------------------------------------------------------
@@ -488,7 +486,7 @@ class Engine:
         except SubnetActError:
             raise
         except Exception as error:
-            check_batch(x, self._example, error)
+            check_batch(x, self._sample, error)
             raise
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
@@ -496,7 +494,7 @@ class Engine:
 
         Args:
             subnet: the id of the subnet.
-            inputs: single inputs like the example, without a batch dimension.
+            inputs: single inputs like those of the example, without batch axis.
             batch_size: the batch size that was planned, at least the number of inputs. A compiled engine pads
                 to it; other engines run just the inputs.
 
@@ -592,10 +590,10 @@ class Engine:
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> tuple[Bound, list[Block]]:
         bound = self._bound(ready)
-        several = not isinstance(self._example if batch is None else batch, Tensor | None)
+        several = not isinstance(self._sample if batch is None else batch, Tensor | None)
         if self._compiler is not None or several:
             return bound, [Block("", partial(self._run, ready))]
-        planned = self._plan.program(ready, bound, self._example)
+        planned = self._plan.program(ready, bound, self._sample)
         if planned is not None:
             if planned.program.dtype is None and (batch is None or planned.program.accepts(batch)):
                 return bound, self._blocks.of_program(planned.program)
@@ -629,11 +627,11 @@ class Engine:
         Raises:
             InvalidRequest: the message names what is wrong.
         """
-        self._convert_examples()
+        self._convert_samples()
         if self.input_shapes is not None:
             self.input_shapes.check(x, self.device, finite)
         else:
-            check_input(x, self._example, self.device, finite)
+            check_input(x, self._sample, self.device, finite)
 
     def enter_worker(self, threads: int | None) -> None:
         """Set up the calling thread to run batches. A `Batcher` calls this method in each of its workers.
@@ -673,7 +671,7 @@ class Engine:
             chosen, before = self.ready(subnet), self._plan.pinned
             self._bound(chosen)
             if not self._plan.never:
-                self.example  # noqa: B018 - it raises if there is none
+                self.sample  # noqa: B018 - it raises if there is none
             try:
                 self._change_plan((*before, chosen.id))
             finally:
@@ -744,9 +742,9 @@ class Engine:
         chosen = [self.ready(i) for i in ids]
         with self._changing:
             self._change_plan(self._plan.pinned)
-        shaped = [(size, x) for size in sorted(map(int, sizes), reverse=True) for x in self.examples[::-1]]
-        for size, example in shaped:
-            x = self._stager.stack([example], size)
+        shaped = [(size, x) for size in sorted(map(int, sizes), reverse=True) for x in self.samples[::-1]]
+        for size, sample in shaped:
+            x = self._stager.stack([sample], size)
             for subnet in chosen:
                 if self._compiler is not None:
                     with self._compiler.allowed():
@@ -768,7 +766,7 @@ class Engine:
         """
         end = time.monotonic() + limit_s
         for size in [] if self.compiled else sorted(batch_sizes):
-            x = self._stager.stack([self.examples[-1]], size)
+            x = self._stager.stack([self.samples[-1]], size)
             for subnet in self.calibrated_ids:
                 if time.monotonic() > end:
                     return
@@ -906,27 +904,27 @@ class Engine:
                     "leave out compile="
                 )
             x = as_batch(x)
-            program = self._plan.program(subnet, bound, self._example)
+            program = self._plan.program(subnet, bound, self._sample)
             with torch.inference_mode():
                 return call_with(bound.view, x) if program is None else program(x)
         call: Any
         if self._compiler is not None:
             call = self._compiler.of(subnet.id, bound)
         else:
-            call = self._plan.program(subnet, bound, self._example) or bound.view
+            call = self._plan.program(subnet, bound, self._sample) or bound.view
         with torch.inference_mode():
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
-        if self._example is None and x.dim():
+        if self._sample is None and x.dim():
             with self._changing:
-                self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
+                self._sample = torch.zeros(x.shape[1:], dtype=x.dtype)
                 self._change_plan(self._plan.pinned)
             if subnet.id in self._plan:
                 return self._run(subnet, x)
         return output
 
-    def _try_examples(self, check: bool) -> None:
+    def _try_samples(self, check: bool) -> None:
         space = self.supernet.space
         full = space.resolve(space.largest())
 
@@ -934,9 +932,9 @@ class Engine:
             return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
 
         narrowest = min((subnet.spec for subnet in self._served.values()), key=width)
-        for example in self.examples:
-            batch = self._stager.stack([example], 1)
-            output = try_example(self.supernet, narrowest, batch, example)
+        for sample in self.samples:
+            batch = self._stager.stack([sample], 1)
+            output = try_sample(self.supernet, narrowest, batch, sample)
             if check:
                 unstack(output, 1, 1)
                 self.supernet.check_once(batch)
@@ -952,22 +950,22 @@ class Engine:
                     subnet.bound = bound
         return bound
 
-    def _convert_examples(self) -> None:
-        """Give the examples the dtype of the weights, if `supernet.to` has changed it since."""
+    def _convert_samples(self) -> None:
+        """Give the samples the dtype of the weights, if `supernet.to` has changed it since."""
         generation = self.supernet.generation.number
         if generation == self._converted:
             return
         self._converted = generation
         former, self._dtype = self._dtype, dtype_of(self.supernet)
-        if former == self._dtype or self._example is None:
+        if former == self._dtype or self._sample is None:
             return
         convert = partial(to_dtype, former=former, dtype=self._dtype)
-        self._example = convert(self._example)
+        self._sample = convert(self._sample)
         if self.input_shapes is not None:
-            self.input_shapes.examples = convert(self.input_shapes.examples)
+            self.input_shapes.samples = convert(self.input_shapes.samples)
 
     def _bind(self, spec: SubnetSpec) -> Bound:
-        self._convert_examples()
+        self._convert_samples()
         while True:
             start = time.perf_counter()
             if not self._config.allow_uncalibrated:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subnetact.engine.inputs import check_input, detach_example, shapes
+from subnetact.engine.inputs import check_input, detached_sample, shapes
 from subnetact.errors import EngineError, InvalidRequest
 from subnetact.supernet.batches import as_batch, describe_input, tensors_of
 
@@ -32,22 +32,22 @@ class InputShapes:
     to numbers; an input that the mapping lacks is not padded.
     """
 
-    def __init__(self, examples: Sequence[Any], padding: Padding = None) -> None:
-        given = [detach_example(example) for example in examples]
+    def __init__(self, samples: Sequence[Any], padding: Padding = None) -> None:
+        given = [detached_sample(sample) for sample in samples]
         if not given:
-            raise EngineError("example: an empty list; give one input, or one per shape")
+            raise EngineError("example: an empty list; give one batch, or one per shape")
         kinds = {tuple((t.dtype, t.dim()) for t in tensors_of(x)) for x in given}
         if len(kinds) > 1 or len({_structure(x) for x in given}) > 1:
             raise EngineError(
-                "example: the inputs of a list differ in structure, dtype or number of axes; they may differ "
-                "in their shapes only"
+                "example: the batches of a list differ in structure, dtype or number of axes; they may "
+                "differ in their shapes only"
             )
         if len({str(shapes(x)) for x in given}) < len(given):
-            raise EngineError("example: two inputs of the list have the same shape; give one per shape")
-        self.examples = sorted(given, key=lambda x: sum(t.numel() for t in tensors_of(x)))
-        self._shapes = [tuple(t.shape for t in tensors_of(x)) for x in self.examples]
+            raise EngineError("example: samples of two batches have the same shape; give one batch per shape")
+        self.samples = sorted(given, key=lambda x: sum(t.numel() for t in tensors_of(x)))
+        self._shapes = [tuple(t.shape for t in tensors_of(x)) for x in self.samples]
         self.given = padding
-        self.padding = _padding(self.examples[0], padding)
+        self.padding = _padding(self.samples[0], padding)
 
     def index(self, x: Any) -> int:
         """Return the position of the smallest shape that an input fits in."""
@@ -55,7 +55,7 @@ class InputShapes:
         for index in range(len(self._shapes)):
             if self._fit(own, index):
                 return index
-        served = "; ".join(str(shapes(example)) for example in self.examples)
+        served = "; ".join(str(shapes(sample)) for sample in self.samples)
         got = shapes(x) if all(isinstance(part, Tensor) for part in tensors_of(x)) else describe_input(x)
         raise InvalidRequest(
             f"input: {got} fits in none of the shapes that this engine serves, without a batch dimension: "
@@ -74,31 +74,31 @@ class InputShapes:
     def check(self, x: Any, device: torch.device, finite: bool = False) -> None:
         """Refuse an input that fits in no shape, or whose structure or dtypes differ from the examples'."""
         check_input(x, None, device, finite)
-        check_input(self.padded([x])[0], self.examples[self.index(x)], device)
+        check_input(self.padded([x])[0], self.samples[self.index(x)], device)
 
     def padded(self, inputs: Sequence[Any]) -> list[Any]:
         """Return inputs in one shape, the smallest that all of them fit in."""
         first = max(map(self.index, inputs))
         owns = [[part.shape for part in tensors_of(as_batch(x))] for x in inputs]
-        common = (i for i in range(first, len(self.examples)) if all(self._fit(own, i) for own in owns))
+        common = (i for i in range(first, len(self.samples)) if all(self._fit(own, i) for own in owns))
         chosen = next(common, None)
         if chosen is None:
             raise InvalidRequest(
                 "input: the inputs of this batch fit in no common shape; run inputs of one shape together"
                 + ("" if self.padding else ", or give Engine(padding=...)")
             )
-        example = self.examples[chosen]
-        return [self._pad(as_batch(x), example, iter(range(len(self._shapes[0])))) for x in inputs]
+        sample = self.samples[chosen]
+        return [self._pad(as_batch(x), sample, iter(range(len(self._shapes[0])))) for x in inputs]
 
-    def _pad(self, x: Any, example: Any, positions: Any) -> Any:
+    def _pad(self, x: Any, sample: Any, positions: Any) -> Any:
         if isinstance(x, tuple):
-            return tuple(self._pad(a, b, positions) for a, b in zip(x, example, strict=True))
+            return tuple(self._pad(a, b, positions) for a, b in zip(x, sample, strict=True))
         if isinstance(x, dict):
-            return {name: self._pad(part, example[name], positions) for name, part in x.items()}
+            return {name: self._pad(part, sample[name], positions) for name, part in x.items()}
         position = next(positions)
-        if x.shape == example.shape:
+        if x.shape == sample.shape:
             return x
-        missing = [most - size for size, most in zip(x.shape, example.shape, strict=True)]
+        missing = [most - size for size, most in zip(x.shape, sample.shape, strict=True)]
         return F.pad(x, [n for size in reversed(missing) for n in (0, size)], value=self.padding[position])
 
 
@@ -108,17 +108,17 @@ def _structure(x: Any) -> Any:
     return tuple((name, _structure(part)) for name, part in x.items()) if isinstance(x, dict) else None
 
 
-def _padding(example: Any, given: Padding) -> dict[int, float]:
+def _padding(sample: Any, given: Padding) -> dict[int, float]:
     """Return the value of every tensor that may be padded, by the position of the tensor."""
     if given is None:
         return {}
-    names = list(example) if isinstance(example, dict) else list(range(sum(1 for _ in tensors_of(example))))
+    names = list(sample) if isinstance(sample, dict) else list(range(sum(1 for _ in tensors_of(sample))))
     if not isinstance(given, Mapping):
-        given = {names[0]: given} if isinstance(example, Tensor) else {"": given}
+        given = {names[0]: given} if isinstance(sample, Tensor) else {"": given}
     wrong = [name for name in given if name not in names]
-    tensors = dict(zip(names, tensors_of(example), strict=False))
+    tensors = dict(zip(names, tensors_of(sample), strict=False))
     bad = [v for name, v in given.items() if name in tensors and not _holds(tensors[name], v)]
-    if wrong or bad or sum(1 for _ in tensors_of(example)) != len(names):
+    if wrong or bad or sum(1 for _ in tensors_of(sample)) != len(names):
         raise EngineError(
             f"padding: {given!r}; give a number for an input that is one tensor, or a dictionary from the "
             f"inputs {names} to numbers that their dtypes can hold"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InvalidRequest, UncalibratedSubnetWarning
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors
+from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.supernet import Supernet
 
@@ -29,14 +29,15 @@ __all__ = [
     "check_batch",
     "check_input",
     "describe_input",
-    "detach_example",
+    "detached_sample",
     "dtype_of",
-    "example_from_json",
-    "example_to_json",
     "map_tensors",
+    "sample_from_json",
+    "sample_to_json",
+    "samples_of",
     "shapes",
     "to_dtype",
-    "try_example",
+    "try_sample",
 ]
 
 
@@ -45,73 +46,72 @@ LARGEST_EXAMPLE = 2**28
 
 
 def check_input(
-    x: Any, example: Any, device: torch.device, finite: bool = False, where: str = "input"
+    x: Any, sample: Any, device: torch.device, finite: bool = False, where: str = "input"
 ) -> None:
-    """Refuse a single input whose structure, shapes or dtypes differ from those of the example.
+    """Refuse a single input whose structure, shapes or dtypes differ from those of the sample.
 
-    Without an example, all tensors are accepted; `finite` refuses NaN and infinite values too. Tensors may be
+    Without a sample, all tensors are accepted; `finite` refuses NaN and infinite values too. Tensors may be
     on the CPU or on `device`. Messages call the input `where`.
     """
     if isinstance(x, Tensor):
-        _check_tensor(x, example, device, where)
+        _check_tensor(x, sample, device, where)
         if finite and (x.is_floating_point() or x.is_complex()) and not bool(torch.isfinite(x).all()):
             raise InvalidRequest(f"{where}: it holds values that are not finite; send finite ones")
         return
-    if example is not None and (isinstance(example, Tensor) or _parts(x) != _parts(example)):
-        raise InvalidRequest(f"{where}: expected {describe_input(example)}, got {describe_input(x)}")
+    if sample is not None and (isinstance(sample, Tensor) or _parts(x) != _parts(sample)):
+        raise InvalidRequest(f"{where}: expected {describe_input(sample)}, got {describe_input(x)}")
     if not isinstance(x, (tuple, Mapping)) or not x:
         raise InvalidRequest(
             f"{where}: expected a torch.Tensor, or a tuple or dictionary of them, got {type(x).__name__}"
         )
     for name in _parts(x) or ():
-        check_input(x[name], None if example is None else example[name], device, finite, f"{where}[{name!r}]")
+        check_input(x[name], None if sample is None else sample[name], device, finite, f"{where}[{name!r}]")
 
 
-def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> None:
+def _check_tensor(x: Tensor, sample: Any, device: torch.device, where: str) -> None:
     if x.device.type != "cpu" and x.device != device:
         raise InvalidRequest(
             f"{where}: it is on {x.device}, this engine is on {device}; send it from the CPU or from there"
         )
     if x.layout != torch.strided:
         raise InvalidRequest(f"{where}: it is of layout {x.layout}; send a dense tensor")
-    if example is None:
+    if sample is None:
         return
-    if not isinstance(example, Tensor):
-        raise InvalidRequest(f"{where}: expected {describe_input(example)}, got {describe_input(x)}")
-    if x.shape != example.shape or x.dtype != example.dtype:
+    if not isinstance(sample, Tensor):
+        raise InvalidRequest(f"{where}: expected {describe_input(sample)}, got {describe_input(x)}")
+    if x.shape != sample.shape or x.dtype != sample.dtype:
         hint = "without a batch dimension"
-        if x.shape == (1, *example.shape):
+        if x.shape == (1, *sample.shape):
             hint = "without a batch dimension; drop it: x[0]"
         raise InvalidRequest(
-            f"{where}: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {example.dtype} of shape "
-            f"{tuple(example.shape)}, {hint}"
+            f"{where}: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {sample.dtype} of shape "
+            f"{tuple(sample.shape)}, {hint}"
         )
 
 
-def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") -> None:
+def check_batch(x: Any, sample: Any, cause: Exception, where: str = "batch") -> None:
     """Raise InvalidRequest if a batch on which the network failed differs from the example."""
     served = "tensors"
     like = isinstance(x, Tensor | tuple | Mapping)
-    if isinstance(example, Tensor):
-        shape = ", ".join(map(str, ("N", *example.shape)))
-        served = f"{example.dtype} of shape ({shape}), N >= 1"
-        like = isinstance(x, Tensor) and x.dim() == example.dim() + 1 and len(x) > 0
-        like = like and x.shape[1:] == example.shape and x.dtype == example.dtype
+    if isinstance(sample, Tensor):
+        shape = ", ".join(map(str, ("N", *sample.shape)))
+        served = f"{sample.dtype} of shape ({shape}), N >= 1"
+        like = isinstance(x, Tensor) and x.dim() == sample.dim() + 1 and len(x) > 0
+        like = like and x.shape[1:] == sample.shape and x.dtype == sample.dtype
         like = like and x.layout == torch.strided and not x.is_meta
-    elif example is not None:
-        served = f"batches of {describe_input(example)}"
-        like = _parts(x) == _parts(example)
-        for name in _parts(example) if like else ():
-            check_batch(x[name], example[name], cause, f"{where}[{name!r}]")
+    elif sample is not None:
+        served = f"batches of {describe_input(sample)}"
+        like = _parts(x) == _parts(sample)
+        for name in _parts(sample) if like else ():
+            check_batch(x[name], sample[name], cause, f"{where}[{name!r}]")
     if not like:
         raise InvalidRequest(f"{where}: got {describe_input(x)}, this engine serves {served}") from cause
 
 
-def try_example(supernet: Supernet, spec: SubnetSpec, x: Any, example: Any) -> Any:
-    """Run a subnet on a batch `x` of one example, and return its output.
+def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any:
+    """Run a subnet on a batch `x` of one sample, and return its output.
 
-    If it fails, an InvalidRequest says whether the example has a batch dimension, or the elastic description
-    lacks a module.
+    If it fails, an InvalidRequest says what the elastic description lacks, or what to give as an example.
     """
     view, _ = supernet.private_view(spec)
     try:
@@ -120,20 +120,17 @@ def try_example(supernet: Supernet, spec: SubnetSpec, x: Any, example: Any) -> A
     except Exception as raised:
         error = raised
     fact = (
-        f"example: {spec} does not run on a batch of one input of {describe_input(example)}: "
-        f"{summary(view, error)}"
+        f"example: {spec} does not run on one sample of it, {describe_input(sample)}: {summary(view, error)}"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
         full, _ = supernet.private_view(supernet.space.largest())
-    if _failure(view, map_tensors(lambda t: t[0], x)) is None:
-        advice = "the example is a batch already, and requests have no batch dimension: give x[0], not x"
-    elif _failure(full, x) is None:
+    if _failure(full, x) is None:
         advice = f"the largest subnet does run: {missing_entry(view, error)}"
     else:
         advice = (
-            "give one input that the network takes, without a batch dimension. If the network needs larger "
-            "batches, leave out example=: the first batch then provides the example"
+            "give a batch that the network takes, with the batch axis first: x[None] of one input x. If the "
+            "network needs larger batches, leave out example=: the first batch then is the example"
         )
     raise InvalidRequest(f"{fact}; {advice}") from error
 
@@ -147,16 +144,37 @@ def _failure(view: nn.Module, x: Any) -> Exception | None:
     return None
 
 
-def detach_example(example: Any) -> Any:
-    """Return an example with its tensors on the CPU and without gradients."""
-    return map_tensors(lambda t: t.detach().to("cpu"), as_batch(example))
+def samples_of(example: Any) -> Any:
+    """Return the first sample of a batch, of every batch in a list, or None of None.
 
-
-def to_dtype(example: Any, former: torch.dtype, dtype: torch.dtype) -> Any:
-    """Return an example, or a list of them, with the tensors of one dtype in another one."""
+    Raises InvalidRequest if it is no batch: tensors whose first axis has the same size, at least 1.
+    """
+    if example is None:
+        return None
     if isinstance(example, list):
-        return [to_dtype(one, former, dtype) for one in example]
-    return map_tensors(lambda t: t.to(dtype) if t.dtype == former else t, example)
+        return [samples_of(one) for one in example]
+    batch = as_batch(example)
+    parts = [part for part in tensors_of(batch) if isinstance(part, Tensor)]
+    check_input(batch, None, parts[0].device if parts else torch.device("cpu"), where="example")
+    sizes = {len(t) if t.dim() else 0 for t in parts}
+    if len(sizes) != 1 or 0 in sizes:
+        raise InvalidRequest(
+            f"example: expected a batch, tensors whose first axis has one size, got {describe_input(batch)}; "
+            "give x[None] of one input x"
+        )
+    return map_tensors(lambda t: t[0], batch)
+
+
+def detached_sample(sample: Any) -> Any:
+    """Return a sample with its tensors on the CPU and without gradients."""
+    return map_tensors(lambda t: t.detach().to("cpu"), as_batch(sample))
+
+
+def to_dtype(sample: Any, former: torch.dtype, dtype: torch.dtype) -> Any:
+    """Return a sample, or a list of them, with the tensors of one dtype in another one."""
+    if isinstance(sample, list):
+        return [to_dtype(one, former, dtype) for one in sample]
+    return map_tensors(lambda t: t.to(dtype) if t.dtype == former else t, sample)
 
 
 def dtype_of(supernet: Supernet) -> torch.dtype:
@@ -164,29 +182,29 @@ def dtype_of(supernet: Supernet) -> torch.dtype:
     return next((p.dtype for p in supernet.parameters() if p.is_floating_point()), torch.float32)
 
 
-def example_to_json(example: Any) -> Any:
-    """Describe the shapes and dtypes of an example, or of a list of them, as JSON.
+def sample_to_json(sample: Any) -> Any:
+    """Describe the shapes and dtypes of a sample, or of a list of them, as JSON.
 
     A tensor is `[dtype, shape]`; parts are in `{"tuple": [...]}`, `{"list": [...]}` or `{"dict": {...}}`.
     """
-    if isinstance(example, tuple | list):
-        kind = "tuple" if isinstance(example, tuple) else "list"
-        return {kind: [example_to_json(part) for part in example]}
-    if isinstance(example, dict):
-        return {"dict": {name: example_to_json(part) for name, part in example.items()}}
-    return None if example is None else [str(example.dtype).removeprefix("torch."), list(example.shape)]
+    if isinstance(sample, tuple | list):
+        kind = "tuple" if isinstance(sample, tuple) else "list"
+        return {kind: [sample_to_json(part) for part in sample]}
+    if isinstance(sample, dict):
+        return {"dict": {name: sample_to_json(part) for name, part in sample.items()}}
+    return None if sample is None else [str(sample.dtype).removeprefix("torch."), list(sample.shape)]
 
 
-def example_from_json(described: Any) -> Any:
-    """Return the example of zeros that `example_to_json` described; else raise a TypeError or ValueError."""
+def sample_from_json(described: Any) -> Any:
+    """Return the sample of zeros that `sample_to_json` described; else raise a TypeError or ValueError."""
     if described is None:
         return None
     if isinstance(described, dict):
         if "tuple" in described:
-            return tuple(map(example_from_json, described["tuple"]))
+            return tuple(map(sample_from_json, described["tuple"]))
         if "list" in described:
-            return list(map(example_from_json, described["list"]))
-        return {name: example_from_json(part) for name, part in described["dict"].items()}
+            return list(map(sample_from_json, described["list"]))
+        return {name: sample_from_json(part) for name, part in described["dict"].items()}
     name, shape = described
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
@@ -196,17 +214,17 @@ def example_from_json(described: Any) -> Any:
     return torch.zeros(shape, dtype=dtype)
 
 
-def shapes(example: Any) -> Any:
+def shapes(sample: Any) -> Any:
     """Return the shape of an input as JSON: a list per tensor, in lists and objects like the input's."""
-    if isinstance(example, tuple):
-        return [shapes(part) for part in example]
-    if isinstance(example, dict):
-        return {name: shapes(part) for name, part in example.items()}
-    return list(example.shape)
+    if isinstance(sample, tuple):
+        return [shapes(part) for part in sample]
+    if isinstance(sample, dict):
+        return {name: shapes(part) for name, part in sample.items()}
+    return list(sample.shape)
 
 
-def batch_like(example: Any, size: int) -> Any:
-    """Return a batch like an example, on the CPU: random numbers from a fixed seed, and integer zeros."""
+def batch_like(sample: Any, size: int) -> Any:
+    """Return a batch like a sample, on the CPU: random numbers from a fixed seed, and integer zeros."""
 
     def batch(part: Tensor) -> Tensor:
         shape = size, *part.shape
@@ -214,7 +232,7 @@ def batch_like(example: Any, size: int) -> Any:
             return torch.zeros(shape, dtype=part.dtype)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(part.dtype)
 
-    return map_tensors(batch, example)
+    return map_tensors(batch, sample)
 
 
 class Stager:

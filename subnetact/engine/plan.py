@@ -174,7 +174,7 @@ class Plan:
         unknown = "the engine has seen no input yet; give it example="
         return "" if subnet in self._programs else self.never or self._reasons.get(subnet, unknown)
 
-    def program(self, subnet: ReadySubnet, bound: Bound, example: Any) -> PlannedProgram | None:
+    def program(self, subnet: ReadySubnet, bound: Bound, sample: Any) -> PlannedProgram | None:
         """Return the program of a planned subnet, made again if necessary; None if the view has to run."""
         if subnet.id not in self._programs:
             return None
@@ -188,20 +188,20 @@ class Plan:
             self._release(subnet.id)
             self._programs[subnet.id] = found = None
             with suppress(StaleWeights):  # During `functional_call`; the next call tries again.
-                found, why = self._made(subnet, bound, example)
+                found, why = self._made(subnet, bound, sample)
                 if subnet.id in self._unusable:
                     self._leave_out(subnet.id, why)
                 else:
                     self._programs[subnet.id] = found
             return found
 
-    def change(self, served: Mapping[int, ReadySubnet], example: Any) -> None:
+    def change(self, served: Mapping[int, ReadySubnet], sample: Any) -> None:
         """Make the plan for the subnets that are served and pinned now.
 
         Raises:
             StaleWeights: `functional_call` runs on the supernet, whose tensors a program must not keep.
         """
-        if self.never or example is None:
+        if self.never or sample is None:
             return
         with self._making:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
@@ -210,7 +210,7 @@ class Plan:
             for place, i in enumerate(
                 tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
             ):
-                left -= self._decide(served[i], left, order[:place:-1], example)
+                left -= self._decide(served[i], left, order[:place:-1], sample)
 
     def drop(self, subnet: int) -> None:
         """Forget a subnet that is no longer served, and its pin."""
@@ -233,7 +233,7 @@ class Plan:
                 self._release(i)
                 self._programs[i] = None
 
-    def _decide(self, subnet: ReadySubnet, left: int, behind: Sequence[int], example: Any) -> int:
+    def _decide(self, subnet: ReadySubnet, left: int, behind: Sequence[int], sample: Any) -> int:
         """Put a subnet into the plan if it fits in the bytes that are left, and return what it takes of them.
 
         `behind` are the subnets behind it in the plan, which make room, the last one first.
@@ -249,7 +249,7 @@ class Plan:
                         break
                     self._leave_out(other, "")
                 self._release(subnet.id)
-                made, why = self._made(subnet, self._bind(subnet), example)
+                made, why = self._made(subnet, self._bind(subnet), sample)
         except StaleWeights:
             raise
         except SubnetActError as error:  # It has no statistics, for example.
@@ -294,12 +294,12 @@ class Plan:
         size: int = 4 if self._dtype is None else self._dtype.itemsize
         return size * sum(int(layer.weight.numel()) for layer in layers)
 
-    def _made(self, subnet: ReadySubnet, bound: Bound, example: Any) -> tuple[PlannedProgram | None, str]:
+    def _made(self, subnet: ReadySubnet, bound: Bound, sample: Any) -> tuple[PlannedProgram | None, str]:
         """Make a program, or say why there is none; `_unusable` keeps what only other weights can change."""
         self._unusable.pop(subnet.id, None)
         moment, sums, why = bound.moment(), checksum(_read_by(bound)), ""
         try:
-            program = self._checked(subnet.spec, bound, example)
+            program = self._checked(subnet.spec, bound, sample)
         except StaleWeights:
             raise
         except Exception as error:
@@ -307,7 +307,7 @@ class Plan:
             if ran_out_of_memory(error):
                 return None, f"memory was short: {why}"
         if bound.moment() != moment or not bound.current:
-            if not bound.changes_itself(_probe(example, bound.device)):
+            if not bound.changes_itself(_probe(sample, bound.device)):
                 return None, "weights changed while it was made"
             why, moment = "its forward changes its own buffers", bound.moment()
         if why:
@@ -323,9 +323,9 @@ class Plan:
         program.limit(partial(self.budget.take, holder, grow=True))
         return PlannedProgram(program, bound, moment, sums, holder), ""
 
-    def _checked(self, spec: SubnetSpec, bound: Bound, example: Any) -> FusedProgram:
+    def _checked(self, spec: SubnetSpec, bound: Bound, sample: Any) -> FusedProgram:
         """Make a program whose outputs for two random inputs are those of the view."""
-        x = _probe(example, bound.device)
+        x = _probe(sample, bound.device)
         causes: list[Exception] = []
         for traced in (True, False) if isinstance(x, Tensor) else (False,):
             view, statistics_row = self._supernet.private_view(spec)
@@ -370,10 +370,10 @@ def _layout(x: Tensor) -> torch.memory_format:
     return torch.channels_last if x.dim() == 4 else torch.contiguous_format
 
 
-def _probe(example: Any, device: torch.device) -> Any:
+def _probe(sample: Any, device: torch.device) -> Any:
     """Return a batch of two inputs. A single tensor is random, other inputs are the example twice."""
-    if isinstance(example, Tensor) and example.is_floating_point():
-        shape, generator = (2, *example.shape), torch.Generator().manual_seed(0)
-        x = torch.randn(shape, generator=generator, dtype=example.dtype).to(device)
+    if isinstance(sample, Tensor) and sample.is_floating_point():
+        shape, generator = (2, *sample.shape), torch.Generator().manual_seed(0)
+        x = torch.randn(shape, generator=generator, dtype=sample.dtype).to(device)
         return x.contiguous(memory_format=_layout(x))
-    return map_tensors(lambda t: torch.stack([t] * 2).to(device), example)
+    return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.device import find_device
-from subnetact.engine.inputs import Stager, check_input, example_from_json
+from subnetact.engine.inputs import Stager, check_input, sample_from_json
 from subnetact.engine.outputs import unstack
 from subnetact.errors import (
     DeviceError,
@@ -48,12 +48,12 @@ class ExportedEngine:
         specs: the subnets as JSON, which `SubnetSpec.from_json` reads.
         fingerprint: hash of the supernet's weights.
         device: the device on which it runs.
-        example: one input without the batch dimension, on the CPU; only its shape and dtype matter.
+        sample: one input without batch axis, on the CPU; only its shape and dtype matter.
         dynamic_batch: whether batches of any size run. If false, batches of one run.
     """
 
     def __init__(
-        self, programs: Sequence[_Program], facts: Mapping[str, Any], example: Any, device: torch.device
+        self, programs: Sequence[_Program], facts: Mapping[str, Any], sample: Any, device: torch.device
     ) -> None:
         subnets = facts["subnets"]
         self._programs = tuple(programs)
@@ -64,7 +64,7 @@ class ExportedEngine:
         self.fingerprint: str = facts["fingerprint"]
         self.dynamic_batch: bool = facts["dynamic_batch"]
         self.device = device
-        self.example = example
+        self.sample = sample
         self._stager = Stager(device)
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class ExportedEngine:
         Raises:
             InvalidRequest: the input does not pass a check; the message says which one.
         """
-        check_input(x, self.example, self.device, finite)
+        check_input(x, self.sample, self.device, finite)
 
     def _run(self, program: Callable[..., Any], x: Any) -> Any:
         x = as_batch(x)
@@ -210,7 +210,7 @@ def _read(
     try:
         home = find_device(facts["device"] if device is None else device)
         _refuse_foreign(folder, facts, home)
-        example = example_from_json(facts["example"])
+        sample = sample_from_json(facts["sample"])
         subnets = facts["subnets"]
         specs = [SubnetSpec.from_json(subnet["spec"]) for subnet in subnets]
         for precision in sorted({precision for spec in specs for precision in spec.precisions}):
@@ -227,7 +227,7 @@ def _read(
             disable=not progress or None,
         )
         programs: list[_Program] = [load(folder / subnet["program"], own) for subnet, own in named]
-        return ExportedEngine(programs, facts, example, home)
+        return ExportedEngine(programs, facts, sample, home)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         if isinstance(error, (FileFormatError, DeviceError, ExportError, PrecisionError)):
             raise

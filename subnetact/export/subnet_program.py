@@ -17,14 +17,14 @@ from tqdm import tqdm
 
 from subnetact.comparison import ROUNDED, Tolerance, equal
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import example_to_json
+from subnetact.engine.inputs import sample_to_json
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.errors import ExportError
 from subnetact.export.manifest import writing_folder
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
 
-__all__ = ["SubnetProgram", "chosen_subnets", "example_batch", "exporting", "quiet", "require_equal"]
+__all__ = ["SubnetProgram", "batch_of", "chosen_subnets", "exporting", "quiet", "require_equal"]
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def exporting(
     progress: bool,
 ) -> Iterator[tuple[Path, Iterator[SubnetProgram]]]:
     """Yield a folder to write into and the subnets to write, which the manifest of the folder will list."""
-    example = engine.example
-    x = example_batch(example, batch_size, engine.device)
+    sample = engine.sample
+    x = batch_of(sample, batch_size, engine.device)
     supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
         supernet.require_calibrated([subnet.spec for subnet in chosen])
@@ -135,7 +135,7 @@ def exporting(
     known = {
         "space": supernet.space.id,
         "fingerprint": supernet.fingerprint(),
-        "example": example_to_json(example),
+        "sample": sample_to_json(sample),
         "subnets": described,
     }
     with writing_folder(directory, kind, {**facts, **known}) as folder:
@@ -154,21 +154,21 @@ def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadyS
     return [engine.ready(i) for i in ids]
 
 
-def example_batch(example: Any, size: int, device: torch.device) -> Any:
-    """Return a batch of different inputs like one example without a batch dimension.
+def batch_of(sample: Any, size: int, device: torch.device) -> Any:
+    """Return a batch of different inputs like one sample without batch axis.
 
-    Floating-point inputs are random. Of integer inputs the first is the example and the others are ones.
+    Floating-point inputs are random. Of integer inputs the first is the sample and the others are ones.
     """
     generator = torch.Generator().manual_seed(size)
 
-    def batch_of(part: Tensor) -> Tensor:
+    def stacked(part: Tensor) -> Tensor:
         if part.is_floating_point():
             return torch.randn(size, *part.shape, generator=generator).to(device, part.dtype)
         batch = torch.ones(size, *part.shape, dtype=part.dtype)
         batch[0] = part
         return batch.to(device)
 
-    return map_tensors(batch_of, example)
+    return map_tensors(stacked, sample)
 
 
 @contextmanager

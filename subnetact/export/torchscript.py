@@ -205,7 +205,7 @@ def _inputs(source: Engine | Supernet, supernet: Supernet, example: Any) -> dict
     """Return the example as one batch of each input, by the names of the network's arguments."""
     if example is None and isinstance(source, Engine):
         try:
-            served = source.example
+            served = source.sample
         except InvalidRequest:
             served = None
         if isinstance(served, Mapping):

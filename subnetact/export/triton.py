@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.manifest import writing_folder
-from subnetact.export.subnet_program import chosen_subnets, example_batch, quiet
+from subnetact.export.subnet_program import batch_of, chosen_subnets, quiet
 from subnetact.export.torchscript import engines_table, to_torchscript
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
@@ -126,13 +126,13 @@ def to_triton(
         raise ExportError("policy: in the flavour 'libtorch' the client chooses; choose flavour='python'")
     if table is not None and slo_ms is None:
         raise ExportError("slo_ms: give the time in ms that a request has if it names no deadline")
-    if not isinstance(engine.example, Tensor):
+    if not isinstance(engine.sample, Tensor):
         raise ExportError(
             "to_triton takes networks with one input tensor; export this one with to_torchscript or to_onnx "
             "and configure Triton for its inputs, or serve the Engine itself: python -m subnetact.serve"
         )
-    example = example_batch(engine.example, 1, engine.device)
-    made = [subnet(example) for subnet in served]
+    sample = batch_of(engine.sample, 1, engine.device)
+    made = [subnet(sample) for subnet in served]
     for output in made:
         if not isinstance(output, Tensor):
             raise ExportError(
@@ -144,7 +144,7 @@ def to_triton(
     with writing_folder(target, KIND, {"flavour": flavour, "subnets": keys}) as folder:
         version = folder / "1"
         version.mkdir()
-        inputs = [_tensor("INPUT__0", [example], not external_scheduler)]
+        inputs = [_tensor("INPUT__0", [sample], not external_scheduler)]
         outputs = [_tensor("OUTPUT__0", made, not external_scheduler)]
         if flavour == "python":
             if table is None or slo_ms is None:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, call_with, map_tensors
@@ -43,7 +42,7 @@ def engine_for(
     specs: Sequence[SubnetSpec],
     mode: str,
     *,
-    example: Tensor,
+    example: Any,
     device: str | torch.device,
     memory_budget_mb: float = MEMORY_BUDGET_MB,
     accuracy: Sequence[float | None] | None = None,
@@ -94,7 +93,7 @@ class TimedCall:
 
 
 class TimedRunner:
-    """Makes the calls to time: subnets of an engine, in one mode, on inputs like `example`.
+    """Makes the calls to time: subnets of an engine, in one mode, on inputs like `sample`.
 
     The engine is one of `engine_for` for the same mode; for mode `zero-copy`, any engine. With `actuation`
     the time of choosing the subnet counts: in mode `eager` that of `supernet.actuate(spec)` after another
@@ -102,11 +101,11 @@ class TimedRunner:
     """
 
     def __init__(
-        self, engine: Engine, mode: str = "zero-copy", include: Sequence[str] = (), example: Any = None
+        self, engine: Engine, mode: str = "zero-copy", include: Sequence[str] = (), sample: Any = None
     ) -> None:
         check_mode(mode, include, engine.device)
         self.engine = engine
-        self._example = example
+        self._sample = sample
         self.device = engine.device
         self.keys = engine.keys
         self.mode = mode
@@ -115,9 +114,9 @@ class TimedRunner:
         self._inputs: dict[int, Any] = {}
 
     @property
-    def example(self) -> Any:
+    def sample(self) -> Any:
         """The input that batches resemble, without a batch dimension."""
-        return self.engine.example if self._example is None else self._example
+        return self.engine.sample if self._sample is None else self._sample
 
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[TimedCall]:
@@ -166,6 +165,6 @@ class TimedRunner:
 
     def _input(self, batch_size: int) -> Any:
         if batch_size not in self._inputs:
-            x = batch_like(self.example, batch_size)
+            x = batch_like(self.sample, batch_size)
             self._inputs = {batch_size: map_tensors(lambda part: part.to(self.device), x)}
         return self._inputs[batch_size]

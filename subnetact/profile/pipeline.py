@@ -127,7 +127,7 @@ def check_job(job: ProfileJob, source: ProfileSource) -> None:
     if job.plot is not None and (not job.plot.parent.is_dir() or job.plot.is_file()):
         raise TableError(f"plot: {job.plot} is not a folder, in a folder that exists")
     if job.calibrate_on:
-        check_calibration_data(job.calibrate_on, source.example)
+        check_calibration_data(job.calibrate_on, source.sample)
 
 
 def outline(job: ProfileJob, source: ProfileSource) -> str:
@@ -159,7 +159,7 @@ def outline(job: ProfileJob, source: ProfileSource) -> str:
             f"subnets: {count} (--subnets {request.subnets}{searched})",
             f"accuracy: {' '.join(request.accuracy) or 'not known'}; "
             f"calibrated on {job.calibrate_on or 'nothing'}",
-            f"inputs: batch sizes {sizes} of {list(source.example.shape)}, {source.example.dtype}",
+            f"inputs: batch sizes {sizes} of {list(source.sample.shape)}, {source.sample.dtype}",
             f"device: {find_device(job.device)}, {torch.get_num_threads()} threads, mode {job.mode}",
             f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each; at least "
             f"{least_s:.0f} s",
@@ -175,7 +175,7 @@ def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     facts = environment(
         source.supernet,
         find_device(job.device),
-        source.example,
+        source.sample,
         run_facts(job.mode, job.include),
         job.settings,
     )
@@ -266,7 +266,7 @@ def _runner(
         source.supernet,
         specs,
         job.mode,
-        example=source.example,
+        example=source.sample[None],
         device=find_device(job.device),
         memory_budget_mb=job.memory_budget_mb,
         accuracy=accuracy,
@@ -329,7 +329,7 @@ def _calibrate(job: ProfileJob, source: ProfileSource, selection: Selection) -> 
             "statistics; latencies are valid, accuracies are not"
         )
     supernet.to(find_device(job.device))  # a resumed job has not built an engine, which would have moved it
-    batches = calibration_batches(job.calibrate_on, source.example, job.request.seed)
+    batches = calibration_batches(job.calibrate_on, source.sample, job.request.seed)
     calibrate(supernet, specs, batches, job.progress, resume=job.work / "calibration")
     count = random_images(job.calibrate_on)
     return f"{count} random images: latency only, no accuracy" if count else job.calibrate_on

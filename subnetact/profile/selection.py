@@ -275,7 +275,7 @@ def _accuracy_function(
     features = partial(
         encode,
         space,
-        image_size=None if encodes_size else int(source.example.shape[-1]),
+        image_size=None if encodes_size else int(source.sample.shape[-1]),
     )
     predictor = AccuracyPredictor.from_checkpoint(request.predictor, features)
     return predictor, f"predicted by {Path(request.predictor).name}"
@@ -319,7 +319,7 @@ def _search(
     stand-in for accuracy. Subnets are measured before they are selected if both are known.
     """
     accuracy, origin = _accuracy_function(source, request)
-    supernet, example = source.supernet, source.example
+    supernet, sample = source.supernet, source.sample
     latencies: list[LatencyPredictor] = []
     if request.fit_subnets:
         some = source.supernet.space.sample(request.seed, request.fit_subnets)
@@ -331,7 +331,7 @@ def _search(
 
     functions: list[Callable[[SubnetSpec], float]] = [*latencies]
     if not functions:
-        costs = CostModel(supernet, example)
+        costs = CostModel(supernet, sample)
         functions = [lambda spec: float(costs(spec).macs)]
     size = request.size(supernet.space.size())
     result = search(
@@ -342,7 +342,7 @@ def _search(
         evaluations=request.evaluations,
         seed=request.seed,
         batch_sizes=sizes or [1],
-        input_shape=example.shape,
+        input_shape=sample.shape,
         remeasure=remeasure if latencies and accuracy is not None else None,
         resume=journal.path.with_name(f"search-{_digest(journal, latencies)}.jsonl"),
         progress=progress,
@@ -378,7 +378,7 @@ def fitted_latencies(
 ) -> list[LatencyPredictor]:
     """Measure subnets and fit one latency predictor per batch size at which enough of them ran."""
     require_scipy()
-    costs = CostModel(source.supernet, source.example)
+    costs = CostModel(source.supernet, source.sample)
     found, ran = [], []
     for size, column in zip(batch_sizes, zip(*measure(specs, batch_sizes), strict=True), strict=True):
         pairs = [(spec, ms) for spec, ms in zip(specs, column, strict=True) if not math.isnan(ms)]

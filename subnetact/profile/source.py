@@ -48,13 +48,13 @@ class ProfileSource:
 
     Attributes:
         supernet: the supernet, on the CPU.
-        example: one input without a batch dimension.
+        sample: one input without batch axis.
         specs: the subnets of the bundle; empty if there is no bundle.
         accuracy: percent per subnet of the bundle, or None for a subnet whose accuracy is not known.
     """
 
     supernet: Supernet
-    example: Tensor
+    sample: Tensor
     specs: tuple[SubnetSpec, ...] = ()
     accuracy: tuple[float | None, ...] = ()
 
@@ -118,14 +118,14 @@ def load_source(
         engine = Engine.load(bundle, supernet=own, device="cpu", allow_uncalibrated=True)
         supernet = engine.supernet
         specs, accuracy = zip(*((engine.specs[i], engine.accuracy[i]) for i in engine.ids), strict=True)
-        if not isinstance(engine.example, Tensor):
+        if not isinstance(engine.sample, Tensor):
             raise SpecError(
-                f"bundle {bundle}: its input is a {type(engine.example).__name__}, and this command measures "
+                f"bundle {bundle}: its input is a {type(engine.sample).__name__}, and this command measures "
                 "networks of one tensor only; use subnetact.profile_latency(engine)"
             )
-        shape = shape or list(engine.example.shape)
-        if dtype is None or not engine.example.is_floating_point():
-            input_cast = engine.example.dtype
+        shape = shape or list(engine.sample.shape)
+        if dtype is None or not engine.sample.is_floating_point():
+            input_cast = engine.sample.dtype
     elif model:
         supernet = build_model(model, constructor)
         if not shape:
@@ -157,8 +157,8 @@ def load_source(
         )
     if input_dtype is not None:
         input_cast = _dtype(input_dtype)
-    example = torch.zeros(shape, dtype=input_cast)
-    return ProfileSource(supernet, example, specs, accuracy)
+    sample = torch.zeros(shape, dtype=input_cast)
+    return ProfileSource(supernet, sample, specs, accuracy)
 
 
 def build_model(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
@@ -220,7 +220,7 @@ def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
     ]
 
 
-def calibration_batches(calibrate_on: str, example: Tensor, seed: int = 0) -> Iterable[Any]:
+def calibration_batches(calibrate_on: str, sample: Tensor, seed: int = 0) -> Iterable[Any]:
     """Return batches to calibrate with, converted to the dtype of the example.
 
     They come from a `.npy` file of images (N, C, H, W), from a function `pkg.mod:function`, or are
@@ -228,13 +228,13 @@ def calibration_batches(calibrate_on: str, example: Tensor, seed: int = 0) -> It
     """
     count = random_images(calibrate_on)
     if count is None:
-        return _loaded(calibrate_on, example.dtype)
+        return _loaded(calibrate_on, sample.dtype)
     generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(count, *example.shape, generator=generator)
-    return torch.split(images.to(example.dtype), IMAGES_PER_BATCH)
+    images = torch.randn(count, *sample.shape, generator=generator)
+    return torch.split(images.to(sample.dtype), IMAGES_PER_BATCH)
 
 
-def check_calibration_data(calibrate_on: str, example: Tensor) -> None:
+def check_calibration_data(calibrate_on: str, sample: Tensor) -> None:
     """Refuse calibration data that does not exist, or images of another shape; call no function."""
     if random_images(calibrate_on) is not None:
         return
@@ -242,9 +242,9 @@ def check_calibration_data(calibrate_on: str, example: Tensor) -> None:
         import_name(calibrate_on)
         return
     images = _images(calibrate_on)
-    if list(images.shape[1:]) != list(example.shape):
+    if list(images.shape[1:]) != list(sample.shape):
         raise SpecError(
-            f"{calibrate_on}: images are {list(images.shape[1:])}, --input-shape is {list(example.shape)}"
+            f"{calibrate_on}: images are {list(images.shape[1:])}, --input-shape is {list(sample.shape)}"
         )
 
 

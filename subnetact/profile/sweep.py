@@ -102,14 +102,14 @@ class SweepSettings:
 def _co_runners(runner: TimedRunner, settings: SweepSettings) -> CoRunners:
     engine = runner.engine
     network = engine.supernet.extract(engine.ready(settings.co_runner_subnet).spec).to(engine.device)
-    x = map_tensors(lambda part: part.to(engine.device), batch_like(runner.example, 1))
+    x = map_tensors(lambda part: part.to(engine.device), batch_like(runner.sample, 1))
     return CoRunners(network, x, settings.co_runners[-1])
 
 
 def environment(
     supernet: Supernet,
     device: torch.device,
-    example: Any,
+    sample: Any,
     run_facts: Mapping[str, Any],
     settings: SweepSettings,
     fingerprint: str | None = None,
@@ -123,8 +123,8 @@ def environment(
         "supernet": fingerprint or supernet.fingerprint(),
         "space": supernet.space.id,
         "dtype": str(next(supernet.parameters()).dtype).removeprefix("torch."),
-        "input_shape": shapes(example),
-        "input_dtype": map_tensors(lambda part: str(part.dtype).removeprefix("torch."), example),
+        "input_shape": shapes(sample),
+        "input_dtype": map_tensors(lambda part: str(part.dtype).removeprefix("torch."), sample),
         **run_facts,
         **settings.to_json(),
         "subnetact": __version__,
@@ -134,7 +134,7 @@ def environment(
 def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, Any]:
     engine = runner.engine
     return environment(
-        engine.supernet, engine.device, runner.example, runner.facts, settings, engine.fingerprint
+        engine.supernet, engine.device, runner.sample, runner.facts, settings, engine.fingerprint
     )
 
 
@@ -320,7 +320,7 @@ def profile_latency(
         progress: if True, show a progress bar when standard error is a terminal.
         resume: a file that keeps every window as soon as it is measured. If the file exists, its windows are
             not measured again. If None, nothing is kept.
-        shape: which of the shapes of the engine to measure, a position in `engine.examples`. By default the
+        shape: which of the shapes of the engine to measure, a position in `engine.samples`. By default the
             largest, for which a scheduler is safe with all of them. `Batcher(engine, table=tables)` takes one
             table per shape.
         check: whether to run `supernet.check` on one input of this shape, once per supernet.
@@ -339,7 +339,7 @@ def profile_latency(
 
     Example:
         ```python
-        engine = subnetact.Engine(supernet, specs, example=torch.zeros(3, 224, 224))
+        engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, 3, 224, 224))
         table = subnetact.profile_latency(engine, [1, 4, 16], accuracy=[71.3, 76.1], resume="sweep.jsonl")
         table.save("latency.json")
         engine.tables["cpu"] = table  # engine.save(directory) writes the table too
@@ -359,13 +359,13 @@ def profile_latency(
     ]
     LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
     warn_of_fractions(known)
-    examples = engine.examples
-    if type(shape) is not int or not -len(examples) <= shape < len(examples):
-        raise TableError(f"shape: {shape!r} is no position among the {len(examples)} examples of the engine")
+    samples = engine.samples
+    if type(shape) is not int or not -len(samples) <= shape < len(samples):
+        raise TableError(f"shape: {shape!r} is no position among the {len(samples)} examples of the engine")
     if check:
-        one = batch_like(examples[shape], 1)
+        one = batch_like(samples[shape], 1)
         engine.supernet.check_once(map_tensors(lambda part: part.to(engine.device), one))
-    runner = TimedRunner(engine, example=examples[shape])
+    runner = TimedRunner(engine, sample=samples[shape])
     journal = None
     if resume is not None:
         facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes)}

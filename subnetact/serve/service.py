@@ -92,8 +92,8 @@ class Service:
         self.slo_ms = slo_ms
         self.limits = limits or Limits()
         self.access = access or Access({})
-        self.signature = Signature(engine.example)
-        [output] = engine.run(0, [engine.example], 1)
+        self.signature = Signature(engine.sample)
+        [output] = engine.run(0, [engine.sample], 1)
         self.outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
         self.images = Images(self.signature, self.limits.pixels, image_mean, image_std)
         self.body_bytes = self.limits.body_for(self.signature.count)

@@ -54,7 +54,7 @@ class Signature:
     dictionary have its keys.
 
     Args:
-        example: one input of the engine, without a batch dimension.
+        sample: one input of the engine, without batch axis.
 
     Attributes:
         parts: the tensors in order.
@@ -63,14 +63,14 @@ class Signature:
         ServeError: there is no example, or a dtype that has no name on the wire.
     """
 
-    def __init__(self, example: Any) -> None:
-        if example is None:
+    def __init__(self, sample: Any) -> None:
+        if sample is None:
             raise ServeError(
                 "engine: it has no example, so the shape of its inputs is not known; make it with "
                 "Engine(supernet, specs, example=x)"
             )
-        self._example = example
-        named = list(named_tensors(example, "input"))
+        self._sample = sample
+        named = list(named_tensors(sample, "input"))
         self.parts = tuple(InputPart(name, tuple(t.shape), t.dtype) for name, t in named)
         for part in self.parts:
             if part.dtype not in DATATYPES:
@@ -83,7 +83,7 @@ class Signature:
 
     def single(self) -> bool:
         """Return whether an input is one tensor, not a tuple or a dictionary."""
-        return isinstance(self._example, Tensor)
+        return isinstance(self._sample, Tensor)
 
     def join(self, tensors: Mapping[str, Tensor]) -> Any:
         """Return one input of the engine.
@@ -91,7 +91,7 @@ class Signature:
         Args:
             tensors: the tensors by name, one for each of `parts`.
         """
-        return _like(self._example, "input", tensors.__getitem__)
+        return _like(self._sample, "input", tensors.__getitem__)
 
 
 def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -111,9 +111,9 @@ def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(part, str(key))
 
 
-def _like(example: Any, name: str, get: Callable[[str], Tensor]) -> Any:
-    if isinstance(example, (tuple, list)):
-        return tuple(_like(part, f"{name}_{i}", get) for i, part in enumerate(example))
-    if isinstance(example, Mapping):
-        return {key: _like(part, str(key), get) for key, part in example.items()}
+def _like(sample: Any, name: str, get: Callable[[str], Tensor]) -> Any:
+    if isinstance(sample, (tuple, list)):
+        return tuple(_like(part, f"{name}_{i}", get) for i, part in enumerate(sample))
+    if isinstance(sample, Mapping):
+        return {key: _like(part, str(key), get) for key, part in sample.items()}
     return get(name)

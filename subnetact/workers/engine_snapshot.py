@@ -93,7 +93,7 @@ class EngineSnapshot:
         _dump(found, runner, runner)
         self._parts = Parts(runner, found.engines, found.supernets)
         for engine in found.engines:
-            engine.example  # noqa: B018 - it raises if there is none, and without one no process can warm up
+            engine.sample  # noqa: B018 - it raises if there is none, and without one no process can warm up
         self._followed = [_Followed(supernet) for supernet in found.supernets]
         self._registered = [engine.changes for engine in found.engines]
         self._states = [0] * (2 * len(found.supernets) + len(found.engines))

@@ -42,7 +42,7 @@ def supernet() -> Supernet:
 
 @pytest.fixture
 def engine(supernet: Supernet) -> Engine:
-    return Engine(supernet, [supernet.space.smallest()], example=X[0])
+    return Engine(supernet, [supernet.space.smallest()], example=X[:1])
 
 
 def drop(supernet: nn.Module, state: dict[str, Tensor] = OTHER) -> None:
@@ -191,7 +191,7 @@ def test_what_an_engine_refuses_is_neither_saved_nor_exported(engine: Engine, tm
 def test_a_bundle_without_its_statistics_leaves_the_given_supernet_as_it_was(
     supernet: Supernet, engine: Engine, tmp_path: Path
 ) -> None:
-    open_ = Engine(supernet, [supernet.space.largest()], example=X[0], allow_uncalibrated=True)
+    open_ = Engine(supernet, [supernet.space.largest()], example=X[:1], allow_uncalibrated=True)
     open_.save(tmp_path)
     index = tmp_path / "bundle.json"
     document = {**json.loads(index.read_text()), "allow_uncalibrated": False}
@@ -208,7 +208,7 @@ def test_a_bundle_without_its_statistics_leaves_the_given_supernet_as_it_was(
 
 def test_a_removed_subnet_needs_no_statistics(supernet: Supernet, tmp_path: Path) -> None:
     space = supernet.space
-    config = EngineConfig([space.smallest(), space.largest()], removed=(1,), example=X[0])
+    config = EngineConfig([space.smallest(), space.largest()], removed=(1,), sample=X[0])
     engine = Engine.from_config(supernet, config)
     engine.save(tmp_path)
     loaded = Engine.load(tmp_path, supernet=supernet_of(pretrained(5)))
@@ -227,7 +227,7 @@ def test_a_removed_subnet_needs_no_statistics(supernet: Supernet, tmp_path: Path
 def test_a_replica_refuses_no_more_than_the_engine(supernet: Supernet) -> None:
     small, large = supernet.space.smallest(), supernet.space.largest()
     supernet.adopt_statistics()
-    engine = Engine(supernet, [small, large], example=X[0], memory_budget_mb=8)
+    engine = Engine(supernet, [small, large], example=X[:1], memory_budget_mb=8)
     engine.pin(0)
     supernet.load_state_dict(OTHER, norms=NormTable(supernet.space.id))
     supernet.adopt_statistics()
@@ -298,7 +298,7 @@ def test_a_buffer_that_another_thread_replaces_is_no_functional_call(
 
 def test_fused_programs_follow_pairs_of_a_row(supernet: Supernet) -> None:
     small = supernet.space.smallest()
-    engine = Engine(supernet, [small], example=X[0], memory_budget_mb=8)
+    engine = Engine(supernet, [small], example=X[:1], memory_budget_mb=8)
     assert engine.pin(0)
     before = engine(X, 0)
     supernet.statistics(small)["1"][0].add_(3)

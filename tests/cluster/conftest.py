@@ -12,7 +12,7 @@ def save_digits(folder, inputs, latency_ms):
     supernet = load_digits_supernet()
     specs = [supernet.space.smallest(), supernet.space.largest()]
     calibrate(supernet, specs, [inputs])
-    engine = Engine(supernet, specs, example=torch.zeros_like(inputs[0]), accuracy=[60.0, 82.0])
+    engine = Engine(supernet, specs, example=torch.zeros_like(inputs[:1]), accuracy=[60.0, 82.0])
     engine.tables["cpu"] = LatencyTable.from_arrays(engine.keys, engine.accuracy, [1, 8], latency_ms)
     engine.save(folder / "digits")
     return str(folder / "digits")

@@ -26,7 +26,7 @@ def digits_engine(count: int = 6, **options: Any) -> Engine:
     while len(specs) < count:
         spec = supernet.space.sample(rng)
         specs += [spec] if spec not in specs else []
-    options = {"allow_uncalibrated": True, "example": torch.zeros(1, 16, 16)} | options
+    options = {"allow_uncalibrated": True, "example": torch.zeros(1, 1, 16, 16)} | options
     return Engine(supernet, specs, **options)
 
 
@@ -65,7 +65,10 @@ def test_blocks_of_families(family: str) -> None:
     supernet = small_supernet(family)
     (x,) = small_inputs(family, 3).values()
     engine = Engine(
-        supernet, [supernet.space.largest(), supernet.space.smallest()], allow_uncalibrated=True, example=x[0]
+        supernet,
+        [supernet.space.largest(), supernet.space.smallest()],
+        allow_uncalibrated=True,
+        example=x[:1],
     )
     for subnet in engine.ids:
         run = engine.start(subnet, list(x), 3)
@@ -90,7 +93,7 @@ def test_a_network_that_cannot_be_cut_is_one_block(x: Tensor) -> None:
     )
     slice_on = subnetact.WeightSlice.on
     supernet = subnetact.insert_(Odd(), space, {"a": slice_on(out="w"), "b": slice_on(in_="w")})
-    engine = Engine(supernet, [supernet.space.largest()], example=torch.zeros(4))
+    engine = Engine(supernet, [supernet.space.largest()], example=torch.zeros(1, 4))
     x = torch.randn(3, 4)
     assert len(engine.blocks(0)) == 1
     assert torch.equal(through(engine.blocks(0), x), engine(x, 0))
@@ -166,7 +169,7 @@ def test_a_run_continues_on_a_tail_that_fits(x: Tensor) -> None:
     engine = Engine(
         supernet,
         [largest, shorter, space.smallest()],
-        example=torch.zeros(1, 16, 16),
+        example=torch.zeros(1, 1, 16, 16),
         allow_uncalibrated=True,
         memory_budget_mb=0,
     )

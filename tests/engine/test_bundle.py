@@ -28,7 +28,7 @@ X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 def engine(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
     subnetact.calibrate(digits, specs, [X], progress=False)
-    engine = subnetact.Engine(digits, specs, example=EXAMPLE, accuracy=[60.0, None, 80.0])
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], accuracy=[60.0, None, 80.0])
     engine.tables["cpu"] = subnetact.LatencyTable.from_arrays(
         engine.keys, [60.0, 70.0, 80.0], [1, 4], [[1, 2], [2, 3], [3, 5]], stamp={"device": "cpu"}
     )
@@ -43,7 +43,7 @@ def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None
     assert (loaded.specs, loaded.keys, loaded.ids) == (engine.specs, engine.keys, engine.ids)
     assert loaded.accuracy == (60.0, None, 80.0)
     assert loaded.tables == engine.tables
-    assert torch.equal(loaded.example, EXAMPLE)
+    assert torch.equal(loaded.sample, EXAMPLE)
     assert list(loaded.supernet.norms) == list(engine.supernet.norms)
     for i in engine.ids:
         torch.testing.assert_close(loaded(X, subnet=i), engine(X, subnet=i), rtol=5e-5, atol=5e-5)
@@ -58,7 +58,7 @@ def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None
 def test_a_published_family_is_rebuilt_by_its_name(tmp_path: Path, dtype: torch.dtype) -> None:
     supernet = load("ofa_resnet50", width_mult_list=(0.1, 0.2), n_classes=3).to(dtype)
     x = torch.randn(2, 3, 32, 32).to(dtype)
-    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=x[0], allow_uncalibrated=True)
+    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=x[:1], allow_uncalibrated=True)
     engine.save(tmp_path)
     torch.testing.assert_close(subnetact.Engine.load(tmp_path)(x, subnet=0), engine(x, subnet=0))
 
@@ -76,7 +76,7 @@ def _width(values: Any) -> dict[str, int]:
 
 def test_an_own_network_is_given_to_load(tmp_path: Path, digits: Supernet) -> None:
     supernet = own_supernet()
-    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=EXAMPLE)
+    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=EXAMPLE[None])
     engine.save(tmp_path)
     loaded = subnetact.Engine.load(tmp_path, supernet=own_supernet())
     assert torch.equal(loaded(X, subnet=0), engine(X, subnet=0))
@@ -128,8 +128,8 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         ({"family": {"name": "ofa_resnet50", "constructor": {"n_classes": "x"}}}, "cannot rebuild"),
         ({"family": {"name": "ofa_resnet50", "constructor": {"n_classes": -1}}}, "cannot rebuild"),
         ({"family": {"name": "ofa_resnet50", "constructor": {"n_classes": 10**9}}}, "cannot rebuild"),
-        ({"example": ["torch.float32", [10**5, 10**5]]}, "input of shape"),
-        ({"example": ["torch.float32", [1.0]]}, "of the wrong kind"),
+        ({"sample": ["torch.float32", [10**5, 10**5]]}, "input of shape"),
+        ({"sample": ["torch.float32", [1.0]]}, "of the wrong kind"),
         ({"accuracy": ["a", None, True]}, "accuracy of 'a'"),
         ({"accuracy": [60.0, None, True]}, "accuracy of True"),
         ({"removed": [0.7]}, "removed ids"),
@@ -141,8 +141,8 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         ({"files": {"/dev/zero": {"bytes": 0, "sha256": ""}}}, "not a file of this folder"),
         ({"subnets": [[[[]]]]}, "of the wrong kind"),
         ({"files": {"../weights.safetensors": {}}}, "not a file of this folder"),
-        ({"example": ["load", [1]]}, "of the wrong kind"),
-        ({"example": ["torch.float32", [-1]]}, "of the wrong kind"),
+        ({"sample": ["load", [1]]}, "of the wrong kind"),
+        ({"sample": ["torch.float32", [-1]]}, "of the wrong kind"),
         ({"accuracy": [80.0]}, "do not belong together"),
         ({"removed": [99]}, "removed ids"),
         ({"pinned": [True]}, "pinned ids"),
@@ -219,7 +219,7 @@ def test_modules_that_ask_for_a_version_are_loaded(tmp_path: Path) -> None:
         return subnetact.insert_(network.eval(), space, elastic)
 
     supernet = made()
-    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=torch.ones(3))
+    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=torch.ones(1, 3))
     engine.save(tmp_path / "b")
     loaded = subnetact.Engine.load(tmp_path / "b", supernet=made())
     x = torch.randn(2, 3)
@@ -231,7 +231,7 @@ def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
     supernet = load_digits_supernet()
     specs = [supernet.space.smallest(), supernet.space.largest()]
     calibrate(supernet, specs, [torch.rand(16, 1, 16, 16)])
-    engine = Engine(supernet, specs, example=torch.zeros(1, 16, 16))
+    engine = Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16))
     engine.save(tmp_path / "bundle")
     mapped = Engine.load(tmp_path / "bundle", mapped=True)
     own = Engine.load(tmp_path / "bundle")
@@ -250,7 +250,7 @@ def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
     before = mapped(x, 1)
     with torch.no_grad():
         supernet.network.classifier.bias.add_(1.0)
-    Engine(supernet, specs, example=torch.zeros(1, 16, 16)).save(tmp_path / "bundle")
+    Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16)).save(tmp_path / "bundle")
     assert torch.equal(mapped(x, 1), before)
 
 
@@ -322,7 +322,7 @@ def test_a_subnet_keeps_its_id_when_precisions_are_enabled_and_the_bundle_loads(
     supernet = load_digits_supernet()
     space = supernet.space
     specs = [space.largest(), space.smallest()]
-    engine = subnetact.Engine(supernet, specs, example=EXAMPLE, allow_uncalibrated=True)
+    engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], allow_uncalibrated=True)
     extended = supernet.enable_precision("int8")
     assert engine.register(extended.at_precision(space.smallest(), "float32")) == 1
     assert engine.register(extended.at_precision(space.smallest(), "int8")) == 2

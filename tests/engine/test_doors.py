@@ -64,8 +64,8 @@ def test_a_forgotten_module_that_no_given_subnet_needs_is_found_at_every_door() 
     assert len(supernet.norms) == 0
     calibrate(supernet, smallest, [BATCH], progress=False, check=False)
     with pytest.raises(InsertError, match=NAMED):
-        Engine(supernet, smallest, example=BATCH[0])
-    engine = Engine(supernet, smallest, example=BATCH[0], check=False)
+        Engine(supernet, smallest, example=BATCH[:1])
+    engine = Engine(supernet, smallest, example=BATCH[:1], check=False)
     with pytest.raises(InsertError, match=NAMED):
         profile_latency(engine, [1], [50.0], progress=False)
     table = profile_latency(engine, [1], [50.0], warmup_ms=0, min_time_ms=1, progress=False, check=False)
@@ -81,7 +81,7 @@ def test_a_subnet_that_does_not_run_is_named_by_evaluate_and_profile_latency() -
     ):
         evaluate(supernet, broken, [(BATCH, labels)], progress=False)
     engine = Engine(
-        supernet, [supernet.space.smallest()], example=BATCH[0], allow_uncalibrated=True, check=False
+        supernet, [supernet.space.smallest()], example=BATCH[:1], allow_uncalibrated=True, check=False
     )
     engine.register(broken)
     with pytest.raises(
@@ -100,18 +100,18 @@ def test_the_check_runs_once_per_supernet_and_shape(
     )
     spec, image = [digits.space.smallest()], torch.zeros(1, 16, 16)
     calibrate(digits, spec, [torch.randn(20, 1, 16, 16)], progress=False)
-    engine = Engine(digits, spec, example=image)
+    engine = Engine(digits, spec, example=image[None])
     profile_latency(engine, [1], [50.0], warmup_ms=0, min_time_ms=1, progress=False)
     assert len(calls) == 1
     digits.load_state_dict(digits.state_dict())
-    Engine(digits, spec, example=image)
+    Engine(digits, spec, example=image[None])
     assert len(calls) == 2
 
 
 def test_accuracies_of_the_engine_are_in_the_table(digits: Supernet) -> None:
     specs = digits.space.sample(0, 3)
     engine = Engine(
-        digits, specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, None, 70], allow_uncalibrated=True
+        digits, specs, example=torch.zeros(1, 1, 16, 16), accuracy=[60.0, None, 70], allow_uncalibrated=True
     )
     table = profile_latency(engine, [1], warmup_ms=0, min_time_ms=1, progress=False)
     assert table.accuracy[0] == 60.0
@@ -161,5 +161,5 @@ def test_calibration_data_of_another_dtype_is_refused_by_name(digits: Supernet, 
 
 
 def test_an_example_that_the_network_does_not_take_stays_an_invalid_request(digits: Supernet) -> None:
-    with pytest.raises(InvalidRequest, match="does not run on a batch of one input"):
-        Engine(digits, [digits.space.smallest()], example=torch.zeros(3, 16, 16), allow_uncalibrated=True)
+    with pytest.raises(InvalidRequest, match="does not run on one sample of it"):
+        Engine(digits, [digits.space.smallest()], example=torch.zeros(1, 3, 16, 16), allow_uncalibrated=True)

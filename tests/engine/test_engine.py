@@ -20,7 +20,7 @@ X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 def engine(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
     subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE)
+    return subnetact.Engine(digits, specs, example=EXAMPLE[None])
 
 
 def test_ids_run_their_subnets(engine: subnetact.Engine) -> None:
@@ -51,12 +51,12 @@ def test_inputs_are_checked(engine: subnetact.Engine) -> None:
 def test_uncalibrated_and_repeated_subnets_are_refused(digits: Supernet) -> None:
     specs = [digits.space.smallest(), digits.space.largest()]
     with pytest.raises(NotCalibrated, match=r"2 of 2 subnets .* allow_uncalibrated"):
-        subnetact.Engine(digits, specs, example=EXAMPLE)
+        subnetact.Engine(digits, specs, example=EXAMPLE[None])
     with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
-        assert len(subnetact.Engine(digits, specs, example=EXAMPLE, allow_uncalibrated=True)) == 2
+        assert len(subnetact.Engine(digits, specs, example=EXAMPLE[None], allow_uncalibrated=True)) == 2
     for wrong in ([], [specs[0]] * 2):
         with pytest.raises(SpecError, match="distinct"):
-            subnetact.Engine(digits, wrong, example=EXAMPLE)
+            subnetact.Engine(digits, wrong, example=EXAMPLE[None])
 
 
 def test_an_engine_follows_the_configuration_of_another(engine: subnetact.Engine, tmp_path: Path) -> None:
@@ -80,13 +80,13 @@ def test_an_engine_follows_the_configuration_of_another(engine: subnetact.Engine
 def test_the_example_follows_the_dtype_of_the_weights(digits: Supernet, tmp_path: Path) -> None:
     spec, x = digits.space.largest(), torch.randn(3, 1, 16, 16)
     digits.adopt_statistics()
-    engine = subnetact.Engine(digits, [spec], example=[x[0], x[0, :, :8]])
+    engine = subnetact.Engine(digits, [spec], example=[x[:1], x[:1, :, :8]])
     digits.to(torch.float64)
-    assert engine.config.example[0].dtype == torch.float64
+    assert engine.config.sample[0].dtype == torch.float64
     engine.check(x[0].double())
     with pytest.raises(InvalidRequest, match="float32"):
         engine.check(x[0])
-    assert [example.dtype for example in engine.examples] == [torch.float64] * 2
+    assert [sample.dtype for sample in engine.samples] == [torch.float64] * 2
     engine.save(tmp_path)
     loaded = subnetact.Engine.load(tmp_path)
     copied = subnetact.Engine.from_config(copy.deepcopy(digits), engine.config)

@@ -39,7 +39,7 @@ def close(output: Tensor, expected: Tensor, folded: bool) -> None:
 def engine_of(digits: Supernet, budget: float, count: int = 4, **options: Any) -> subnetact.Engine:
     specs = digits.space.sample(3, count)
     subnetact.calibrate(digits, specs, [X], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE, memory_budget_mb=budget, **options)
+    return subnetact.Engine(digits, specs, example=EXAMPLE[None], memory_budget_mb=budget, **options)
 
 
 @pytest.mark.parametrize("budget", [0, 0.01, 64])
@@ -74,7 +74,7 @@ def test_families_run_in_every_mode(family: str) -> None:
         norm.get_buffer("running_var").uniform_(0.5, 1.5)
     for budget in (0, 200):
         engine = subnetact.Engine(
-            supernet, specs, example=x[0], memory_budget_mb=budget, allow_uncalibrated=True
+            supernet, specs, example=x[:1], memory_budget_mb=budget, allow_uncalibrated=True
         )
         for i, spec in enumerate(specs):
             expected = supernet(x, subnet=spec)
@@ -182,7 +182,7 @@ def test_shared_statistics_that_change_are_followed(digits: Supernet) -> None:
     spec = digits.space.smallest()
     with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
         engine = subnetact.Engine(
-            digits, [spec], example=EXAMPLE, memory_budget_mb=64, allow_uncalibrated=True
+            digits, [spec], example=EXAMPLE[None], memory_budget_mb=64, allow_uncalibrated=True
         )
     assert engine.pin(0)
     digits.network.bn.running_mean.add_(1.0)
@@ -193,7 +193,7 @@ def test_statistics_that_training_writes_are_followed(digits: Supernet) -> None:
     spec = digits.space.smallest()
     with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
         engine = subnetact.Engine(
-            digits, [spec], example=EXAMPLE, memory_budget_mb=64, allow_uncalibrated=True
+            digits, [spec], example=EXAMPLE[None], memory_budget_mb=64, allow_uncalibrated=True
         )
     assert engine.pin(0)
     digits.train()
@@ -211,7 +211,9 @@ def sizes_of(engine: subnetact.Engine) -> list[int]:
     """Return the bytes of the fused program of every subnet."""
     sizes = []
     for i in engine.ids:
-        alone = subnetact.Engine(engine.supernet, [engine.specs[i]], example=EXAMPLE, memory_budget_mb=64)
+        alone = subnetact.Engine(
+            engine.supernet, [engine.specs[i]], example=EXAMPLE[None], memory_budget_mb=64
+        )
         sizes.append(alone.stats().fused_bytes)
     return sizes
 
@@ -222,7 +224,7 @@ def test_the_plan_is_made_with_the_engine_and_use_does_not_change_it(digits: Sup
     assert not engine.stats().unfused
     first, second, third, _ = sizes_of(engine)
     tight = subnetact.Engine(
-        digits, engine.specs, example=EXAMPLE, memory_budget_mb=(first + second + third // 2) / 2**20
+        digits, engine.specs, example=EXAMPLE[None], memory_budget_mb=(first + second + third // 2) / 2**20
     )
     planned, held = fused(tight), tight.stats().fused_bytes
     assert {0, 1} <= planned < {0, 1, 2, 3}
@@ -238,9 +240,9 @@ def test_the_plan_is_made_with_the_engine_and_use_does_not_change_it(digits: Sup
 
 def test_the_default_budget_has_room_for_the_largest_subnet(digits: Supernet) -> None:
     digits.adopt_statistics()
-    engine = subnetact.Engine(digits, [digits.space.largest()], example=EXAMPLE)
+    engine = subnetact.Engine(digits, [digits.space.largest()], example=EXAMPLE[None])
     assert engine.is_fused(0)
-    views = subnetact.Engine(digits, [digits.space.largest()], example=EXAMPLE, memory_budget_mb=0)
+    views = subnetact.Engine(digits, [digits.space.largest()], example=EXAMPLE[None], memory_budget_mb=0)
     assert not views.is_fused(0)
     assert "no memory budget" in views.stats().unfused[0]
     assert views.stats().fused_bytes == 0
@@ -252,7 +254,7 @@ def test_pinned_subnets_come_first(digits: Supernet) -> None:
     largest = max(engine.ids, key=sizes.__getitem__)
     others = [i for i in engine.ids if i != largest]
     tight = subnetact.Engine(
-        digits, engine.specs, example=EXAMPLE, memory_budget_mb=(sizes[largest] + 100) / 2**20
+        digits, engine.specs, example=EXAMPLE[None], memory_budget_mb=(sizes[largest] + 100) / 2**20
     )
     assert tight.pin(largest)
     assert (tight.pinned, fused(tight)) == ((largest,), {largest})
@@ -271,7 +273,7 @@ def test_pinned_subnets_come_first(digits: Supernet) -> None:
 def test_a_subnet_that_leaves_makes_room_for_the_next(digits: Supernet) -> None:
     engine = engine_of(digits, 64)
     budget = (sizes_of(engine)[0] + 100) / 2**20
-    same = subnetact.Engine(digits, engine.specs[:1], example=EXAMPLE, memory_budget_mb=budget)
+    same = subnetact.Engine(digits, engine.specs[:1], example=EXAMPLE[None], memory_budget_mb=budget)
     assert fused(same) == {0}
     assert same.register(engine.specs[1]) == 1
     assert 0 in fused(same)
@@ -303,7 +305,7 @@ def test_what_is_not_expected_to_be_faster_is_fused_only_if_it_is_pinned() -> No
             assert plan.slower_because(view, cpu).startswith(why)
             assert bool(plan.slower_because(view, cpu)) == bool(why)
             engine = subnetact.Engine(
-                supernet, [space.largest()], example=torch.zeros(512), memory_budget_mb=8
+                supernet, [space.largest()], example=torch.zeros(1, 512), memory_budget_mb=8
             )
             assert engine.is_fused(0) == (not why)
             assert engine.pin(0)
@@ -335,12 +337,12 @@ def test_the_first_input_is_the_example(digits: Supernet) -> None:
     engine = engine_of(digits, 1)
     bare = subnetact.Engine(digits, engine.specs)
     with pytest.raises(InvalidRequest, match="no input yet"):
-        bare.example  # noqa: B018
+        bare.sample  # noqa: B018
     with pytest.raises(RuntimeError):
         bare(torch.zeros(2, 3, 16, 16), subnet=0)
     assert "no input yet" in bare.stats().unfused[0]
     first = bare(X, subnet=0)
-    assert bare.example.shape == (1, 16, 16)
+    assert bare.sample.shape == (1, 16, 16)
     assert bare.is_fused(0)
     assert torch.equal(bare(X, subnet=0), first)
 
@@ -366,7 +368,7 @@ def test_a_network_that_cannot_be_fused_runs_as_a_view(caplog: pytest.LogCapture
     supernet = subnetact.insert_(Undecided(), space, elastic).eval()
     specs = list(space.enumerate())
     subnetact.calibrate(supernet, specs, [X], progress=False)
-    engine = subnetact.Engine(supernet, specs, example=EXAMPLE, memory_budget_mb=10)
+    engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], memory_budget_mb=10)
     with caplog.at_level(logging.WARNING, "subnetact"):
         for i, spec in enumerate(specs):
             pinned = engine.pin(i)
@@ -386,7 +388,7 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
     subnetact.calibrate(digits, specs, [X], progress=False)
     with torch.inference_mode():
         expected = [digits(X, subnet=spec) for spec in specs]
-    engine = subnetact.Engine(digits, specs, example=EXAMPLE, memory_budget_mb=1.5)
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], memory_budget_mb=1.5)
     done, wrong, served = threading.Event(), [], [0] * 4
 
     def hammer(thread: int) -> None:

@@ -16,6 +16,7 @@ import subnetact
 from ofa_adapters import load
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_linear import MANY, PackedLinear, can_pack_linear, is_intel
+from subnetact.supernet.batches import map_tensors
 
 pytestmark = pytest.mark.skipif(
     not can_pack_linear(nn.Linear(128, 128)), reason="this build of torch has no packed matrix products"
@@ -60,7 +61,7 @@ class Encoder(nn.Module):
         return self.head(x.mean(1))
 
 
-def engine_of(network: nn.Module, example: Any, **options: Any) -> subnetact.Engine:
+def engine_of(network: nn.Module, sample: Any, **options: Any) -> subnetact.Engine:
     axis = subnetact.Axis.uniform("neurons", ["all"], (WIDTH, 2 * WIDTH))
     space = subnetact.SubnetSpace("attention", [axis], lambda v: {"neurons": v["neurons"][0]})
     elastic = {
@@ -71,6 +72,7 @@ def engine_of(network: nn.Module, example: Any, **options: Any) -> subnetact.Eng
     }
     supernet = subnetact.insert_(network.eval(), space, elastic)
     specs = [space.smallest(), space.largest()]
+    example = map_tensors(lambda part: part[None], sample)
     return subnetact.Engine(supernet, specs, example=example, **{"memory_budget_mb": 64, **options})
 
 

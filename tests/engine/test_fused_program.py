@@ -26,7 +26,7 @@ def widths(choices: tuple[int, ...]) -> subnetact.SubnetSpace:
     return subnetact.SubnetSpace("strange", [axis], lambda v: {"width": v["width"][0]})
 
 
-def engine_of(network: nn.Module, example: Tensor, elastic: dict | None = None) -> subnetact.Engine:
+def engine_of(network: nn.Module, sample: Tensor, elastic: dict | None = None) -> subnetact.Engine:
     space = widths((4, 8))
     for norm in network.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
@@ -35,7 +35,11 @@ def engine_of(network: nn.Module, example: Tensor, elastic: dict | None = None) 
     supernet = subnetact.insert_(network, space, elastic or {}).eval()
     specs = [space.smallest(), space.largest()]
     return subnetact.Engine(
-        supernet, specs[: 2 if elastic else 1], example=example, memory_budget_mb=256, allow_uncalibrated=True
+        supernet,
+        specs[: 2 if elastic else 1],
+        example=sample[None],
+        memory_budget_mb=256,
+        allow_uncalibrated=True,
     )
 
 
@@ -97,7 +101,7 @@ def test_strange_values_stay_where_the_view_has_them(kind: str) -> None:
 
 
 def test_the_demos_network_does_not_swallow_a_pixel(digits: Supernet) -> None:
-    spec, example = digits.space.largest(), torch.zeros(1, 16, 16)
+    spec, example = digits.space.largest(), torch.zeros(1, 1, 16, 16)
     engine = subnetact.Engine(digits, [spec], example=example, allow_uncalibrated=True, memory_budget_mb=64)
     assert engine.pin(0)
     for value in STRANGE:
@@ -242,7 +246,7 @@ def test_the_forward_of_a_derived_convolution_is_kept(kernel: int, budget: int) 
     network = nn.Sequential(Standardised(3, 8, kernel), nn.ReLU(), nn.Conv2d(8, 8, 1))
     supernet = subnetact.insert_(network, widths((4, 8)), {}).eval()
     spec, x = supernet.space.smallest(), torch.randn(2, 3, 8, 8)
-    engine = subnetact.Engine(supernet, [spec], example=x[0], memory_budget_mb=budget)
+    engine = subnetact.Engine(supernet, [spec], example=x[:1], memory_budget_mb=budget)
     assert bool(engine.pin(0)) == (budget > 0)
     torch.testing.assert_close(engine(x, 0), supernet(x, subnet=spec), rtol=1e-4, atol=1e-5)
 
@@ -264,7 +268,7 @@ def test_weights_of_layers_that_are_read_and_not_called() -> None:
     elastic = {"inner": WeightSlice.on(out="width"), "read": WeightSlice.on(in_="width")}
     supernet = subnetact.insert_(Functional(), widths((4, 8)), elastic).eval()
     specs, x = [supernet.space.smallest(), supernet.space.largest()], torch.randn(2, 3, 12, 12)
-    engine = subnetact.Engine(supernet, specs, example=x[0], memory_budget_mb=64)
+    engine = subnetact.Engine(supernet, specs, example=x[:1], memory_budget_mb=64)
     for i, spec in enumerate(specs):
         pinned = engine.pin(i)
         assert pinned, pinned.reason

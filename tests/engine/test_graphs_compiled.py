@@ -53,7 +53,7 @@ class Recorder:
 def engine_of(digits: Supernet, **options: Any) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
     subnetact.calibrate(digits, specs, [X], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE, **options)
+    return subnetact.Engine(digits, specs, example=EXAMPLE[None], **options)
 
 
 class Counting(nn.Module):
@@ -102,7 +102,7 @@ def test_a_network_that_changes_its_own_buffers_is_captured_once_and_runs_eagerl
     supernet = subnetact.insert_(Counting().eval(), space, {"first": on(out="w"), "last": on(in_="w")})
     recorder = Recorder()
     engine = subnetact.Engine(
-        supernet, [space.smallest()], example=torch.zeros(4), memory_budget_mb=16, graph_backend=recorder
+        supernet, [space.smallest()], example=torch.zeros(1, 4), memory_budget_mb=16, graph_backend=recorder
     )
     for _ in range(3):
         close(engine(X[:1, 0, 0, :4], 0), supernet(X[:1, 0, 0, :4], subnet=space.smallest()))
@@ -190,7 +190,7 @@ def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(
     torch._dynamo.register_backend(counting, name="subnetact_counting")
     specs = digits.space.sample(0, 3)
     subnetact.calibrate(digits, specs, [X], progress=False)
-    engine = subnetact.Engine(digits, specs, example=EXAMPLE, compile="subnetact_counting")
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], compile="subnetact_counting")
     assert len(specs) > torch._dynamo.config.recompile_limit
     engine.prepare([2, 1])
     assert len(built) == 2 * len(specs)
@@ -239,13 +239,13 @@ def test_compiled_code_is_kept_follows_computed_kernels_and_is_captured_once() -
     )
     spec, x, recorder = space.smallest(), torch.randn(2, 4, 9, 9), Recorder()
     engine = subnetact.Engine(
-        supernet.eval(), [spec], example=x[0], compile="eager", memory_budget_mb=1, graph_backend=recorder
+        supernet.eval(), [spec], example=x[:1], compile="eager", memory_budget_mb=1, graph_backend=recorder
     )
     engine.prepare([2])
     for _ in range(3):
         close(engine(x, subnet=0), supernet(x, subnet=spec))
     assert recorder.sizes == [2]
-    bare = subnetact.Engine(supernet, [spec], example=x[0], compile="eager")
+    bare = subnetact.Engine(supernet, [spec], example=x[:1], compile="eager")
     bare.prepare([2])
     with torch.no_grad():
         supernet.network.conv.weight.mul_(3.0)

@@ -25,6 +25,10 @@ def tokens(length: int, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
+def batch(length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    return {name: part[None] for name, part in tokens(length, seed).items()}
+
+
 @pytest.fixture(scope="module")
 def supernet() -> Supernet:
     return small_supernet("dynabert")
@@ -33,7 +37,7 @@ def supernet() -> Supernet:
 def engine_of(supernet: Supernet, lengths: tuple[int, ...] = (4, 9), padding: Any = PADDING) -> Engine:
     specs = [supernet.space.smallest(), supernet.space.largest()]
     return Engine(
-        supernet, specs, example=[tokens(n) for n in lengths], padding=padding, accuracy=[70.0, 80.0]
+        supernet, specs, example=[batch(n) for n in lengths], padding=padding, accuracy=[70.0, 80.0]
     )
 
 
@@ -56,11 +60,11 @@ def test_every_shape_is_tried_and_checked(monkeypatch: pytest.MonkeyPatch) -> No
     network = nn.Sequential(nn.Conv1d(1, 4, 3), nn.AvgPool1d(3), nn.Conv1d(4, 2, 1))
     supernet = insert_(network.eval(), space, {"0": WeightSlice.on(out="w"), "2": WeightSlice.on(in_="w")})
     with pytest.raises(InvalidRequest, match=r"of shape \(1, 4\): 1 \(AvgPool1d\)"):
-        Engine(supernet, [space.largest()], example=[torch.zeros(1, n) for n in (9, 4)])
+        Engine(supernet, [space.largest()], example=[torch.zeros(1, 1, n) for n in (9, 4)])
     seen: list[Any] = []
     monkeypatch.setattr(Supernet, "check", lambda self, x: seen.append(x.shape))
     for _ in range(2):
-        Engine(supernet, [space.largest()], example=[torch.zeros(1, n) for n in (9, 5, 7)])
+        Engine(supernet, [space.largest()], example=[torch.zeros(1, 1, n) for n in (9, 5, 7)])
     assert seen == [(1, 1, 5), (1, 1, 7), (1, 1, 9)]
 
 
@@ -79,9 +83,9 @@ class Lengths(nn.Module):
 def test_the_smallest_shape_that_fits_runs() -> None:
     space = SubnetSpace("lengths", [Axis.uniform("w", ["all"], [1, 2])], lambda v: {"w": v["w"][0]})
     supernet = insert_(Lengths().eval(), space, {"scale": WeightSlice.on(out="w")})
-    examples = [torch.zeros(n) for n in (8, 2, 4)]
+    examples = [torch.zeros(1, n) for n in (8, 2, 4)]
     engine = Engine(supernet, [space.largest()], example=examples, padding=0)
-    assert [len(x) for x in engine.examples] == [2, 4, 8]
+    assert [len(x) for x in engine.samples] == [2, 4, 8]
     for lengths, padded in (((1, 2), 2), ((2, 3), 4), ((1, 5, 2), 8)):
         outputs = engine.run(0, [torch.ones(n) for n in lengths], 4)
         assert [output.tolist() for output in outputs] == [[padded, float(n)] for n in lengths]
@@ -107,12 +111,12 @@ def test_inputs_that_fit_nowhere_are_refused(supernet: Supernet) -> None:
     ("example", "padding"),
     [
         ([], None),
-        ([tokens(4), tokens(4, seed=1)], PADDING),
-        ([tokens(4), tokens(9)["input_ids"]], PADDING),
-        ([tokens(4), tokens(9)], {"nothing": 0}),
-        ([tokens(4), tokens(9)], {"input_ids": "0"}),
-        ([tokens(4), tokens(9)], 0),
-        (tokens(4), PADDING),
+        ([batch(4), batch(4, seed=1)], PADDING),
+        ([batch(4), batch(9)["input_ids"]], PADDING),
+        ([batch(4), batch(9)], {"nothing": 0}),
+        ([batch(4), batch(9)], {"input_ids": "0"}),
+        ([batch(4), batch(9)], 0),
+        (batch(4), PADDING),
     ],
 )
 def test_shapes_that_contradict_themselves_are_refused(

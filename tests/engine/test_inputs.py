@@ -18,7 +18,7 @@ from subnetact.engine.inputs import (
     Stager,
     call_with,
     check_input,
-    detach_example,
+    detached_sample,
     shapes,
 )
 from subnetact.engine.outputs import unstack
@@ -150,7 +150,7 @@ def language_model() -> Supernet:
 
 def test_a_cache_among_the_outputs_is_refused_when_the_engine_is_made(language_model: Supernet) -> None:
     specs = [language_model.space.largest()]
-    example = {"input_ids": torch.arange(5)}
+    example = {"input_ids": torch.arange(5)[None]}
     with pytest.raises(EngineError, match=r"output\['past_key_values'\]: .*DynamicCache.*use_cache is False"):
         subnetact.Engine(language_model, specs, example=example)
     unchecked = subnetact.Engine(language_model, specs, example=example, check=False)
@@ -166,7 +166,8 @@ def test_a_language_model_without_its_cache_is_served_what_a_tokenizer_returns(
     specs = [language_model.space.smallest(), language_model.space.largest()]
     tokens = torch.randint(0, 40, (3, 5), generator=torch.Generator().manual_seed(0))
     inputs: list[Any] = [BatchEncoding({"input_ids": ids}) for ids in tokens]
-    engine = subnetact.Engine(language_model, specs, example=inputs[0], accuracy=[60.0, 70.0])
+    example = BatchEncoding({"input_ids": tokens})
+    engine = subnetact.Engine(language_model, specs, example=example, accuracy=[60.0, 70.0])
     table = subnetact.profile_latency(engine, [1, 4], warmup_ms=0, min_time_ms=1)
     with subnetact.Batcher(engine, policy=subnetact.serving.Fixed(table, 1), slo_ms=1e4) as batcher:
         answers = [future.result(60) for future in [batcher.submit(x, 1e4) for x in inputs]]
@@ -217,7 +218,7 @@ def test_values_that_are_not_finite_are_found_wherever_they_are() -> None:
 
 def test_structures_are_kept_by_the_helpers() -> None:
     assert shapes((IMAGE, {"a": torch.zeros(3)})) == [[1, 16, 16], {"a": [3]}]
-    copy = detach_example((torch.ones(2, requires_grad=True),))
+    copy = detached_sample((torch.ones(2, requires_grad=True),))
     assert not copy[0].requires_grad
     assert call_with(lambda a, b: a - b, (3, 1)) == 2
     assert call_with(lambda a, b: a - b, {"b": 3, "a": 1}) == -2
@@ -251,8 +252,9 @@ def test_a_text_network_is_served_with_its_named_inputs(bert: Supernet, form: st
         dict(zip(names, sample, strict=True)) if form == "dict" else sample
         for sample in zip(ids, masks, strict=True)
     ]
+    example = dict(zip(names, (ids, masks), strict=True)) if form == "dict" else (ids, masks)
     engine = subnetact.Engine(
-        bert, [bert.space.smallest(), bert.space.largest()], example=inputs[0], memory_budget_mb=4
+        bert, [bert.space.smallest(), bert.space.largest()], example=example, memory_budget_mb=4
     )
     engine.prepare([1, 4])
     assert not engine.pin(0)
@@ -272,13 +274,13 @@ def test_a_text_network_is_served_with_its_named_inputs(bert: Supernet, form: st
         torch.testing.assert_close(answer.output, expected[answer.subnet][i], atol=1e-5, rtol=1e-4)
     engine.save(tmp_path / "bundle")
     again = subnetact.Engine.load(tmp_path / "bundle")
-    assert shapes(again.example) == shapes(engine.example)
+    assert shapes(again.sample) == shapes(engine.sample)
     again.check(inputs[3])
 
 
 def test_a_compiled_engine_is_given_the_prepared_size(digits: Supernet) -> None:
     subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
-    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE, compile="eager")
+    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE[None], compile="eager")
     engine.prepare([4])
     samples = list(torch.randn(3, 1, 16, 16))
     outputs = engine.run(0, samples, batch_size=4)
@@ -292,7 +294,7 @@ def test_a_compiled_engine_is_given_the_prepared_size(digits: Supernet) -> None:
 
 def test_each_worker_sets_its_own_number_of_threads(digits: Supernet) -> None:
     subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
-    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE)
+    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE[None])
     table = subnetact.LatencyTable.from_arrays(engine.keys, [60.0], [1], [[1.0]])
     seen: list[int] = []
     before = torch.get_num_threads()
@@ -313,7 +315,7 @@ def test_each_worker_sets_its_own_number_of_threads(digits: Supernet) -> None:
 @pytest.mark.parametrize("wrong", ["0", 0.0, 1.5, True, None])
 def test_ids_are_ints(digits: Supernet, wrong: Any) -> None:
     subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
-    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE)
+    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE[None])
     for use in (engine.ready, engine.remove, lambda i: engine(IMAGE[None], subnet=i)):
         with pytest.raises(SpecError, match="is not an id; ids are ints"):
             use(wrong)

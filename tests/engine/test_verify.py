@@ -48,7 +48,7 @@ def new_storage(parameter: nn.Parameter) -> None:
 def test_changes_that_leave_no_trace_are_found(change: Callable[[Tensor], None], budget: int) -> None:
     supernet = make()
     spec = supernet.space.smallest()
-    engine = subnetact.Engine(supernet, [spec], example=X[0], memory_budget_mb=budget)
+    engine = subnetact.Engine(supernet, [spec], example=X[:1], memory_budget_mb=budget)
     assert bool(engine.pin(0)) == (budget > 0)
     engine(X, 0), supernet(X, subnet=spec)
     assert engine.verify() == supernet.verify() == ()
@@ -80,7 +80,7 @@ def other_columns(weight: Tensor) -> None:
 def test_only_a_fused_program_is_stale(change: Callable[[Tensor], None]) -> None:
     supernet = make()
     spec = supernet.space.largest()
-    engine = subnetact.Engine(supernet, [spec], example=X[0], memory_budget_mb=64)
+    engine = subnetact.Engine(supernet, [spec], example=X[:1], memory_budget_mb=64)
     assert engine.pin(0)
     change(supernet.network[2].weight.data)
     assert supernet.verify() == ()
@@ -96,7 +96,7 @@ def test_weights_that_were_made_in_inference_mode_are_compared_too() -> None:
     with torch.inference_mode():
         supernet = make()
     spec = supernet.space.smallest()
-    engine = subnetact.Engine(supernet, [spec], example=X[0], memory_budget_mb=64)
+    engine = subnetact.Engine(supernet, [spec], example=X[:1], memory_budget_mb=64)
     assert engine.pin(0)
     with torch.inference_mode():
         for parameter in supernet.parameters():
@@ -110,7 +110,7 @@ def test_weights_that_were_made_in_inference_mode_are_compared_too() -> None:
 def test_changes_that_are_followed_are_no_findings() -> None:
     supernet = make()
     specs = list(supernet.space.enumerate())
-    engine = subnetact.Engine(supernet, specs, example=X[0], memory_budget_mb=64)
+    engine = subnetact.Engine(supernet, specs, example=X[:1], memory_budget_mb=64)
     for i, spec in enumerate(specs):
         engine.pin(i), supernet(X, subnet=spec)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def buffered() -> tuple[Supernet, subnetact.Engine]:
     space = subnetact.SubnetSpace("buffered", [axis], lambda v: {"w": v["w"][0]})
     elastic = {"a": subnetact.WeightSlice.on(out="w"), "b": subnetact.WeightSlice.on(in_="w")}
     supernet = subnetact.insert_(Buffered().eval(), space, elastic)
-    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(16), memory_budget_mb=64)
+    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 16), memory_budget_mb=64)
     return supernet, engine
 
 

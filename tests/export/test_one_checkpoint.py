@@ -50,7 +50,7 @@ def test_an_export_holds_one_checkpoint(
     module, name, export = WAYS[way]
     specs = [digits.space.smallest(), digits.space.spec(depth=1, expand=0.25, width=0.5)]
     subnetact.calibrate(digits, specs, [X], progress=False)
-    engine = subnetact.Engine(digits, specs, example=X[0])
+    engine = subnetact.Engine(digits, specs, example=X[:1])
     expected = [digits.extract(spec)(X) for spec in specs]
     traced = getattr(module, name)
 
@@ -71,7 +71,7 @@ def test_an_export_holds_one_checkpoint(
 def test_weights_that_change_while_they_are_copied_are_not_exported(
     digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = subnetact.Engine(digits, [digits.space.smallest()], example=X[0], allow_uncalibrated=True)
+    engine = subnetact.Engine(digits, [digits.space.smallest()], example=X[:1], allow_uncalibrated=True)
     copied = Supernet.__getstate__
 
     def training(supernet: Supernet) -> Any:

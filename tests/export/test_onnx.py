@@ -26,7 +26,7 @@ IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 def engine(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.spec(depth=1, expand=0.5, width=0.5)]
     subnetact.calibrate(digits, specs, [IMAGES], progress=False)
-    return subnetact.Engine(digits, specs, example=IMAGES[0])
+    return subnetact.Engine(digits, specs, example=IMAGES[:1])
 
 
 def test_files_equal_the_supernet_at_any_batch_size(engine: subnetact.Engine, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_outputs_are_named_once_each(output_of: Any, names: list[str], tmp_path:
     space = SubnetSpace("own", [Axis.uniform("w", ["all"], [2, 4])], lambda v: {"w": v["w"][0]})
     network = Returning(output_of).eval()
     supernet = subnetact.insert_(network, space, {"wide": subnetact.WeightSlice.on(out="w")})
-    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(3))
+    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 3))
     folder = to_onnx(engine, tmp_path / "onnx", progress=False)
     session = onnxruntime.InferenceSession(folder / "subnet-0.onnx", providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == names
@@ -101,7 +101,7 @@ def test_weights_that_changed_in_place_and_several_outputs(tmp_path: Path) -> No
     space = SubnetSpace("own", [Axis.uniform("k", ["all"], [3, 5])], lambda v: {"k": v["k"][0]})
     supernet = subnetact.insert_(TwoHeads().eval(), space, {"depth": ElasticKernel.on(kernel="k")})
     x = torch.randn(3, 4, 6, 6)
-    engine = subnetact.Engine(supernet, [space.smallest()], example=x[0])
+    engine = subnetact.Engine(supernet, [space.smallest()], example=x[:1])
     old = engine.fingerprint
     engine(x, subnet=0)
     with torch.no_grad():

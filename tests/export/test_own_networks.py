@@ -191,7 +191,7 @@ def test_the_comparison_covers_every_subnet_on_inputs_that_tell(tmp_path: Path) 
     for example in (torch.randn(2, 4), torch.zeros(2, 4), {"x": torch.ones(2, 4)}):
         with pytest.raises(ExportError, match=r"subnet 0 .*differs from the supernet's.* branch on the type"):
             to_torchscript(supernet, tmp_path / "m.pt", specs, example=example)
-    for served in (torch.zeros(4), (torch.zeros(4),), {"x": torch.zeros(4)}):
+    for served in (torch.zeros(1, 4), (torch.zeros(1, 4),), {"x": torch.zeros(1, 4)}):
         engine = subnetact.Engine(supernet, specs, example=served)
         with pytest.raises(ExportError, match="differs from the supernet's"):
             to_torchscript(engine, tmp_path / "m.pt")
@@ -214,7 +214,7 @@ def test_an_example_is_run_as_it_is(tmp_path: Path) -> None:
     specs = list(supernet.space.enumerate())
     for example in (torch.zeros(1, 3), torch.tensor([[3.0, 5.0, 7.0]])):
         to_torchscript(supernet, tmp_path / "m.pt", specs, example=example)
-        engine = subnetact.Engine(supernet, specs, example=example[0])
+        engine = subnetact.Engine(supernet, specs, example=example[:1])
         to_torchscript(engine, tmp_path / "m.pt")
     with pytest.raises(ExportError, match=r"example: subnet 0 \(.*\) does not run on it"):
         to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.full((1, 3), 99.0))
@@ -250,13 +250,13 @@ def test_inputs_are_those_of_the_example_by_name(tmp_path: Path) -> None:
     supernet = keeping(Several())
     specs, x, scale = list(supernet.space.enumerate()), torch.randn(2, 4), torch.randn(2, 4)
     scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, example={"scale": scale, "x": x})
-    engine = subnetact.Engine(supernet, specs, example={"x": x[0], "scale": scale[0]})
+    engine = subnetact.Engine(supernet, specs, example={"x": x[:1], "scale": scale[:1]})
     served = to_torchscript(engine, tmp_path / "m.pt")
     for i, spec in enumerate(specs):
         expected = supernet.subnet(spec)(x, scale=scale)["y"]
         assert torch.equal(scripted(scale, x, torch.tensor([i]))["y"], expected)
         assert torch.equal(served(x, scale, torch.tensor([i]))["y"], expected)
-    pair = subnetact.Engine(supernet, specs, example=(x[0], scale[0]))
+    pair = subnetact.Engine(supernet, specs, example=(x[:1], scale[:1]))
     assert [a.name for a in to_torchscript(pair, tmp_path / "m.pt").forward.schema.arguments][1:3] == [
         "x",
         "skipped",

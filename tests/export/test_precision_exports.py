@@ -30,7 +30,7 @@ def engine() -> subnetact.Engine:
     small = space.spec(depth=1, expand=0.25, width=0.5, precision="int8")
     specs = [small, space.at_precision(small, "float32")]
     return subnetact.Engine(
-        supernet, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True, check=False
+        supernet, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True, check=False
     )
 
 
@@ -57,7 +57,7 @@ def test_an_exported_program_of_mixed_precision_loads(tmp_path: Path) -> None:
     supernet = load_digits_supernet()
     space = supernet.enable_precision("int8", slots={"early": "stages.0", "late": "stages.2"})
     spec = space.spec(depth=1, expand=0.5, width=1.0, precision=["float32", "int8"])
-    example = torch.zeros(1, 16, 16)
+    example = torch.zeros(1, 1, 16, 16)
     engine = subnetact.Engine(supernet, [spec], example=example, allow_uncalibrated=True, check=False)
     to_exported_programs(engine, tmp_path / "programs", progress=False)
     x = torch.randn(2, 1, 16, 16)

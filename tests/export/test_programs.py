@@ -33,7 +33,7 @@ def engine() -> subnetact.Engine:
     space = supernet.space
     specs = [space.smallest(), space.spec(depth=1, expand=0.25, width=0.5), space.largest()]
     subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
-    return subnetact.Engine(supernet, specs, example=IMAGES[0], accuracy=[60.0, 70.0, 80.0])
+    return subnetact.Engine(supernet, specs, example=IMAGES[:1], accuracy=[60.0, 70.0, 80.0])
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_programs_equal_the_supernet(engine: subnetact.Engine, exported: Exporte
     assert exported.keys == engine.keys
     assert exported.accuracy == engine.accuracy
     assert [subnetact.SubnetSpec.from_json(spec) for spec in exported.specs] == list(engine.specs)
-    assert exported.example.shape == IMAGES[0].shape
+    assert exported.sample.shape == IMAGES[0].shape
     for i, spec in enumerate(engine.specs):
         for size in (1, 2, 5):
             want = engine.supernet(IMAGES[:size], subnet=spec)
@@ -243,7 +243,7 @@ def test_the_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
         "fussy", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
     )
     supernet = subnetact.insert_(network, space, {"0": subnetact.WeightSlice.on(out="width")})
-    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(4))
+    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 4))
     good = tmp_path / "p"
     with pytest.raises(ExportError, match=r"module 1\.1 \(Fussy\)"):
         to_exported_programs(engine, good, progress=False)

@@ -371,7 +371,7 @@ def test_inserted_torchvision_and_timm_models(tmp_path: Path) -> None:
 
 def test_the_file_decides_like_the_policy(digits: Supernet, tmp_path: Path) -> None:
     specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
-    engine = subnetact.Engine(calibrated(digits, specs), specs, example=torch.zeros(1, 16, 16))
+    engine = subnetact.Engine(calibrated(digits, specs), specs, example=torch.zeros(1, 1, 16, 16))
     table = subnetact.LatencyTable.from_arrays(
         engine.keys, [60.0, 70.0, 80.0], [1, 4, 8], [[1, 2, 3], [2, 3, 5], [4, 8, float("nan")]]
     )
@@ -421,7 +421,7 @@ def test_steps_tabulate_every_decision(cells: Any, buckets: int, slacks: list[fl
 def test_an_engine_brings_its_table_and_its_served_subnets(digits: Supernet, tmp_path: Path) -> None:
     specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
     engine = subnetact.Engine(
-        calibrated(digits, specs), specs, example=torch.zeros(1, 16, 16), accuracy=[60, None, 80]
+        calibrated(digits, specs), specs, example=torch.zeros(1, 1, 16, 16), accuracy=[60, None, 80]
     )
     scripted: Any = to_torchscript(engine, tmp_path / "m.pt")
     with pytest.raises(Exception, match=r"without a latency table; give to_torchscript table="):
@@ -444,7 +444,7 @@ def test_an_engine_brings_its_table_and_its_served_subnets(digits: Supernet, tmp
     engine.tables["scheduler"] = other
     scripted = to_torchscript(engine, tmp_path / "m.pt", slo_ms=36)
     assert scripted.choose(1e9, 1) == (1, 2)
-    named = subnetact.Engine(digits, specs, example={"x": torch.zeros(1, 16, 16)})
+    named = subnetact.Engine(digits, specs, example={"x": torch.zeros(1, 1, 16, 16)})
     with pytest.raises(ExportError, match=r"slo_ms: .* the engine has no latency table; give table="):
         to_torchscript(named, tmp_path / "m.pt", slo_ms=36)
     assert to_torchscript(named, tmp_path / "m.pt").num_subnets() == 3
@@ -455,7 +455,7 @@ def test_an_engine_brings_its_table_and_its_served_subnets(digits: Supernet, tmp
 
 def test_wrong_calls_raise(digits: Supernet, tmp_path: Path) -> None:
     specs = [digits.space.smallest(), digits.space.largest()]
-    engine = subnetact.Engine(calibrated(digits, specs), specs, example=torch.zeros(1, 16, 16))
+    engine = subnetact.Engine(calibrated(digits, specs), specs, example=torch.zeros(1, 1, 16, 16))
     to_torchscript(engine, tmp_path / "m.pt")
     loaded = torch.jit.load(tmp_path / "m.pt")
     x = torch.zeros(2, 1, 16, 16)

@@ -37,7 +37,7 @@ def engine() -> subnetact.Engine:
     supernet = load_digits_supernet()
     specs = [supernet.space.smallest(), supernet.space.largest()]
     subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
-    return subnetact.Engine(supernet, specs, example=IMAGES[0], memory_budget_mb=0)
+    return subnetact.Engine(supernet, specs, example=IMAGES[:1], memory_budget_mb=0)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
 def test_the_manifest_names_the_served_subnets(
     engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
 ) -> None:
-    some = subnetact.Engine(engine.supernet, engine.specs, example=IMAGES[0])
+    some = subnetact.Engine(engine.supernet, engine.specs, example=IMAGES[:1])
     some.remove(0)
     folder = to_triton(some, tmp_path, table=table, slo_ms=SLO_MS)
     assert json.loads((folder / "export.json").read_text())["subnets"] == [engine.keys[1]]
@@ -134,7 +134,7 @@ def test_own_networks_have_no_name_to_be_rebuilt_by(tmp_path: Path) -> None:
     supernet = subnetact.insert_(
         nn.Sequential(nn.Linear(3, 4)).eval(), space, {"0": subnetact.WeightSlice.on(out="width")}
     )
-    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(3))
+    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 3))
     table = subnetact.LatencyTable.from_arrays(engine.keys, [1.0], [1], [[1.0]])
     with pytest.raises(ExportError, match="an own network has none; choose flavour='libtorch'"):
         to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
@@ -159,7 +159,7 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
     )
     elastic = {"wide": subnetact.WeightSlice.on(out="width")}
     supernet = subnetact.insert_(Features().eval(), space, elastic)
-    own = subnetact.Engine(supernet, [space.smallest(), space.largest()], example=torch.zeros(3))
+    own = subnetact.Engine(supernet, [space.smallest(), space.largest()], example=torch.zeros(1, 3))
     folder = to_triton(own, tmp_path)
     assert "OUTPUT__0" in (config := (folder / "config.pbtxt").read_text())
     assert "data_type: TYPE_FP32 dims: [ -1 ] } ]" in config
@@ -172,7 +172,7 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
 
     changed = load_digits_supernet()
     subnetact.calibrate(changed, engine.specs, [IMAGES], progress=False)
-    trained = subnetact.Engine(changed, engine.specs, example=IMAGES[0])
+    trained = subnetact.Engine(changed, engine.specs, example=IMAGES[:1])
     stamp = {"supernet": trained.fingerprint}
     measured = subnetact.LatencyTable.from_arrays(trained.keys, [1.0, 2.0], [1], [[1.0], [2.0]], stamp=stamp)
     weight = next(changed.parameters())

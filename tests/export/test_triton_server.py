@@ -48,7 +48,7 @@ def engine() -> subnetact.Engine:
     space = supernet.space
     specs = [space.smallest(), space.spec(depth=1, expand=0.25, width=0.5), space.largest()]
     subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
-    return subnetact.Engine(supernet, specs, example=IMAGES[0])
+    return subnetact.Engine(supernet, specs, example=IMAGES[:1])
 
 
 def free_port() -> int:

@@ -29,7 +29,7 @@ def engine_of(
         (x,) = inputs_of(family, 5)
         space = supernet.space
         spec = space.sample(random.Random(3)) if family in LIGHT else space.smallest()
-        return subnetact.Engine(supernet, [spec], example=x[0], allow_uncalibrated=True), x
+        return subnetact.Engine(supernet, [spec], example=x[:1], allow_uncalibrated=True), x
 
     return make
 

@@ -27,7 +27,6 @@ import subnetact
 import subnetact.supernet
 from subnetact.digits import load_digits_supernet
 from subnetact.export.manifest import read_version, writing_folder
-from subnetact.files import atomic as atomic_files
 
 __all__ = ["WRITERS", "Writer", "kill_at", "left_behind"]
 
@@ -128,18 +127,6 @@ def left_behind(writer: Writer, folder: Path, old: Path | None, number: int) -> 
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _without_exchange(write: Callable[[Path, str], Any]) -> Callable[[Path, str], Any]:
-    def changed(path: Path, version: str) -> None:
-        exchange = atomic_files._exchange
-        atomic_files._exchange = lambda *_: False
-        try:
-            write(path, version)
-        finally:
-            atomic_files._exchange = exchange
-
-    return changed
-
-
 _engines: dict[str, subnetact.Engine] = {}
 
 
@@ -153,7 +140,7 @@ def _engine(version: str) -> subnetact.Engine:
             subnetact.calibrate(supernet, specs, [images * accuracy], progress=False)
             with torch.no_grad():
                 supernet.network.classifier.bias.fill_(accuracy)
-            engine = subnetact.Engine(supernet, specs, example=images[0], accuracy=[accuracy])
+            engine = subnetact.Engine(supernet, specs, example=images[:1], accuracy=[accuracy])
             engine.tables["cpu"] = _table(name)
             _engines[name] = engine
     return _engines[version]
@@ -223,7 +210,6 @@ def _read_table(path: Path) -> str:
 _BUNDLE = Writer(lambda path, version: _engine(version).save(path), _read_bundle)
 WRITERS = {
     "bundle": _BUNDLE,
-    "bundle without exchange of folders": Writer(_without_exchange(_BUNDLE.write), _read_bundle),
     "latency table": Writer(lambda path, version: _table(version).save(path), _read_table),
     "norm table": Writer(lambda path, version: _engine(version).supernet.norms.save(path), _read_norms),
     "export": Writer(_write_export, _read_export),

@@ -262,7 +262,7 @@ def seeds() -> Path:
     """Return a folder with one valid file or folder of every kind."""
     place = Path(tempfile.mkdtemp(prefix="subnetact-fuzz-"))
     supernet = digits()
-    engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 16, 16))
+    engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 1, 16, 16))
     engine.tables["cpu"] = subnetact.LatencyTable.from_arrays(
         engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine)
     )
@@ -658,7 +658,7 @@ class _Served:
         from subnetact.serve import build_app
 
         supernet = digits()
-        engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 16, 16))
+        engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 1, 16, 16))
         table = subnetact.LatencyTable.from_arrays(
             engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine)
         )

@@ -9,7 +9,7 @@ import pytest
 from fuzz.crash import WRITERS, kill_at, left_behind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace is traced on Linux only")
-STRIDE = {"bundle": 41, "bundle without exchange of folders": 37}
+STRIDE = {"bundle": 41}
 """How many system calls are passed over between two kills; crash.py tries all of them."""
 
 

@@ -53,7 +53,7 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
     engine = subnetact.Engine(
         supernet,
         [supernet.space.smallest(), supernet.space.largest()],
-        example=torch.zeros(3, 64, 64),
+        example=torch.zeros(1, 3, 64, 64),
         device="cuda",
         allow_uncalibrated=True,
     )
@@ -74,7 +74,7 @@ def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
     supernet = small_supernet("ofa_resnet50")
     specs = [supernet.space.smallest(), supernet.space.largest()]
     engine = engine_for(
-        supernet, specs, mode, example=torch.zeros(3, 64, 64), device="cuda", memory_budget_mb=512
+        supernet, specs, mode, example=torch.zeros(1, 3, 64, 64), device="cuda", memory_budget_mb=512
     )
     runner = TimedRunner(engine, mode, ["h2d"] if include_h2d else [])
     settings = SweepSettings(min_time_ms=10)
@@ -89,7 +89,7 @@ def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
 
 def test_memory_that_runs_out_on_cuda_is_a_missing_cell() -> None:
     supernet = small_supernet("ofa_resnet50")
-    example = torch.zeros(3, 512, 512)
+    example = torch.zeros(1, 3, 512, 512)
     engine = subnetact.Engine(
         supernet, [supernet.space.smallest()], example=example, device="cuda", allow_uncalibrated=True
     )
@@ -113,7 +113,7 @@ def test_every_mode_on_cuda_equals_the_view(budget: float, pinned: bool) -> None
     engine = subnetact.Engine(
         supernet,
         specs,
-        example=torch.zeros(3, 64, 64),
+        example=torch.zeros(1, 3, 64, 64),
         device="cuda",
         memory_budget_mb=budget,
         allow_uncalibrated=True,
@@ -135,7 +135,7 @@ def test_graphs_are_replayed_one_at_a_time_from_many_threads() -> None:
     engine = subnetact.Engine(
         supernet,
         specs,
-        example=torch.zeros(3, 64, 64),
+        example=torch.zeros(1, 3, 64, 64),
         device="cuda",
         memory_budget_mb=512,
         allow_uncalibrated=True,
@@ -162,7 +162,7 @@ def test_half_precision_programs_agree_roughly() -> None:
     engine = subnetact.Engine(
         supernet,
         [spec],
-        example=torch.zeros(3, 64, 64),
+        example=torch.zeros(1, 3, 64, 64),
         device="cuda",
         memory_budget_mb=512,
         allow_uncalibrated=True,
@@ -180,7 +180,7 @@ def test_two_workers_stage_through_their_own_page_locked_memory(digits: Supernet
     images = torch.randn(400, 1, 16, 16)
     subnetact.calibrate(digits, specs, [images[:40]], progress=False)
     expected = [digits(images, subnet=spec) for spec in specs]
-    engine = subnetact.Engine(digits, specs, device="cuda", example=images[0], memory_budget_mb=64)
+    engine = subnetact.Engine(digits, specs, device="cuda", example=images[:1], memory_budget_mb=64)
     table = subnetact.LatencyTable.from_arrays(
         engine.keys, [60.0, 80.0], [1, 4, 16], [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0]]
     )

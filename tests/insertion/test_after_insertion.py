@@ -41,7 +41,7 @@ def resnet() -> Supernet:
 @pytest.fixture(scope="module", params=["resnet10t", "vit_tiny"])
 def engine(request: pytest.FixtureRequest, resnet: Supernet) -> subnetact.Engine:
     supernet = resnet if request.param == "resnet10t" else make(*VIT)
-    return subnetact.Engine(supernet, supernet.space.sample(0, 4), example=X[0])
+    return subnetact.Engine(supernet, supernet.space.sample(0, 4), example=X[:1])
 
 
 def test_search_finds_subnets_of_an_inserted_model(resnet: Supernet) -> None:
@@ -92,7 +92,7 @@ def test_exports_of_an_inserted_model_compute_what_its_subnets_compute(
 def test_onnx(resnet: Supernet, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    engine = subnetact.Engine(resnet, resnet.space.sample(0, 2), example=X[0])
+    engine = subnetact.Engine(resnet, resnet.space.sample(0, 2), example=X[:1])
     to_onnx(engine, tmp_path / "onnx", subnets=[0], progress=False)
     (path,) = sorted((tmp_path / "onnx").glob("*.onnx"))
     session = runtime.InferenceSession(path)
@@ -109,7 +109,7 @@ def test_norms_with_an_activation_are_calibrated_as_in_the_masked_model(name: st
     assert "BatchNormAct2d" in kinds
     specs = supernet.space.sample(3, 3)
     subnetact.calibrate(supernet, specs, [X], progress=False)
-    engine = subnetact.Engine(supernet, specs, example=X[0])
+    engine = subnetact.Engine(supernet, specs, example=X[:1])
     largest = supernet.space.resolve(supernet.space.largest())
     for i, spec in enumerate(specs):
         network = supernet.network
@@ -137,7 +137,7 @@ def test_a_transformer_encoder_of_torch_is_exported_in_the_way_that_the_refusal_
     torch.manual_seed(0)
     x = torch.randn(2, 6, 32)
     supernet = subnetact.insert_(Encoder().eval(), example=x)
-    engine = subnetact.Engine(supernet, supernet.space.sample(0, 1), example=x[0])
+    engine = subnetact.Engine(supernet, supernet.space.sample(0, 1), example=x[:1])
     with pytest.raises(ExportError, match=r"use subnetact\.export\.to_exported_programs"):
         to_torchscript(engine, tmp_path / "model.pt", progress=False)
     to_exported_programs(engine, tmp_path / "programs", progress=False)

@@ -486,7 +486,7 @@ def test_a_pretrained_network_stays_what_it_was_when_it_is_calibrated() -> None:
 def test_engines_and_copies_follow() -> None:
     original, supernet = fused()
     engine = subnetact.Engine(
-        supernet, [supernet.space.smallest(), supernet.space.largest()], example=TOKENS[0]
+        supernet, [supernet.space.smallest(), supernet.space.largest()], example=TOKENS[:1]
     )
     engine(TOKENS, subnet=0)
     reorder_(supernet, "l1", TOKENS)

@@ -189,7 +189,7 @@ def test_a_newer_schema_and_foreign_files_are_refused(tmp_path):
     document = json.loads(path.read_text())
     for change, message in (
         ({"schema": 2}, "schema 2"),
-        ({"schema": "1"}, "schema '1'"),
+        ({"schema": "1"}, "of schema 1, this version reads 1"),
         ({"kind": "other"}, "not a latency table"),
     ):
         path.write_text(json.dumps(document | change))

@@ -57,7 +57,7 @@ def test_really_measured_latencies_can_be_fitted(digits: Supernet) -> None:
     specs = list({digits.space.sample(rng) for _ in range(16)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
-        engine = subnetact.Engine(digits, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True)
+        engine = subnetact.Engine(digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True)
         table = subnetact.profile_latency(engine, [1], warmup_ms=1, min_time_ms=5, windows=1, progress=False)
     predictor = subnetact.nas.LatencyPredictor.fit(
         digits, specs, table.latency_ms[:, 0], input_shape=(1, 16, 16)

@@ -92,7 +92,7 @@ def test_costs_calibration_and_engines_take_it(supernet: Supernet) -> None:
     assert large.macs - small.macs == 2 * 4 * 12
     assert large.parameters - small.parameters == 2 * 4 * 12 + 4 + 8
     subnetact.calibrate(supernet, specs, [X], progress=False)
-    engine = subnetact.Engine(supernet, specs, example=X[0], memory_budget_mb=16)
+    engine = subnetact.Engine(supernet, specs, example=X[:1], memory_budget_mb=16)
     for i, spec in enumerate(specs):
         torch.testing.assert_close(engine(X, i), supernet.extract(spec)(X), rtol=1e-4, atol=1e-5)
 

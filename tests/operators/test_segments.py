@@ -504,7 +504,7 @@ def test_exported_programs_and_onnx_equal_the_views(make: Any, x: Tensor, tmp_pa
 
     _, supernet = make()
     specs = [supernet.space.smallest(), supernet.space.largest()]
-    engine = subnetact.Engine(supernet, specs, example=x[0], allow_uncalibrated=True)
+    engine = subnetact.Engine(supernet, specs, example=x[:1], allow_uncalibrated=True)
     exported = load_exported(
         to_exported_programs(engine, tmp_path / "programs", progress=False), trusted=True
     )
@@ -524,7 +524,7 @@ def test_fused_programs_follow_segments() -> None:
     _, supernet = dense()
     specs = list(supernet.space.enumerate())
     subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
-    engine = subnetact.Engine(supernet, specs, example=IMAGES[0], memory_budget_mb=64)
+    engine = subnetact.Engine(supernet, specs, example=IMAGES[:1], memory_budget_mb=64)
     for _ in range(2):
         for i, spec in enumerate(specs):
             assert engine.pin(i)
@@ -540,7 +540,7 @@ def test_fused_programs_follow_segments() -> None:
 def test_the_engine_follows_weights_without_fused_programs() -> None:
     _, supernet = dense()
     specs = list(supernet.space.enumerate())
-    engine = subnetact.Engine(supernet, specs, example=IMAGES[0], allow_uncalibrated=True)
+    engine = subnetact.Engine(supernet, specs, example=IMAGES[:1], allow_uncalibrated=True)
     engine.prepare([4])
     with torch.no_grad():
         for tensor in supernet.parameters():

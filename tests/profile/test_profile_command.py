@@ -473,19 +473,19 @@ def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 def test_a_bundle_keeps_its_dtypes(digits: Supernet, tmp_path: Path) -> None:
-    example = torch.zeros(1, 16, 16, dtype=torch.float64)
+    example = torch.zeros(1, 1, 16, 16, dtype=torch.float64)
     digits.double()
     specs = [digits.space.smallest()]
     subnetact.Engine(digits, specs, example=example, allow_uncalibrated=True).save(tmp_path / "b")
     kept = load_source(bundle=str(tmp_path / "b"))
-    assert (kept.example.dtype, kept.supernet.fingerprint()) == (torch.float64, digits.fingerprint())
+    assert (kept.sample.dtype, kept.supernet.fingerprint()) == (torch.float64, digits.fingerprint())
     cast = load_source(bundle=str(tmp_path / "b"), dtype="bfloat16")
-    assert cast.example.dtype == next(cast.supernet.parameters()).dtype == torch.bfloat16
+    assert cast.sample.dtype == next(cast.supernet.parameters()).dtype == torch.bfloat16
 
 
 def test_a_network_of_two_inputs_is_left_to_the_api(tmp_path: Path) -> None:
     supernet = import_name(f"{FACTORY}:two_inputs")()
-    example = (torch.ones(4), torch.zeros(4))
+    example = (torch.ones(1, 4), torch.zeros(1, 4))
     subnetact.Engine(supernet, [supernet.space.smallest()], example=example).save(tmp_path / "pair")
     with pytest.raises(SpecError, match=r"its input is a tuple.*subnetact\.profile_latency"):
         load_source(model=f"{FACTORY}:two_inputs", bundle=str(tmp_path / "pair"))
@@ -655,7 +655,7 @@ def test_text_families_have_token_ids_for_input(tmp_path: Path, capsys: pytest.C
     sizes = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96}
     constructor = {**sizes, "vocab_size": 30}
     source = load_source(family="dynabert", constructor=constructor)
-    assert (source.example.shape, source.example.dtype) == ((128,), torch.int64)
+    assert (source.sample.shape, source.sample.dtype) == ((128,), torch.int64)
     chosen = ("--family", "dynabert", "--constructor", json.dumps(constructor), "--subnets", "random:1")
     assert run(tmp_path, *chosen, "--input-dtype", "float32", "--input-shape", "3") == 2
     assert "see --input-shape and --input-dtype" in capsys.readouterr().err

@@ -21,7 +21,7 @@ EXAMPLE = torch.zeros(1, 16, 16)
 def engine(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
     subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE)
+    return subnetact.Engine(digits, specs, example=EXAMPLE[None])
 
 
 def test_a_profile_is_complete_stamped_and_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_cells_that_run_out_of_memory_are_left_out(
 def test_accuracies_are_those_of_the_engine_if_none_are_given(digits: Supernet) -> None:
     specs = [digits.space.smallest(), digits.space.largest()]
     subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
-    engine = subnetact.Engine(digits, specs, example=EXAMPLE, accuracy=[50.0, None])
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], accuracy=[50.0, None])
     quick = {"warmup_ms": 0.0, "min_time_ms": 1.0, "progress": False}
     known = subnetact.profile_latency(engine, [1], **quick).accuracy  # type: ignore[arg-type]
     assert known[0] == 50.0

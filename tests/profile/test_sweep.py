@@ -47,7 +47,7 @@ class FakeRunner:
             device=torch.device("cpu"),
             fingerprint="made up",
         )
-        self.example = EXAMPLE
+        self.sample = EXAMPLE
         self.keys = tuple(f"s{i}" for i in range(subnets))
         self.device = torch.device("cpu")
         self.times = times
@@ -199,14 +199,14 @@ def test_what_is_done_before_each_run_is_not_timed() -> None:
 def engine(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.largest()]
     subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE)
+    return subnetact.Engine(digits, specs, example=EXAMPLE[None])
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("graphs", "compile")])
 @pytest.mark.parametrize("actuation", [False, True])
 def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str, actuation: bool) -> None:
     supernet, specs = engine.supernet, engine.specs
-    engine = engine_for(supernet, specs, mode, example=EXAMPLE, device="cpu", memory_budget_mb=64)
+    engine = engine_for(supernet, specs, mode, example=EXAMPLE[None], device="cpu", memory_budget_mb=64)
     runner = TimedRunner(engine, mode, ["actuation"] if actuation else [])
     assert runner.facts["channels_last"] == (mode != "eager")
     assert runner.facts["include_actuation"] == actuation
@@ -228,7 +228,7 @@ def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str
 def test_modes_of_another_device_are_refused(engine: subnetact.Engine) -> None:
     for mode, error in (("graphs", DeviceError), ("quick", TableError)):
         with pytest.raises(error, match=mode):
-            engine_for(engine.supernet, engine.specs, mode, example=EXAMPLE, device="cpu")
+            engine_for(engine.supernet, engine.specs, mode, example=EXAMPLE[None], device="cpu")
     with pytest.raises(DeviceError, match="leave h2d out"):
         TimedRunner(engine, include=["h2d"])
     with pytest.raises(TableError, match="choose from actuation, h2d"):
@@ -246,7 +246,7 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
         subnetact.profile_latency(engine, [1, 2], resume=path, **{**quick, "min_time_ms": 2})
     with torch.no_grad():
         next(engine.supernet.parameters()).mul_(2.0)
-    changed = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE)
+    changed = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE[None])
     with pytest.raises(ResumeMismatch, match="supernet"):
         subnetact.profile_latency(changed, [1, 2], resume=path, **quick)
 

@@ -98,7 +98,7 @@ def digits(tmp_path_factory):
     specs = [space.smallest(), middle, space.largest()]
     torch.manual_seed(0)
     calibrate(supernet, specs, [torch.rand(64, 1, 16, 16)])
-    engine = Engine(supernet, specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, 72.0, 82.0])
+    engine = Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16), accuracy=[60.0, 72.0, 82.0])
     engine.tables["cpu"] = LatencyTable.from_arrays(
         engine.keys, engine.accuracy, [1, 8], [[1.0 + s, 2.0 + s] for s in range(3)]
     )
@@ -136,7 +136,7 @@ class Gated:
     """A runner that waits until it is let go on."""
 
     keys = ("one",)
-    example = torch.zeros(4)
+    sample = torch.zeros(4)
 
     def __init__(self):
         self.gate, self.entered = threading.Event(), threading.Semaphore(0)

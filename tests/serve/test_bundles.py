@@ -43,7 +43,7 @@ def supernet(width=8):
 if __name__ == "__main__":
     torch.manual_seed(0)
     own = supernet()
-    example = {"x": torch.zeros(4), "scale": torch.ones(3)}
+    example = {"x": torch.zeros(1, 4), "scale": torch.ones(1, 3)}
     engine = subnetact.Engine(own, list(own.space.enumerate()), example=example, accuracy=[60.0, 70.0])
     table = subnetact.LatencyTable.from_arrays(engine.keys, engine.accuracy, [1, 2], [[1, 2], [2, 3]])
     engine.tables["cpu"] = table
@@ -82,7 +82,7 @@ def two_bundles(digits, tmp_path):
     with torch.no_grad():
         supernet.network.classifier.bias.add_(1.0)
     calibrate(supernet, digits[0].specs, [torch.rand(64, 1, 16, 16)])
-    engine = Engine(supernet, digits[0].specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, 72.0, 82.0])
+    engine = Engine(supernet, digits[0].specs, example=torch.zeros(1, 1, 16, 16), accuracy=[60.0, 72.0, 82.0])
     return first, engine
 
 

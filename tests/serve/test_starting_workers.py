@@ -18,7 +18,7 @@ class Starting:
     """A runner whose worker starts when a test lets it."""
 
     keys = ("one",)
-    example = torch.zeros(4)
+    sample = torch.zeros(4)
 
     def __init__(self):
         self.may_start = threading.Event()

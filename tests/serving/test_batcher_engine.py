@@ -28,7 +28,7 @@ def engine(digits: Supernet) -> subnetact.Engine:
         digits.space.largest(),
     ]
     subnetact.calibrate(digits, specs, [IMAGES], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE)
+    return subnetact.Engine(digits, specs, example=EXAMPLE[None])
 
 
 def table_of(engine: subnetact.Engine, **stamp: str) -> subnetact.LatencyTable:
@@ -98,7 +98,7 @@ def test_bad_requests_are_refused_and_harm_nobody(engine: subnetact.Engine) -> N
 
 
 def test_a_profile_of_something_else_is_refused(engine: subnetact.Engine, digits: Supernet) -> None:
-    other = subnetact.Engine(digits, engine.specs[:2], example=EXAMPLE)
+    other = subnetact.Engine(digits, engine.specs[:2], example=EXAMPLE[None])
     with pytest.raises(ProfileMismatch, match="3 subnets, but the engine has 2"):
         subnetact.Batcher(other, table=table_of(engine), slo_ms=SLO_MS)
     with pytest.raises(ProfileMismatch, match="measured on supernet 0123"):

@@ -30,7 +30,7 @@ class Strings:
     """An engine of two shapes: strings of at most 4 and of at most 40 characters."""
 
     keys = SHORT.subnets
-    examples = ("x" * 4, "x" * 40)
+    samples = ("x" * 4, "x" * 40)
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []

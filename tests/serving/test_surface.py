@@ -9,6 +9,9 @@ import typing
 from pathlib import Path
 
 import subnetact
+import subnetact.calibration
+import subnetact.insertion
+import subnetact.nas
 from subnetact import serving
 
 
@@ -28,6 +31,8 @@ def test_no_public_name_hides_a_module() -> None:
 def test_what_public_functions_return_is_public() -> None:
     public = {getattr(serving, name) for name in serving.__all__ if name != "TRACES"}
     public |= {getattr(subnetact, name) for name in subnetact.__all__ if name != "errors"}
+    for room in (subnetact.calibration, subnetact.insertion, subnetact.nas):
+        public |= {getattr(room, name) for name in room.__all__}
     for function in filter(inspect.isfunction, public):
         returned = typing.get_type_hints(function)["return"]
         if dataclasses.is_dataclass(returned):

@@ -74,7 +74,7 @@ def test_different_slices_of_one_weight_are_not_tied() -> None:
 def test_an_engine_leaves_the_training_mode_as_it_is(digits: Supernet) -> None:
     digits.train()
     spec = digits.space.smallest()
-    engine = subnetact.Engine(digits, [spec], example=X[0], allow_uncalibrated=True, memory_budget_mb=16)
+    engine = subnetact.Engine(digits, [spec], example=X[:1], allow_uncalibrated=True, memory_budget_mb=16)
     assert digits.training
     assert digits.network.bn.training
     before = {name: buffer.clone() for name, buffer in digits.named_buffers()}

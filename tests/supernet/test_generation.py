@@ -121,7 +121,7 @@ class Images:
         self.supernet = subnetact.insert_(network, space, elastic).eval()
         self.state, self.rows, self.original = self.taken(), Rows(), True
         self.specs = [space.smallest(), space.largest()]
-        options: Any = {"example": X[0], "allow_uncalibrated": True, "memory_budget_mb": 64}
+        options: Any = {"example": X[:1], "allow_uncalibrated": True, "memory_budget_mb": 64}
         self.engine = subnetact.Engine(self.supernet, self.specs, check=False, **options)
         self.bundle: tuple[Path, State, Rows] | None = None
         self.read: list[tuple[Tensor, Tensor]] = []

@@ -128,7 +128,7 @@ def test_weights_that_another_module_reads_follow_too() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_engines_follow_in_every_mode(options: dict) -> None:
     supernet = interleaved(nn.Sequential(nn.Conv2d(6, 8, 1), nn.ReLU()), "0")
-    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=X[0], **options)
+    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=X[:1], **options)
     assert bool(engine.pin(0)) == ("memory_budget_mb" in options)
     engine.prepare([2])
     for _ in range(2):

@@ -433,7 +433,7 @@ def test_engines_serve_both_precisions_and_bundles_keep_them(tmp_path, last: boo
     exact, x = space.largest(), torch.randn(3, 1, 16, 16)
     specs = [exact, space.at_precision(exact, "int8")]
     engine = subnetact.Engine(
-        digits, specs, example=x[0], allow_uncalibrated=True, memory_budget_mb=256, check=False
+        digits, specs, example=x[:1], allow_uncalibrated=True, memory_budget_mb=256, check=False
     )
     torch.testing.assert_close(engine(x, 1), digits(x, subnet=specs[1]), rtol=1e-4, atol=1e-4)
     before = engine(x, 1)
@@ -483,7 +483,7 @@ def test_a_table_of_another_precision_is_refused(digits: Supernet) -> None:
     engines = {}
     for name, specs in (("float32", exact), ("int8", low)):
         engines[name] = subnetact.Engine(
-            digits, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True
+            digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True
         )
         tables[name] = subnetact.profile_latency(
             engines[name], batch_sizes=[1], windows=1, min_time_ms=1, warmup_ms=0, progress=False
@@ -547,7 +547,7 @@ def test_a_precision_is_refused_by_what_the_machine_has(
     supernet = load_digits_supernet()
     space = supernet.enable_precision(precision)
     specs = [space.at_precision(space.largest(), precision)]
-    engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True)
+    engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True)
     engine.save(tmp_path / "bundle")
     subnetact.Engine.load(tmp_path / "bundle")
     on_machine(monkeypatch, MachineFacts(aten="AVX2"))
@@ -593,7 +593,7 @@ def test_fused_int8_programs_compute_what_views_and_extracted_networks_compute(
     space, x = digits.space, torch.randn(batch, 1, size, size)
     low = space.at_precision(space.largest(), "int8")
     engine = subnetact.Engine(
-        digits, [low], example=torch.zeros(1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
+        digits, [low], example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
     )
     view, before = digits.subnet(low)(x), engine(x, 0)
     assert engine.pin(0), engine.pin(0).reason
@@ -619,7 +619,7 @@ def test_an_answer_of_a_fused_int8_program_does_not_depend_on_strange_mates(
     space, x = digits.space, torch.randn(5, 1, 16, 16)
     low = space.at_precision(space.largest(), "int8")
     engine = subnetact.Engine(
-        digits, [low], example=torch.zeros(1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
+        digits, [low], example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
     )
     assert engine.pin(0), engine.pin(0).reason
 
@@ -657,7 +657,7 @@ def test_an_empty_batch_is_refused_by_programs_as_by_views(digits: Supernet) -> 
     space = digits.space
     specs = [space.largest(), space.at_precision(space.largest(), "int8")]
     engine = subnetact.Engine(
-        digits, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
+        digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
     )
     for pinned in (False, True):
         for subnet in range(2):
@@ -779,7 +779,7 @@ def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
     elastic = {"first": WeightSlice.on(out="width"), "inner": WeightSlice.on(in_="width")}
     supernet = subnetact.insert_(Pair().eval(), space, elastic)
     low = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
-    example = {"x": torch.randn(128), "y": torch.randn(1)}
+    example = {"x": torch.randn(1, 128), "y": torch.randn(1, 1)}
     engine = subnetact.Engine(supernet, [low], example=example, memory_budget_mb=64)
     assert engine.pin(0), engine.pin(0).reason
     batch = {"x": torch.randn(3, 128), "y": torch.randn(3, 1)}

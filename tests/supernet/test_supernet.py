@@ -410,7 +410,7 @@ def test_the_warning_points_to_the_line_of_the_user() -> None:
     for act in (
         lambda supernet, spec: supernet(x, subnet=spec),
         lambda supernet, spec: supernet.subnet(spec),
-        lambda supernet, spec: subnetact.Engine(supernet, [spec], example=x[0], allow_uncalibrated=True),
+        lambda supernet, spec: subnetact.Engine(supernet, [spec], example=x[:1], allow_uncalibrated=True),
     ):
         supernet = new_digits_supernet().eval()
         with pytest.warns(UncalibratedSubnetWarning) as warned:

@@ -120,7 +120,7 @@ def test_every_answer_is_of_one_checkpoint(supernet: Supernet, how: str, assign:
         expected.append([supernet.extract(spec)(X) for spec in specs])
     assert not torch.allclose(*[e[0] for e in expected], rtol=0.05)
     engine = subnetact.Engine(
-        supernet, specs, example=X[0], allow_uncalibrated=True, memory_budget_mb=64 * (how == "fused")
+        supernet, specs, example=X[:1], allow_uncalibrated=True, memory_budget_mb=64 * (how == "fused")
     )
     ways: dict[str, Callable[[int], Tensor]] = {
         "call": lambda i: supernet(X, subnet=specs[i]),
@@ -150,7 +150,7 @@ def test_statistics_change_at_the_same_moment_as_the_weights(supernet: Supernet)
         tables.append(table)
         supernet.load_state_dict(state, norms=table)
         expected.append([supernet.extract(spec)(X) for spec in specs])
-    engine = subnetact.Engine(supernet, specs, example=X[0])
+    engine = subnetact.Engine(supernet, specs, example=X[:1])
 
     def exchange(which: int) -> None:
         supernet.load_state_dict(states[which], norms=tables[which])
@@ -299,7 +299,7 @@ def test_functional_call_uses_the_given_weights_and_leaves_no_trace(
 def test_nothing_keeps_the_tensors_of_a_functional_call(supernet: Supernet, tmp_path: Path) -> None:
     """Who serves or saves while the call runs gets an error, and afterwards the weights of the supernet."""
     spec = supernet.space.smallest()
-    engine = subnetact.Engine(supernet, [spec], example=X[0], allow_uncalibrated=True)
+    engine = subnetact.Engine(supernet, [spec], example=X[:1], allow_uncalibrated=True)
     given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
     for outside in (lambda: engine(X, 0), lambda: engine.save(tmp_path / "bundle")):
         supernet.refresh()
@@ -323,7 +323,7 @@ def test_a_functional_call_that_has_ended_is_no_reason_against_fusing(
 ) -> None:
     monkeypatch.setattr(plan, "slower_because", lambda *_: "only pinned subnets are fused")
     spec, seen = supernet.space.smallest(), list[bool]()
-    engine = subnetact.Engine(supernet, [spec], example=X[0], allow_uncalibrated=True, memory_budget_mb=64)
+    engine = subnetact.Engine(supernet, [spec], example=X[:1], allow_uncalibrated=True, memory_budget_mb=64)
     given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
 
     def meanwhile(*_: Any) -> None:

@@ -231,7 +231,7 @@ def test_close_ends_although_a_batch_hangs_forever(opened: Callable[..., Batcher
 def engine_of(digits: Supernet, **options: Any) -> Engine:
     specs = [digits.space.smallest(), digits.space.spec(depth=2, expand=0.25, width=0.5)]
     subnetact.calibrate(digits, specs, [IMAGES], progress=False)
-    return Engine(digits, specs, example=EXAMPLE, **options)
+    return Engine(digits, specs, example=EXAMPLE[None], **options)
 
 
 def same(pool: ProcessPool, engine: Engine, subnet: int) -> bool:
@@ -477,7 +477,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path, digits: Sup
     with pytest.raises(InvalidRequest, match="example="):
         ProcessPool(blind, 1, threads=1, batch_sizes=(1,), spares=0)
     digits.share_memory()
-    shared = Engine(digits, specs, example=EXAMPLE)
+    shared = Engine(digits, specs, example=EXAMPLE[None])
     with pytest.raises(EngineError, match="share_memory_"):
         ProcessPool(shared, 1, threads=1, batch_sizes=(1,), spares=0)
     assert not workers_of(os.getpid())

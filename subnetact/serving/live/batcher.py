@@ -86,7 +86,7 @@ class Batcher:
         policy: chooses the subnet and the batch size. If None, `HullFit` over `table` with `slo_ms`.
         max_queue: number of waiting requests at which further requests are refused with `QueueFull`.
         table: the latency table. If None, the policy's. For an engine of several input shapes, a list of one
-            table per shape in the order of `engine.examples`: batches then hold inputs of one shape, and
+            table per shape in the order of `engine.samples`: batches then hold inputs of one shape, and
             the policy plans with the table of that shape. With one table all inputs are planned with that
             one; make it of the largest shape.
         workers: number of threads or processes that run batches at the same time on one engine. On CUDA, with
@@ -621,7 +621,7 @@ def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite:
 
 
 def _check_shapes(engine: Any, tables: Sequence[LatencyTable]) -> None:
-    served = len(getattr(engine, "examples", [None])) if hasattr(engine, "shape_of") else 1
+    served = len(getattr(engine, "samples", [None])) if hasattr(engine, "shape_of") else 1
     if len(tables) > 1 and len(tables) != served:
         raise ProfileMismatch(
             f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or "
