@@ -77,7 +77,7 @@ def slower_because(view: nn.Module, device: torch.device) -> str:
     Measured, as shares of the view's time (`benchmarks/results`: `engine.json`, `attention.json` and
     `precision.json`, there and in `epyc_avx2` and `epyc_vnni`; `linear.json`; `small_int8_programs` in
     `trials.json`): convolutional networks 0.45 to 0.89 on all CPUs; networks of linear layers 0.64 to 0.99 on
-    Intel CPUs, 0.59 to 0.89 on AMD CPUs with AVX-512 and 0.89 to 1.07 on those without; int8 convolutions of
+    Intel CPUs, 0.58 to 0.82 on AMD CPUs with AVX-512 and 0.89 to 1.07 on those without; int8 convolutions of
     OFA networks 0.30 to 0.91, of the digits supernet 0.71 to 2.2, depending on the batch size.
     """
     modules = list(view.modules())
