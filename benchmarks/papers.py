@@ -7,7 +7,6 @@
 blocks: throughput of batches of 16 of the largest digits subnet, whole, in blocks and in layer blocks, when
     nothing is urgent.
 urgent: how long urgent requests wait behind such batches, with and without preemption.
-tail: accuracy of batches that continue on the tail of a shorter subnet, on scikit-learn's held-out digits.
 pipeline: the percentile of a planned pipeline of two stages, estimated and live, with engines that sleep.
 tenants: two supernets of sleeping engines on one worker, of which one gets three times what a worker can do.
 veltair: greatest rate at which 95 % of every class meet the SLO, for three mixes of short and long models.
@@ -197,28 +196,6 @@ def _block_times(engine: Engine, xs: list[Any], length: int) -> Found:
         "longest_block_ms": max(median(times[i::each]) for i in range(each)),
         "block_p99_ms": float(np.percentile(times, 99)),
     }
-
-
-def tail() -> Found:
-    """Measure the accuracy of batches that go over from the largest subnet to a shorter one on the way."""
-    engine = digits_engine()
-    _, held_out = undistorted_digits()
-    images = distort(held_out.images, torch.Generator().manual_seed(1))
-    found: Found = {}
-
-    def right(outputs: Any) -> float:
-        return 100.0 * float((torch.stack(list(outputs)).argmax(1) == held_out.labels).float().mean())
-
-    for subnet, name in ((2, "largest"), (1, "shorter")):
-        found[name] = right(engine.run(subnet, list(images), len(images)))
-        engine.start(subnet, list(images[:1]), 1).step(99)  # so that the shapes of its blocks are known
-    for after, block in enumerate(engine.blocks(2)):
-        run = engine.start(2, list(images), len(images))
-        run.step(after)
-        if engine.continue_on(run, 1):
-            run.step(99)
-            found[f"largest until {block.name}"] = right(run.outputs())
-    return found
 
 
 def two_stages() -> tuple[PipelineModel, Any]:
@@ -442,7 +419,6 @@ def main() -> None:
     everything: dict[str, Callable[[], Found]] = {
         "blocks": lambda: blocks(60.0),
         "urgent": lambda: urgent(300),
-        "tail": tail,
         "pipeline": pipeline,
         "tenants": lambda: tenants(5.0),
         "veltair": veltair,

@@ -72,19 +72,11 @@ class BlockRun:
     """A batch on its way through the blocks of a subnet. `Engine.start` returns one.
 
     Nothing that the run needs is shared, so other batches may run between two steps, on any thread. Of a
-    batch of `size` samples, `count` are inputs. `names` are the same blocks as `Block`, and `number` is that
-    of the supernet's generation when they were bound. `position` is how many blocks have run.
+    batch of `size` samples, `count` are inputs. `position` is how many blocks have run.
     """
 
     def __init__(
-        self,
-        subnet: int,
-        batch: Any,
-        count: int,
-        size: int,
-        blocks: Sequence[Callable[[Any], Any]],
-        names: Sequence[Block],
-        weights_generation: int,
+        self, subnet: int, batch: Any, count: int, size: int, blocks: Sequence[Callable[[Any], Any]]
     ) -> None:
         self.subnet = subnet
         self.position = 0
@@ -92,8 +84,6 @@ class BlockRun:
         self._count = count
         self._size = size
         self._calls = list(blocks)
-        self._names = list(names)
-        self._weights_generation = weights_generation
 
     @property
     def blocks(self) -> int:
@@ -125,34 +115,6 @@ class BlockRun:
                 if go_on is None or not go_on(self.position / len(calls)):
                     break
         return self.done
-
-    def continue_on(
-        self,
-        subnet: int,
-        calls: Sequence[Callable[[Any], Any]],
-        names: Sequence[Block],
-        weights_generation: int,
-    ) -> bool:
-        """Continue on the remaining blocks of another subnet, and tell whether that was possible.
-
-        The first block that both have must have the same name and take a tensor of the same shape, and the
-        weights must be those that the run began with. Otherwise nothing changes.
-        """
-        if weights_generation != self._weights_generation:
-            return False
-        if self.done or not self.position or not isinstance(self._state, Tensor):
-            return False
-        here = self._names[self.position].name
-        shape = tuple(self._state.shape[1:])
-        at = next(
-            (i for i, block in enumerate(names) if i and block.name == here and block.shape == shape), None
-        )
-        if at is None:
-            return False
-        self.subnet = subnet
-        self._calls = [*self._calls[: self.position], *calls[at:]]
-        self._names = [*self._names[: self.position], *names[at:]]
-        return True
 
     def outputs(self) -> Sequence[Any]:
         """Return one output per input, on the CPU, as `Engine.run` does; all blocks must have run."""

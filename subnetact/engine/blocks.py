@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from subnetact.operators import LayerSelect
 
@@ -25,35 +25,23 @@ State = Any
 class Block:
     """One part of a subnet. Calling the blocks of a subnet in order computes what the subnet computes.
 
-    `name` is the layer of an elastic stack that the block begins with, "" for the first one. `shape` is that
-    of the tensor that it takes, without the batch dimension; None as long as it has not run, or if it takes
-    several.
+    `name` is the layer of an elastic stack that the block begins with, "" for the first one. `call` is the
+    block for callers that are in inference mode already.
     """
 
-    __slots__ = ("_call", "_module", "name", "shape")
+    __slots__ = ("call", "name")
 
-    def __init__(self, name: str, call: Callable[[Any], Any], module: nn.Module | None = None) -> None:
+    def __init__(self, name: str, call: Callable[[Any], Any]) -> None:
         self.name = name
-        self.shape: tuple[int, ...] | None = None
-        self._call = call
-        self._module = module
+        self.call = call
 
     def __repr__(self) -> str:
         return f"Block({self.name or 'start'})"
 
-    @property
-    def quickest(self) -> Callable[[Any], Any]:
-        """The block without its checks, once its shape is known. The caller has to be in inference mode."""
-        return self if self.shape is None else self._call
-
     def __call__(self, state: State) -> State:
         """Map the batch, or what the block before returned, to what the next block takes or the output."""
-        if self.shape is None and isinstance(state, Tensor):
-            self.shape = tuple(state.shape[1:])
-        if torch.is_inference_mode_enabled():
-            return self._call(state)
         with torch.inference_mode():
-            return self._call(state)
+            return self.call(state)
 
 
 def stacks_of(network: nn.Module) -> tuple[str, ...]:
@@ -146,5 +134,5 @@ def _block(
     module.graph.owning_module = None  # breaks a reference circle, as in fused programs
     forward: Callable[..., Any] = module.forward
     if len(given) == 1:
-        return Block(name, forward, module)
-    return Block(name, lambda state: forward(*state), module)
+        return Block(name, forward)
+    return Block(name, lambda state: forward(*state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -552,41 +552,18 @@ class Engine:
         batch, size = self._staged(inputs, batch_size)
         if isinstance(batch, Tensor) and batch.dim() == 4:
             batch = batch.contiguous(memory_format=torch.channels_last)
-        calls, blocks, generation = self._calls(self.ready(subnet), batch)
-        return BlockRun(subnet, batch, len(inputs), size, calls, blocks, generation)
+        return BlockRun(subnet, batch, len(inputs), size, self._calls(self.ready(subnet), batch))
 
-    def continue_on(self, run: BlockRun, subnet: int) -> bool:
-        """Let a run continue on the remaining blocks of another subnet, for example a shorter one.
-
-        That is possible where both subnets have a layer of the same name and hand a tensor of the same shape
-        to it. What comes out is a mixture of two subnets, whose accuracy is that of neither: measure it
-        before you use it. A run stays where it is if weights were exchanged since it began
-        (`load_state_dict`), and ends on the former ones.
-
-        Args:
-            run: a run that `start` returned, of which at least one block has run.
-            subnet: the id of the other subnet.
-
-        Returns:
-            Whether the run continues there; if not, nothing has changed.
-
-        Raises:
-            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
-            SpecError: there is no such id, or the subnet was removed.
-        """
-        return run.continue_on(subnet, *self._calls(self.ready(subnet), None))
-
-    def _calls(self, ready: ReadySubnet, batch: Any) -> tuple[list[Any], list[Block], int]:
+    def _calls(self, ready: ReadySubnet, batch: Any) -> list[Callable[[Any], Any]]:
         bound, blocks = self._blocks_of(ready, batch)
         graphs = self._graphs
         if graphs is None or len(blocks) == 1:
-            return [block.quickest for block in blocks], blocks, bound.number
+            return [block.call for block in blocks]
         # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
-        calls = [
+        return [
             partial(graphs.run, ready.id, bound, block, part=part)
             for part, block in enumerate(blocks, start=1)
         ]
-        return calls, blocks, bound.number
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> tuple[Bound, list[Block]]:
         bound = self._bound(ready)

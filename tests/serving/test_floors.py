@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from subnetact.errors import InvalidRequest, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import Batcher, HullFit, Tenant, TenantBatcher, simulate
-from subnetact.serving.policies import CheapestFeasible, Fixed, MaxAcc, MaxBatch, Preemptive, SlackFit
+from subnetact.serving.policies import CheapestFeasible, Fixed, MaxAcc, MaxBatch, SlackFit
 from subnetact.serving.policies.hull_table import PricedFronts
 from subnetact.serving.policies.recent import Recent
 from subnetact.serving.scheduling.checks import check_deadline
@@ -142,21 +142,6 @@ def test_a_simulation_queues_floors_and_refuses_what_no_subnet_that_runs_reaches
     assert policy.floors == (0.0, 0.0, 75.0)
     with pytest.raises(TraceError, match="above the best subnet"):
         simulate([0.0], TABLE, policy, 36.0, min_accuracy=76.0)
-
-
-def test_the_accuracy_of_a_tail_is_a_floor_of_its_own() -> None:
-    table = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]])
-    policy = Preemptive(Fixed(table, 1), tails={(1, 0): 74.5})
-    with Batcher(Blocks(), policy=policy, slo_ms=36.0) as batcher:
-        assert batcher._checked("x", 50, 72.0, None, "") == (50.0, 74.5)
-        assert batcher._checked("x", 50, 75.0, None, "") == (50.0, 80.0)
-
-
-class Blocks(Echo):
-    keys = ("a", "b")
-
-    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize("deadline", [0, -1, 0.0, -1e-9, math.nan, math.inf, -math.inf, "5", None, True])

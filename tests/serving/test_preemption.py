@@ -182,26 +182,6 @@ def test_looks_between_blocks_cost_what_the_simulator_is_told() -> None:
     assert short.end_ms == pytest.approx(2.0), "a batch of at most 2 ms is one block"
 
 
-def test_a_simulated_batch_that_would_be_late_continues_on_a_measured_tail() -> None:
-    policy = Preemptive(Fixed(TABLE, 1), factor=0.01, tails={(1, 0): 74.5})
-    options: dict[str, Any] = {"resume": True, "blocks": BLOCKS, "requests": True, "overhead_ms": 30.0}
-    late = simulate([0.0] * 16, TABLE, policy, 60.0, **options)  # the batch takes 70 ms, the table says 40
-    assert late.log is not None
-    assert late.met == 16
-    assert late.mean_accuracy == pytest.approx(74.5)
-    assert late.log.finish_ms[0] == pytest.approx(7.0 + 0.9 * 17.5)  # it looks after one block of 7 ms
-    assert late.served_by == [16, 0]
-    in_time = simulate([0.0] * 16, TABLE, policy, 71.0, **options)
-    assert in_time.mean_accuracy == 80.0
-    demanding = simulate([0.0] * 16, TABLE, policy, 60.0, min_accuracy=75.0, **options)
-    assert (demanding.met, demanding.served_by) == (0, [0, 16])
-    options["overhead_ms"] = 0.0
-    hurried = simulate([0.0] * 16 + [5.0], TABLE, policy, [45.0] * 16 + [20.0], **options)
-    assert hurried.log is not None
-    assert (hurried.met, hurried.preempted) == (17, 1)  # late after the pause, but not with its tail
-    assert hurried.log.finish_ms[0] == pytest.approx(16.0 + 0.8 * 10.0)
-
-
 def test_a_policy_is_told_how_long_a_suspended_batch_ran_in_all() -> None:
     seen: list[tuple[int, float]] = []
 
@@ -468,35 +448,6 @@ def test_a_worker_that_hangs_in_one_of_two_nested_batches_is_replaced(
         assert urgent.exception(0) is None or urgent_hangs
         assert batcher.stats().hung == 1
         time.wake_all()
-
-
-def test_a_batch_that_would_be_late_continues_on_a_measured_tail() -> None:
-    class Joined(StandIn):
-        def continue_on(self, run: Any, subnet: int) -> bool:
-            run.block_ms = TABLE.latency_ms[subnet][1] * self.scale / BLOCKS
-            return True
-
-    policy = Preemptive(Fixed(TABLE, 1), tails={(1, 0): 74.5})
-    assert policy.retabled(TABLE).tails == {(1, 0): 74.5}
-    engine = Joined(VirtualTime(), 20.0)
-    with opened(engine, policy, slo_ms=2000.0, expired="serve") as batcher:
-
-        def answers(deadline_ms: float, min_accuracy: float | None = None) -> list[Any]:
-            occupied_by = batcher.submit("x", FOREVER)
-            engine.time.run(0.0)
-            futures = [batcher.submit("x", 160.0 + deadline_ms, min_accuracy) for _ in range(16)]
-            engine.time.run()
-            assert occupied_by.done()
-            return [future.result(0) for future in futures]
-
-        # the whole batch takes 800 ms, on the tail of the other subnet a quarter of that
-        late = answers(480.0)
-        assert all(answer.met for answer in late)
-        assert {(answer.subnet, answer.accuracy) for answer in late} == {(0, 74.5)}
-        assert {answer.subnet for answer in answers(8000.0, 75.0)} == {1}
-        assert {answer.subnet for answer in answers(480.0, 75.0)} == {1}  # late, but as accurate as demanded
-    with pytest.raises(PolicyError, match="tails"):
-        Preemptive(Fixed(TABLE, 1), tails={(1, 7): 74.5})
 
 
 def test_a_request_that_the_watchdog_took_in_is_looked_at_between_blocks() -> None:

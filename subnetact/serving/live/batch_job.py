@@ -30,14 +30,12 @@ class BatchJob:
         calm_ms: no request is urgent while the part is expected to end by this time, in ms, and no request
             arrives.
         suspended_ms: when the job was suspended last, in ms on the same clock.
-        accuracy: measured accuracy in percent, if the part went over to the tail of another subnet.
         left_ms: how long the part was expected to run on at that time, in ms.
     """
 
     __slots__ = (
         "_todo",
         "abandoned",
-        "accuracy",
         "beneath",
         "calm_ms",
         "expected_ms",
@@ -69,7 +67,6 @@ class BatchJob:
         self.started_ms = self.expected_ms = self.limit_ms = 0.0
         self.abandoned = False
         self.beneath: BatchJob | None = None
-        self.accuracy: float | None = None
         self.calm_ms = -math.inf
         self.paused_ms = self.suspended_ms = self.left_ms = 0.0
 

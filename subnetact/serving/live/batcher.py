@@ -199,8 +199,7 @@ class Batcher:
         check: Any = engines[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self._accuracy = dict(enumerate(table.accuracy))
-        tails: Any = getattr(policy, "tails", None)
-        self._floors = Floors(table, tails.values() if tails else ())
+        self._floors = Floors(table)
         clock_ms = clock_ms or monotonic_ms
         now: Any = clock_ms()
         if not isinstance(now, Real) or not isfinite(now):

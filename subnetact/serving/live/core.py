@@ -424,48 +424,6 @@ class Core:
         with self.lock:
             self._resume(job, self.clock_ms())
 
-    def tails_of(self, job: BatchJob, done: float) -> list[tuple[int, float]]:
-        """Return the subnets on whose remaining blocks a job that would be late could go on.
-
-        Args:
-            job: the job; nothing is returned if it meets all deadlines that are still ahead.
-            done: share of its blocks that have run, > 0.
-
-        Returns:
-            Subnets with which it is in time, each with the accuracy that was measured for it, the most
-            accurate first.
-        """
-        policy: Any = self._dispatcher.policy_of(job.shape)
-        if not getattr(policy, "tails", None) or job.accuracy is not None:
-            return []
-        with self.lock:
-            now, part = self.clock_ms(), [request for request in job.part if request.open]
-            taken_ms = now - job.started_ms - job.paused_ms
-            due_ms = min((r.deadline_ms for r in part if r.deadline_ms >= now), default=math.inf)
-            left_ms = taken_ms * (1.0 - done) / done
-            if now + left_ms <= due_ms:
-                return []
-            floor = max((request.floor for request in part), default=0.0)
-            share = left_ms / job.expected_ms if job.expected_ms > 0 else 1.0 - done
-            found: list[tuple[int, float]] = policy.tails_in_time(
-                job.subnet,
-                floor,
-                due_ms - now,
-                lambda to: share * self._dispatcher.expected_ms(to, len(job.part), job.shape),
-            )
-            return found
-
-    def went_over(self, job: BatchJob, subnet: int, accuracy: float) -> None:
-        """Note that a job goes on with the remaining blocks of another subnet.
-
-        Args:
-            job: the job.
-            subnet: id of the other subnet.
-            accuracy: measured accuracy of such batches, in percent.
-        """
-        with self.lock:
-            job.subnet, job.accuracy = subnet, accuracy
-
     def assign(self, workers: Collection[int]) -> None:
         """Let only some workers take batches; the others finish theirs and wait.
 
@@ -515,10 +473,8 @@ class Core:
         with self.lock:
             if job.abandoned:
                 return []
-            accuracy = self._accuracy[job.subnet] if job.accuracy is None else job.accuracy
-            outcomes = self.outcomes.answer(job, outputs, accuracy, now)
-            if job.accuracy is None:
-                self.learner.observe(job, now - job.started_ms - job.paused_ms)
+            outcomes = self.outcomes.answer(job, outputs, self._accuracy[job.subnet], now)
+            self.learner.observe(job, now - job.started_ms - job.paused_ms)
             self.worker_states.succeeded(job.worker)
             self._ran.add((job.worker, job.subnet, job.size))
             self._advance(job, now)
@@ -797,7 +753,7 @@ class Core:
         calm_until: Any = getattr(policy, "calm_until", None)
         if calm_until is not None:
             calm_ms = calm_until(context)
-            if self._gate is None and not getattr(policy, "tails", None):
+            if self._gate is None:
                 job.calm_ms = calm_ms
             if max(now, min(context.free_at_ms)) <= calm_ms:
                 return None
@@ -849,7 +805,7 @@ class Core:
         if not math.isnan(expected_ms):
             job.expected_ms = expected_ms
         job.limit_ms = now + self._patience_ms(job)
-        job.paused_ms, job.accuracy, job.calm_ms = 0.0, None, -math.inf
+        job.paused_ms, job.calm_ms = 0.0, -math.inf
         ends_ms = now + job.expected_ms
         if job.beneath is not None:
             ends_ms += job.beneath.left_ms

@@ -215,10 +215,6 @@ class Workers:
             self._deliver(outcomes)
             if urgent is not None:
                 self._run(urgent)
-            for subnet, accuracy in core.tails_of(job, done):
-                if engine.continue_on(run, subnet):
-                    core.went_over(job, subnet, accuracy)
-                    break
         return [None] * len(inputs) if job.abandoned else run.outputs()
 
     def _tell(self, job: BatchJob) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from subnetact.errors import PolicyError
@@ -37,10 +37,6 @@ class Preemptive:
             longer is a block of its own, and with 0 every layer block is. If `policy` estimates its
             co-runners (`Veltair`), that time falls as the estimate grows, down to 0 beside the largest
             measured number. Long blocks cost less throughput, short ones let urgent requests go first sooner.
-        tails: pairs of subnets (from, to): a running batch of the first one that would miss a deadline may
-            continue on the remaining blocks of the second one, where both fit together. The value is the
-            accuracy of such batches, percent, which has to be measured: the mixture was never trained. The
-            simulator assumes that they always fit.
 
     Raises:
         PolicyError: an argument is out of range, or the policy preempts itself.
@@ -58,7 +54,6 @@ class Preemptive:
         policy: Policy,
         factor: float = 1.0,
         block_ms: float = 1.5,
-        tails: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         check_policy(policy)
         if hasattr(policy, "preempt"):
@@ -72,12 +67,6 @@ class Preemptive:
         for name in ("slo_ms", "switch_ms"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
-        for pair, percent in (tails or {}).items():
-            if not all(0 <= subnet < len(self.table.subnets) for subnet in pair) or not 0 <= percent <= 100:
-                raise PolicyError(
-                    f"tails: {pair} -> {percent} is no pair of subnets with an accuracy in percent"
-                )
-        self.tails = dict(tails or {})
         self._latency: list[list[float]] = self.table.latency_ms.tolist()
         self._fastest = self.table.fastest_ms
         accuracy = self.table.known_accuracy()
@@ -105,7 +94,7 @@ class Preemptive:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
         retabled: Any = getattr(self.policy, "retabled", None)
         policy = self.policy if retabled is None else retabled(table)
-        return Preemptive(policy, self.factor, self.block_ms, self.tails)
+        return Preemptive(policy, self.factor, self.block_ms)
 
     def observe(self, subnet: int, batch_size: int, profiled_ms: float, measured_ms: float) -> None:
         """Pass the latency of a batch on to the policy, if it wants to know; see `Policy`."""
@@ -132,27 +121,6 @@ class Preemptive:
             return 0.0
         least, most = self.table.co_runners[0], self.table.co_runners[-1]
         return min(1.0, max(0.0, (estimate - least) / max(most - least, 1e-9)))
-
-    def tails_in_time(
-        self, subnet: int, floor: float, within_ms: float, takes_ms: Callable[[int], float]
-    ) -> list[tuple[int, float]]:
-        """Return the subnets on whose remaining blocks a batch that would be late is in time.
-
-        Args:
-            subnet: the subnet of the batch.
-            floor: the greatest minimum accuracy of its requests, percent.
-            within_ms: time until the first of their deadlines, ms.
-            takes_ms: returns how long the remaining blocks of a subnet take, ms.
-
-        Returns:
-            Subnets, each with the accuracy that was measured for such batches, the most accurate first.
-        """
-        found = [
-            (to, accuracy)
-            for (begun, to), accuracy in self.tails.items()
-            if begun == subnet and accuracy >= floor and takes_ms(to) <= within_ms
-        ]
-        return sorted(found, key=lambda tail: -tail[1])
 
     def calm_until(self, context: Context) -> float:
         """Return the time, ms, until which the next worker may be busy before `preempt` is asked.

@@ -186,8 +186,6 @@ class Policy(Protocol):
     * `calm_until(context)`: `preempt` is not asked if a worker is expected to be free by this time, ms; with
       it, a batch looks at the queue only if a request has arrived or its end is expected later than that.
     * `block_length(layer_blocks, batch_ms)`: after how many layer blocks they ask; 1 without this method.
-    * `tails` and `tails_in_time(...)`: the subnets on which a batch that would be late may continue; see
-      `Preemptive`. A policy has both or neither.
     """
 
     @property

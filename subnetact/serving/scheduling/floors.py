@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,6 @@ class Floors:
 
     Args:
         table: the latency table; subnets that can run at no batch size do not count.
-        also: further accuracies that an answer may have, percent.
 
     Attributes:
         accuracies: the accuracies that answers may have, percent, ascending, each once.
@@ -34,11 +32,11 @@ class Floors:
         TableError: the accuracy of a subnet is not known.
     """
 
-    def __init__(self, table: LatencyTable, also: Iterable[float] = ()) -> None:
+    def __init__(self, table: LatencyTable) -> None:
         rows = zip(table.known_accuracy(), table.latency_ms.tolist(), strict=True)
         known = {percent for percent, row in rows if any(ms == ms for ms in row)}
         self.best = max(known, default=-math.inf)
-        self.accuracies = sorted(known | {percent for percent in also if percent <= self.best})
+        self.accuracies = sorted(known)
 
     def __call__(self, min_accuracy: float) -> float:
         """Return the floor that a minimum accuracy, percent, comes to; `NO_FLOOR` if every answer meets it.

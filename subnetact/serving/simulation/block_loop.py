@@ -32,9 +32,8 @@ class BlockLoop(EventLoop):
     """An event loop in which a batch consists of equal layer blocks and may be suspended between blocks.
 
     At the end of a block, if requests wait and no worker is idle, the policy may let the worker run another
-    batch first. The suspended batch continues on the same worker as soon as that batch ends. If the policy
-    has tails and the batch would be late, it continues on the tail of another subnet. The live batcher does
-    the same with engines that run in blocks.
+    batch first. The suspended batch continues on the same worker as soon as that batch ends. The live
+    batcher does the same with engines that run in blocks.
 
     Args:
         scenario: the input; its policy has a method `preempt`.
@@ -55,7 +54,6 @@ class BlockLoop(EventLoop):
         super().__init__(scenario, rng=rng, **options)
         self._blocks = check_count(blocks, "blocks")
         self._look_ms = check_margin(look_ms, "look_ms")
-        self._tails: Any = getattr(scenario.policy, "tails", None)
         self._block_ms: dict[int, float] = {}
         self._suspended: dict[int, _Suspended] = {}
         self._at_end_of_block: list[int] = []
@@ -87,38 +85,8 @@ class BlockLoop(EventLoop):
         running = self.running[worker]
         if running is not None:
             began = before.start_ms if before.began_ms is None else before.began_ms
-            self.running[worker] = running._replace(
-                accuracy=before.accuracy, began_ms=began, ran_ms=before.ran_ms
-            )
-            self._go_over(worker)
+            self.running[worker] = running._replace(began_ms=began, ran_ms=before.ran_ms)
             self._next_block(worker, running.serial)
-
-    def _go_over(self, worker: int) -> None:
-        """Let a batch that would be late continue on the tail of another subnet, if that is in time."""
-        running = self.running[worker]
-        if not self._tails or running is None or running.accuracy is not None:
-            return
-        batch, policy, left = running.batch, self.scenario.policy, running.finish_ms - self.now
-        due = min((deadline for deadline in batch.deadlines_ms if deadline >= self.now), default=math.inf)
-        if running.finish_ms <= due:
-            return
-        floors = self.scenario.floors
-        floor = floors if isinstance(floors, float) else float(np.max(floors[batch.items]))
-
-        def takes_ms(subnet: int) -> float:
-            expected = self.dispatcher.expected_ms(subnet, len(batch.items))
-            return left / batch.expected_ms * expected
-
-        found = policy.tails_in_time(batch.subnet, floor, due - self.now, takes_ms)  # type: ignore[attr-defined]
-        if found:
-            subnet, accuracy = found[0]
-            takes = takes_ms(subnet)
-            finish = self.free_at[worker] = self.now + takes
-            self._block_ms[worker] *= takes / left
-            self.running[worker] = running._replace(
-                batch=batch._replace(subnet=subnet), finish_ms=finish, accuracy=accuracy
-            )
-            heappush(self.busy, (finish, worker, running.serial))
 
     def _next_block(self, worker: int, serial: int) -> None:
         running = self.running[worker]
@@ -149,7 +117,6 @@ class BlockLoop(EventLoop):
             if running is None:
                 continue
             if not (len(self.dispatcher.queue) and not self.idle and self._gives_way(worker)):
-                self._go_over(worker)
                 self._next_block(worker, running.serial)
 
     def _gives_way(self, worker: int) -> bool:

@@ -31,7 +31,6 @@ class Running(NamedTuple):
         batch: the batch.
         start_ms: when the batch started, or went on after it was suspended.
         finish_ms: when the batch ends.
-        accuracy: measured accuracy, percent, if the batch went over to the tail of another subnet.
         began_ms: when the batch started first; None if it was not suspended.
         ran_ms: how long it ran before it was suspended, ms.
     """
@@ -40,7 +39,6 @@ class Running(NamedTuple):
     batch: Batch
     start_ms: float
     finish_ms: float
-    accuracy: float | None = None
     began_ms: float | None = None
     ran_ms: float = 0.0
 
@@ -231,16 +229,14 @@ class EventLoop:
         running = self.running[worker]
         if running is None or running.serial != serial:
             return
-        batch, start, accuracy = running.batch, running.start_ms, running.accuracy
+        batch, start = running.batch, running.start_ms
         self.running[worker] = None
         heappush(self.idle, worker)
         result, count = self.result, len(batch.items)
         late = bisect_left(batch.deadlines_ms, finish)
         result.met += count - late
         result.late += late
-        result.accuracy_sum += (count - late) * (
-            self.scenario.table.accuracy[batch.subnet] if accuracy is None else accuracy
-        )
+        result.accuracy_sum += (count - late) * self.scenario.table.accuracy[batch.subnet]
         result.batches += 1
         result.busy_ms += finish - start
         result.served_by[batch.subnet] += count
@@ -249,7 +245,7 @@ class EventLoop:
             result.log.start_ms[batch.items] = start if running.began_ms is None else running.began_ms
             result.log.finish_ms[batch.items] = finish
             result.log.subnet[batch.items] = batch.subnet
-        if self._observe is not None and accuracy is None:
+        if self._observe is not None:
             took = finish - start + running.ran_ms
             self._observe(batch.subnet, batch.batch_size, batch.expected_ms, took)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,8 +162,7 @@ class Scenario:
         if least < table.fastest_ms:
             raise TraceError(too_short(least, table))
         asked = _per_request(0.0 if min_accuracy is None else min_accuracy, len(arrivals), "min_accuracy")
-        tails: Any = getattr(policy, "tails", None)
-        known = Floors(table, tails.values() if tails else ())
+        known = Floors(table)
         if float(np.max(asked)) > known.best:
             raise TraceError(
                 f"min_accuracy: {float(np.max(asked))} % is above the best subnet ({known.best} %)"
