@@ -260,7 +260,7 @@ def pipeline() -> Found:
         ),
     ]
     latencies: list[float] = []
-    with Pipeline(stages, slo_ms=model.slo_ms, example=(1, True), learn=False) as live:
+    with Pipeline(stages, slo_ms=model.slo_ms, sample=(1, True), learn=False) as live:
         start, futures = time.perf_counter(), []
         for at, count, taken in zip((arrivals - arrivals[0]) / 1e3, counts, takes, strict=True):
             time.sleep(max(0.0, start + at - time.perf_counter()))

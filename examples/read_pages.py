@@ -260,7 +260,7 @@ def serve(
     stages: list[Stage], slo_ms: float, pages: Pages, order: list[int], times: npt.NDArray[np.float64]
 ) -> list[PipelineAnswer | None]:
     """Send pages at certain times, s, and return the answers; None for pages that were dropped."""
-    with Pipeline(stages, slo_ms=slo_ms, example=pages.images[0], threads_per_worker=1) as pipeline:
+    with Pipeline(stages, slo_ms=slo_ms, sample=pages.images[0], threads_per_worker=1) as pipeline:
         for page in pages.images[:8]:
             pipeline.submit(page, 10_000.0).result()
         gc.collect()

@@ -58,8 +58,8 @@ class StandIn:
         return [x if isinstance(x, list) else (subnet, x) for x in inputs]
 
 
-def pipeline(*stages: Stage, example: Any = "x", slo_ms: float = 1e6, **options: Any) -> Pipeline:
-    return Pipeline(stages, slo_ms=slo_ms, example=example, learn=False, **options)
+def pipeline(*stages: Stage, sample: Any = "x", slo_ms: float = 1e6, **options: Any) -> Pipeline:
+    return Pipeline(stages, slo_ms=slo_ms, sample=sample, learn=False, **options)
 
 
 def engine(name: str, table: LatencyTable = FAST, **options: Any) -> Stage:
@@ -125,7 +125,7 @@ def test_bad_pipelines_are_refused_before_anything_starts() -> None:
     assert "stage 'b' does not fit 'a'" in fits_not
     assert "expected Stage" in refused("a")  # type: ignore[arg-type]
     failing = engine("b", after={"a": lambda x: x.missing})
-    assert "failed on the example" in refused(engine("a"), failing)
+    assert "failed on the sample" in refused(engine("a"), failing)
 
 
 @pytest.mark.parametrize("name", ["workers", "policies"])
@@ -158,7 +158,7 @@ def test_outputs_travel_along_the_edges_taken() -> None:
         Stage("many", lambda x: f"{len(x)} letters", after={"upper": lambda x: len(x) > 2}),
         Stage("join", lambda x: x, after=["upper", "many"]),
     ]
-    with pipeline(*stages, example="abc") as live:
+    with pipeline(*stages, sample="abc") as live:
         answer = live.submit("abc").result(60)
         assert answer.output == {"upper": ["A", "B", "C"], "many": "3 letters"}
         assert live.submit("ab").result(60).output == {"upper": ["A", "B"]}
@@ -176,7 +176,7 @@ def test_several_last_stages_answer_together() -> None:
         Stage("b", lambda x: x + 1, after="a"),
         Stage("c", lambda x: -x, after={"a": lambda x: x > 0}),
     ]
-    with pipeline(*stages, example=1) as live:
+    with pipeline(*stages, sample=1) as live:
         assert live.submit(5).result(60).output == {"b": 6, "c": -5}
         assert live.submit(-5).result(60).output == {"b": -4}
 
@@ -212,7 +212,7 @@ def test_a_killed_process_of_a_stage_loses_nothing(tmp_path: Any) -> None:
         Stage("a", lambda x: x),
         Stage("b", runner, ["a"], table=TABLE, options={"process": True}),
     ]
-    with pipeline(*stages, example=command("double", 1.0), slo_ms=60_000.0) as live:
+    with pipeline(*stages, sample=command("double", 1.0), slo_ms=60_000.0) as live:
         kinds = ["crash" if i == 3 else "double" for i in range(20)]
         futures = [live.submit(command(kind, i)) for i, kind in enumerate(kinds)]
         assert [float(future.result(60).output[0]) for future in futures] == [2.0 * i for i in range(20)]
@@ -265,7 +265,7 @@ def test_a_guessed_latency_is_no_drift(caplog: pytest.LogCaptureFixture) -> None
         now[0] += 2.0
 
     slow = Stage("slow", work, expected_ms=0.05)
-    with Pipeline([slow], slo_ms=1000.0, example="x", clock_ms=lambda: now[0]) as live:
+    with Pipeline([slow], slo_ms=1000.0, sample="x", clock_ms=lambda: now[0]) as live:
         for _ in range(40):
             live.submit("x").result(60)
         assert live.stats().stages["slow"].correction > 2.0  # it is learned
@@ -494,7 +494,7 @@ def test_the_simulation_predicts_the_live_percentile() -> None:
         Stage("a", first, table=tables["a"]),
         Stage("b", second, ["a"], lambda x: [x] * x[1], True, 2.0, tables["b"], workers=2),
     ]
-    with pipeline(*stages, example=2, slo_ms=slo_ms, clock_ms=time) as live:
+    with pipeline(*stages, sample=2, slo_ms=slo_ms, clock_ms=time) as live:
         time.watch(live)
         first._time = second._time = time  # the example has run
         futures = time.send(

@@ -107,7 +107,7 @@ class Pipeline:
     Args:
         stages: the stages, in any order.
         slo_ms: the usual time from the submission to the deadline, ms.
-        example: one input of the pipeline. It runs through the stages once before anything starts, so that
+        sample: one input of the pipeline. It runs through the stages once before anything starts, so that
             stages whose inputs and outputs do not fit are found.
         expired: the rule of the stages for requests that are behind, as in `Batcher`.
         tuner: scales the stages while the pipeline runs, up to their `most_workers`. If None, the numbers
@@ -127,7 +127,7 @@ class Pipeline:
     Example:
         >>> find = Stage("find", detector, table=found_in)
         >>> read = Stage("read", digits, after=["find"], each=True, table=read_in)
-        >>> with Pipeline([find, read], slo_ms=100.0, example=page) as pipeline:
+        >>> with Pipeline([find, read], slo_ms=100.0, sample=page) as pipeline:
         ...     answer = pipeline.submit(page, deadline_ms=100.0).result()
     """
 
@@ -136,7 +136,7 @@ class Pipeline:
         stages: Sequence[Stage],
         *,
         slo_ms: float,
-        example: Any,
+        sample: Any,
         expired: str = "defer",
         tuner: StageTuner | None = None,
         **options: Any,
@@ -180,7 +180,7 @@ class Pipeline:
         unknown = [name for name in (tuner.tuners if tuner is not None else ()) if name not in self._stages]
         if unknown:
             raise PipelineError(f"tuner: {unknown[0]!r} is no stage; choose from {', '.join(self._stages)}")
-        self._try(example)
+        self._try(sample)
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
@@ -239,21 +239,21 @@ class Pipeline:
             batcher.resize(stage.workers)
         return batcher
 
-    def _try(self, example: Any) -> None:
+    def _try(self, sample: Any) -> None:
         """Run one input through all stages that it takes, and refuse stages that do not fit."""
         outputs: dict[str, Any] = {}
         for name in self.graph.order:
             stage = self._stages[name]
             where = f"stage {name!r}"
             try:
-                x = self._input(name, example, outputs)
+                x = self._input(name, sample, outputs)
                 if x is _NOTHING:
                     outputs[name] = _NOTHING
                     continue
                 inputs = list(x) if stage.each else [x]
             except Exception as error:
                 raise PipelineError(
-                    f"{where}: its condition, its `prepare` or its fan-out failed on the example "
+                    f"{where}: its condition, its `prepare` or its fan-out failed on the sample "
                     f"({failure_text(error)}); the stages do not fit together"
                 ) from error
             runner: Any = stage.runner[0] if isinstance(stage.runner, Sequence) else stage.runner
