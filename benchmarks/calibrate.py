@@ -162,7 +162,7 @@ def saved(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
     result: dict[str, Any] = {}
     for name, choose in SETS.items():
         for count in args.counts:
-            run = CalibrationRun(supernet, choose(supernet, count), None, None, float("inf"))
+            run = CalibrationRun(supernet, choose(supernet, count), None, float("inf"))
             together, alone = run.shared.together(), sum(map(run.shared.alone, run.specs))
             result.setdefault(name, {})[count] = {
                 "layers_together": together,
@@ -192,7 +192,7 @@ def table(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
 def rows(supernet: Supernet, specs: list[SubnetSpec]) -> dict[SubnetSpec, NormRow]:
     """Return statistics rows of random numbers, which are equal wherever calibrated rows would be equal."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
-    run = CalibrationRun(supernet, specs, None, None, float("inf"))
+    run = CalibrationRun(supernet, specs, None, float("inf"))
     found = {}
     for spec in specs:
         norms, used = run.shared.norms(spec), dict[str, tuple[Tensor, Tensor]]()

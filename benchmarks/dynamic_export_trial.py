@@ -101,7 +101,7 @@ class Dynamic(nn.Module):
             if not isinstance(module, LayerSelect):
                 return bind_module(module, row, child, norm, trainable=True)  # type: ignore[arg-type]
             gates = {name: module.gate(name) for name in module._modules}
-            return module.chain(
+            return module.select(
                 {name: gated(module._modules[name], child(name), gate) for name, gate in gates.items()}
             )
 

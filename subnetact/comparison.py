@@ -1,8 +1,4 @@
-"""comparison: whether two outputs are equal, within a tolerance that has a name.
-
-Every question of this kind is asked here: of fused programs, exports, extracted networks, proofs of
-`insert_`, reordered weights. A tolerance says why two outputs that should be equal may differ at all.
-"""
+"""comparison: whether two outputs are equal, within a tolerance whose name says why they may differ."""
 
 from __future__ import annotations
 
@@ -19,11 +15,8 @@ __all__ = ["EXACT", "FUSED", "MASKED", "ROUNDED", "SHORT", "Tolerance", "equal",
 class Tolerance(NamedTuple):
     """How far a number may be from the expected one, as shares.
 
-    Attributes:
-        largest: of the largest expected value of the tensor.
-        own: of the expected value itself.
-        least: the largest expected value counts as at least this one. It is 0.0 where outputs may be tiny and
-            right only if they are right in relation to each other.
+    `largest` is of the largest expected value of the tensor, which counts as at least `least`; `own` is of
+    the expected value itself.
     """
 
     largest: float
@@ -46,13 +39,8 @@ SHORT = Tolerance(5e-2)
 def equal(found: Any, expected: Any, tolerance: Tolerance = ROUNDED) -> bool:
     """Tell whether two outputs are equal up to rounding: structure, shapes, dtypes, and values.
 
-    Tensors without floating-point numbers and values that are no tensors must be equal. NaN equals NaN.
-
-    Args:
-        found: a tensor, any other value, or a tuple, list or dictionary of outputs.
-        expected: what the output should be.
-        tolerance: how far floating-point numbers may differ. Tensors of 16 bits are compared within `SHORT`
-            if that is wider.
+    Tensors of 16 bits are compared within `SHORT` if that is wider. What has no floating-point numbers must
+    be equal. NaN equals NaN.
     """
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         return _equal(found, expected, tolerance)
@@ -81,17 +69,11 @@ def _equal(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
     return torch.allclose(found, expected, tolerance.own, tolerance.largest * largest, equal_nan=True)
 
 
-def is_as_near(found: Any, other: Any, exact: Any, times: float, share: float = 0.01) -> bool:
-    """Tell whether an output is nearly as close to an exact one as another output is.
+def is_as_near(found: Any, other: Any, exact: Any, times: float) -> bool:
+    """Tell whether an output is nearly as close to an exact one as another inexact output is.
 
-    Two outputs at a low precision may differ by more than any tolerance and still be equally good.
-
-    Args:
-        found: a tensor, or a tuple, list or dictionary of tensors.
-        other: an output that is not exact either.
-        exact: what both are near to.
-        times: how many times as far from the exact output it may be, by the norm of every tensor.
-        share: of the norm of the exact tensor, which is always allowed.
+    By the norm of every tensor it may be `times` as far from the exact one, plus 1 % of the exact norm. Two
+    outputs at a low precision may differ by more than any tolerance and still be equally good.
     """
     leaves = [tree_leaves(one) for one in (found, other, exact)]
     if len({len(one) for one in leaves}) > 1:
@@ -102,7 +84,7 @@ def is_as_near(found: Any, other: Any, exact: Any, times: float, share: float = 
         else:
             near = mine.shape == right.shape and mine.dtype == right.dtype
             near = near and bool(
-                (mine - right).norm() <= times * (others - right).norm() + share * right.norm()
+                (mine - right).norm() <= times * (others - right).norm() + 0.01 * right.norm()
             )
         if not near:
             return False

@@ -6,9 +6,7 @@ subnet. `subnetact.calibration.calibrate` is the module that defines this functi
 How the statistics are averaged
 -------------------------------
 Every subnet normalises every batch with that batch's own mean and variance, and averages them over the
-batches. `CalibrationNorm.collect` in `calibration_norm.py` is this averaging; `batch_statistics` in the same
-file computes the mean and the variance of one batch. There are two rules, after the code of the published
-families:
+batches (`CalibrationNorm.collect`). There are two rules, after the code of the published families:
 
 - `weighted_biased`: means and biased variances, weighted with the batch sizes (OFA's
   `set_running_statistics`).
@@ -19,25 +17,21 @@ What is shared
 --------------
 The forward pass of every subnet is traced with `torch.fx` up to its last BatchNorm, and the graphs of all
 subnets are put together into one. Two layers become one step of that graph if they have the same weights (the
-same slices of the supernet), the same settings and the same inputs. Two subnets therefore share everything up
-to the first layer in which they differ. Per batch, every step is computed once, and a BatchNorm that several
-subnets share is averaged once. Twenty neighbours on a Pareto front of OFA-ResNet50 share half of their
-layers; random subnets share few (benchmarks/README.md, Calibration).
+same slices of the supernet), the same settings and the same inputs, so two subnets share everything up to the
+first layer in which they differ. Per batch, every step is computed once, and a BatchNorm that several subnets
+share is averaged once. A step computes what the subnet by itself would compute, in the same order, so the
+statistics are the same bit for bit.
 
-When sharing is exact
----------------------
-A step computes what the subnet by itself would compute, with the same operations in the same order, so the
-statistics are the same bit for bit. This needs a forward that `torch.fx` can trace, which calls no BatchNorm
-twice and does not overwrite a tensor that others may read later (`inplace.py`). A subnet for which this fails
-runs one at a time. Before the first batch, one subnet runs a few inputs both by itself and in the graph. If
-the statistics differ, all subnets run one at a time. The report names these subnets, each with the reason.
+This needs a forward that `torch.fx` can trace, which calls no BatchNorm twice and does not overwrite a tensor
+that others may read later (`inplace.py`). A subnet for which it fails runs one at a time. Before the first
+batch, one subnet runs a few inputs both by itself and in the graph; if the statistics differ, all subnets run
+one at a time. The report names these subnets, each with the reason.
 
 How memory is bounded
 ---------------------
 Subnets run one after another, those with equal beginnings next to each other. An output is kept only as long
 as a later step reads it. Outputs that only later subnets read take at most `memory_mb`; beyond that, those
-that are needed last are dropped and computed again. The forward pass of one subnet comes on top. BatchNorm
-averages are small: one statistics row per subnet, less what subnets share.
+that are needed last are dropped and computed again.
 
 Which file answers which question:
 

@@ -34,7 +34,8 @@ class CalibrationReport:
     """What a calibration did.
 
     Attributes:
-        batches: for each subnet, the number of batches that its statistics average.
+        subnets: the number of subnets that were calibrated.
+        batches: the number of batches that their statistics average.
         layers_computed: the number of module calls that were made, up to the last BatchNorm.
         layers_alone: the number that the same subnets and batches would have taken without sharing.
         one_at_a_time: for each subnet whose layers could not be shared, the reason.
@@ -43,7 +44,8 @@ class CalibrationReport:
         adopted: the largest subnet, if it got the statistics that the network came with; otherwise nothing.
     """
 
-    batches: Mapping[SubnetSpec, int] = field(default_factory=dict)
+    subnets: int = 0
+    batches: int = 0
     layers_computed: int = 0
     layers_alone: int = 0
     one_at_a_time: Mapping[SubnetSpec, str] = field(default_factory=dict)
@@ -52,22 +54,15 @@ class CalibrationReport:
     adopted: tuple[SubnetSpec, ...] = ()
 
     @property
-    def subnets(self) -> int:
-        """The number of subnets that were calibrated."""
-        return len(self.batches)
-
-    @property
     def saved(self) -> float:
         """The share of the module calls that sharing saved, from 0 to 1."""
         return 1 - self.layers_computed / self.layers_alone if self.layers_alone else 0.0
 
     def __str__(self) -> str:
-        used = sorted(set(self.batches.values()))
-        batches = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0] if used else 0}"
         alone = f"; {len(self.one_at_a_time)} one at a time" if self.one_at_a_time else ""
         alone += "; the largest subnet keeps the statistics that the network came with" * bool(self.adopted)
         return (
-            f"{self.subnets} subnets on {batches} batches in {self.seconds:.1f} s; "
+            f"{self.subnets} subnets on {self.batches} batches in {self.seconds:.1f} s; "
             f"{self.saved:.0%} of the layers were shared{alone}"
         )
 
@@ -81,7 +76,6 @@ def calibrate(
     *,
     resume: str | PathLike[str] | None = None,
     save_every_s: float = 10.0,
-    tolerance: float | None = None,
     memory_mb: float = 1024.0,
     check: bool = True,
     adopt: bool | None = None,
@@ -90,9 +84,8 @@ def calibrate(
     """Fill `supernet.norms` with the BatchNorm statistics of every given subnet, in one pass over the data.
 
     Subnets do not affect each other, and `supernet.norms` changes only if the whole pass succeeds and the
-    weights are still those that it began with. A layer that several subnets have in common, on the same
-    input, is computed once per batch. The docstring of `subnetact.calibration` says how statistics are
-    averaged, what is shared, when sharing is exact and how memory is bounded.
+    weights are still those that it began with. The docstring of `subnetact.calibration` says how statistics
+    are averaged, which layers subnets share and how memory is bounded.
 
     Args:
         supernet: the supernet; only its norm table changes.
@@ -105,16 +98,11 @@ def calibrate(
         progress: if True, show a progress bar when standard error is a terminal.
         rule: `weighted_biased` or `cumulative_unbiased`. If None, the rule of the supernet's family is used,
             which is `weighted_biased` for an own network.
-        resume: a file for unfinished work. It is written every `save_every_s` seconds and at the end. If it
-            exists, the work goes on from there, and the statistics are those of an uninterrupted run, bit for
-            bit. Give the same batches again, in the same order. If None, nothing is saved.
+        resume: a file for unfinished work. If it exists, the work goes on from there, and the statistics are
+            those of an uninterrupted run, bit for bit. Give the same batches again, in the same order. If
+            None, nothing is saved.
         save_every_s: the time in seconds between two writes of `resume`. A write waits until the current
             subnet has taken its batch; 0 writes after every subnet and batch.
-        tolerance: the relative standard error, in percent, at which a subnet takes no further batch; 1.0 is
-            one percent. The standard error of every BatchNorm's averaged mean has to be below this share of
-            the layer's standard deviation, and that of the averaged variance below this share of the layer's
-            variance. Both are root mean squares over the channels, estimated from the differences between
-            batches, after at least four batches. If None, every subnet takes all batches.
         memory_mb: how much of one subnet's forward pass may be kept for later subnets, in MiB. What does not
             fit is computed again; the statistics are the same. The forward pass of one subnet comes on top.
         check: whether to run `supernet.check` on the first input, once per supernet.
@@ -150,14 +138,9 @@ def calibrate(
     """
     if rule is not None and rule not in CALIBRATION_RULES:
         raise SpecError(f"{rule!r} is no calibration rule; choose from {', '.join(CALIBRATION_RULES)}")
-    if tolerance is not None and not 0 < tolerance < float("inf"):
-        raise SpecError(
-            f"tolerance: {tolerance!r} is no positive number of percent; give 1.0 for one percent"
-        )
-    if not memory_mb >= 0:
-        raise SpecError(f"memory_mb: {memory_mb!r} is no number of MiB; give 0 to keep nothing")
-    if not save_every_s >= 0:
-        raise SpecError(f"save_every_s: {save_every_s!r} is no number of seconds; give 0 to save at once")
+    for name, value in (("memory_mb", memory_mb), ("save_every_s", save_every_s)):
+        if not value >= 0:
+            raise SpecError(f"{name}: {value!r} is no number of at least 0")
     if labels is not None and not isinstance(labels, bool):
         raise SpecError(f"labels: {labels!r} is no truth value; give True if batches go on with labels")
     as_supernet(supernet)
@@ -167,10 +150,9 @@ def calibrate(
     space = supernet.space  # Subnets that differ in their precision only share the statistics of float32.
     wanted = list(dict.fromkeys(space.at_precision(space.check(spec), FLOAT32) for spec in specs))
     if not supernet.norm_operators() or not wanted:
-        return CalibrationReport(dict.fromkeys(wanted, 0))
+        return CalibrationReport(len(wanted))
     largest = supernet.space.largest()
     adopted: tuple[SubnetSpec, ...] = ()
-    largest_error = None if tolerance is None else tolerance / 100
     with torch.inference_mode(False), torch.no_grad():
         with supernet.generation.lock:
             began = supernet.generation.moment()
@@ -180,14 +162,12 @@ def calibrate(
                 if not wanted:
                     supernet.adopt_statistics()
                     return CalibrationReport(adopted=adopted)
-        kept = Progress(resume, save_every_s, supernet, wanted, rule, largest_error)
-        run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
+        kept = Progress(resume, save_every_s, supernet, wanted, rule)
+        run = CalibrationRun(supernet, wanted, rule, memory_mb * 2**20)
         require = partial(_require_same_weights, supernet, began)
         inputs_of = partial(_inputs, network=supernet.network, labels=labels)
-        unchecked = supernet if check else None
-        _pass(run, batches, inputs_of, kept, progress, unchecked, require)
-        found = run.results()
-    rows = {spec: found[spec][0] for spec in wanted}
+        _pass(run, batches, inputs_of, kept, progress, supernet if check else None, require)
+        rows = {spec: run.row(spec) for spec in wanted}
     require()
     _check_finite(rows)
     kept.save(run)
@@ -202,9 +182,10 @@ def calibrate(
         if adopted:
             supernet.adopt_statistics()
     report = CalibrationReport(
-        batches={spec: batches for spec, (_, batches) in found.items()},
-        layers_computed=run.layers_computed,
-        layers_alone=run.layers_alone,
+        subnets=len(wanted),
+        batches=run.finished,
+        layers_computed=run.shared.layers,
+        layers_alone=run.finished * sum(map(run.shared.alone, run.specs)),
         one_at_a_time=dict(run.one_at_a_time),
         kept_mb=run.shared.peak / 2**20,
         seconds=kept.seconds,
@@ -242,9 +223,7 @@ def _pass(
             if not kept.needs_run(x, given, run.finished):
                 bar.update(subnets)
                 continue
-            if not run.active:
-                break
-            bar.set_postfix(batch=given, active=run.active, refresh=False)
+            bar.set_postfix(batch=given, refresh=False)
             for _ in _explained(run, x, require):
                 bar.update()
                 require()
@@ -252,8 +231,6 @@ def _pass(
             if unchecked is not None:
                 unchecked.check_once(x)
                 unchecked = None
-            if not run.active:
-                break  # Do not read another batch from the data.
     if not given:
         raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
     kept.check_length(given)

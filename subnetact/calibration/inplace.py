@@ -21,8 +21,7 @@ _WRITING = (operator.iadd, operator.imul, torch.relu_)
 def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> str | None:
     """Return the first node, in words, that may overwrite a value which others read later.
 
-    A node may overwrite its input if it is a known elementwise operation, if nothing else reads the input,
-    and if the input is fresh. Writing the result to a new tensor is then equivalent.
+    A known elementwise operation may overwrite a fresh input that nothing else reads.
     """
     for node in nodes:
         if not _writes(node, leaves):

@@ -24,10 +24,7 @@ PROGRESS = "progress"
 
 
 class Progress:
-    """The averages of a calibration so far, in a journal that belongs to its weights, subnets and settings.
-
-    The data must be the same as well: `needs_run` compares the batches. Without a path, nothing is kept.
-    """
+    """The averages of a calibration so far, in a journal that belongs to its weights and subnets."""
 
     def __init__(
         self,
@@ -36,7 +33,6 @@ class Progress:
         supernet: Supernet,
         specs: Sequence[SubnetSpec],
         rule: str | None,
-        largest_error: float | None,
     ) -> None:
         self._journal: Journal | None = None
         self._save_every_s = save_every_s
@@ -44,7 +40,7 @@ class Progress:
         self._digest = blake2b(digest_size=16)
         self._given = self._stored_given = 0
         self._stored_digest, self._stored_seconds = "", 0.0
-        self._stored: dict[str, Any] | None = None
+        self._stored: dict[str, Any] = {}
         if path is None:
             return
         rules = sorted({rule or norm.rule for norm in supernet.norm_operators().values()})
@@ -55,7 +51,6 @@ class Progress:
                 "weights": supernet.fingerprint(),
                 "subnets": f"{len(specs)} of {supernet.space.id}, {keys.hexdigest()}",
                 "rule": ", ".join(rules),
-                "tolerance": largest_error,
                 "device": next(supernet.network.parameters()).device.type,
                 "versions": f"subnetact {__version__}, torch {torch.__version__}",
             },
@@ -72,11 +67,7 @@ class Progress:
         return self._stored_seconds + time.perf_counter() - self._began
 
     def needs_run(self, x: Any, given: int, finished: int) -> bool:
-        """Take batch number `given` (from 1) into the checksum; return whether it has to be run.
-
-        Raises:
-            ResumeMismatch: the batches so far are not those of the file.
-        """
+        """Take batch number `given` (from 1) into the checksum; return whether it has to be run."""
         if self._journal is None:
             return True
         for part in tensors_of(x):
@@ -88,11 +79,7 @@ class Progress:
         return given > finished
 
     def check_length(self, given: int) -> None:
-        """Check that the data has at least as many batches as the file.
-
-        Raises:
-            ResumeMismatch: the data has fewer batches.
-        """
+        """Refuse data of fewer batches than the file."""
         if self._journal is not None and given < self._stored_given:
             raise self._journal.mismatch(
                 f"it has {self._stored_given} batches, the data only {given}. Give the same data"
@@ -106,14 +93,12 @@ class Progress:
     def save(self, run: CalibrationRun) -> None:
         """Keep the state of a run between two subnets."""
         if self._journal is not None:
-            digest, seconds = self._digest.hexdigest(), self.seconds
-            self._journal.replace(
-                PROGRESS, given=self._given, digest=digest, seconds=seconds, run=run.state()
-            )
+            digest, facts = self._digest.hexdigest(), {"seconds": self.seconds, "run": run.state()}
+            self._journal.replace(PROGRESS, given=self._given, digest=digest, **facts)
             self._saved = time.perf_counter()
 
     def restore(self, run: CalibrationRun) -> None:
         """Bring a prepared run to the state in the file, if there is one."""
-        if self._journal is not None and self._stored is not None:
+        if self._journal is not None and self._stored:
             with self._journal.fields():
                 run.restore(self._stored)

@@ -1,8 +1,4 @@
-"""SharedForward: the networks of many subnets as one graph, in which equal layers of equal inputs run once.
-
-The docstring of `subnetact.calibration` explains what is shared, when this is exact, and how memory is
-bounded.
-"""
+"""SharedForward: the networks of many subnets as one graph, in which equal layers run once."""
 
 from __future__ import annotations
 
@@ -44,9 +40,8 @@ class _Ref:
 class _Step:
     """One operation of the graph: a call of a module, a function or a method, or of a whole subnet.
 
-    `norms` are the BatchNorms that average in it, one unless it is a whole subnet, and `averaged` is the
-    number of batches that they have taken. `layers` counts its module calls. Its output may be overwritten if
-    it is `fresh`.
+    `norms` are the BatchNorms that average in it and have taken `averaged` batches; `layers` counts its
+    module calls; its output may be overwritten if it is `fresh`.
     """
 
     inputs: tuple[int, ...]
@@ -73,16 +68,8 @@ class _Subnet:
 class SharedForward:
     """The forward passes of many subnets, up to their last BatchNorm, without repetitions.
 
-    Two layers are one step if they have the same weights (the same slices), the same settings and the same
-    inputs. That is the case for the common beginning of two subnets, and for a shortcut that does not depend
-    on the rest of its block. Subnets run one after another, those with equal beginnings next to each other.
-    An output is kept only as long as a later step reads it.
-
-    Attributes:
-        memory: the number of bytes of outputs to keep from one subnet to later ones. Beyond that, the outputs
-            that are needed last are dropped and computed again.
-        layers: the number of module calls so far.
-        peak: the largest number of bytes that were kept from one subnet to later ones.
+    The docstring of `subnetact.calibration` explains what is shared. At most `memory` bytes of outputs are
+    kept from one subnet to later ones, so far `peak`; `layers` counts module calls.
     """
 
     def __init__(self, memory: float = float("inf")) -> None:
@@ -99,12 +86,7 @@ class SharedForward:
     # -- building --------------------------------------------------------------------------------
 
     def add(self, key: Hashable, view: nn.Module, norms: Sequence[CalibrationNorm]) -> None:
-        """Add a subnet, given a view that nobody else uses, and the BatchNorms of the view.
-
-        Raises:
-            NotShareable: the forward cannot be traced, calls a BatchNorm twice, or overwrites values that
-                may be used again.
-        """
+        """Add a subnet, given a view that nobody else uses, and its BatchNorms; or raise `NotShareable`."""
         collectors = {id(norm.module): norm for norm in norms}
         try:
             graph, leaves = trace_(view, lambda m: id(m) in collectors or not m._modules)
@@ -269,14 +251,9 @@ class SharedForward:
     def run(self, x: Any, batch: int, check: bool = False) -> Iterator[Any]:
         """Run a batch through the chosen subnets, and yield each subnet when it is done.
 
-        Args:
-            x: the batch, of shape (N, ...); a tuple or dictionary of tensors if all subnets are whole ones.
-            batch: the number of batches before this one. A BatchNorm that has averaged this batch already,
-                before an interruption, does not average it again.
-            check: whether to look for layers that overwrite their inputs although the graph does not say so.
-
-        Raises:
-            NotShareable: such a layer was found.
+        `batch` counts the batches before this one: a BatchNorm that has averaged this one already, before an
+        interruption, does not do so again. `check` raises `NotShareable` for layers that overwrite their
+        inputs although the graph does not say so.
         """
         values: dict[int, Any] = {0: x}
         for position, key in enumerate(self._order):

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from subnetact.errors import InvalidRequest, UncalibratedSubnetWarning
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
-from subnetact.supernet.failure import missing_entry, summary
+from subnetact.supernet.failure import failure, missing_entry, summary
 from subnetact.supernet.supernet import Supernet
 
 __all__ = [
@@ -125,7 +125,7 @@ def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
         full, _ = supernet.private_view(supernet.space.largest())
-    if _failure(full, x) is None:
+    if failure(full, x) is None:
         advice = f"the largest subnet does run: {missing_entry(view, error)}"
     else:
         advice = (
@@ -133,15 +133,6 @@ def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any
             "network needs larger batches, leave out example=: the first batch then is the example"
         )
     raise InvalidRequest(f"{fact}; {advice}") from error
-
-
-def _failure(view: nn.Module, x: Any) -> Exception | None:
-    try:
-        with torch.inference_mode():
-            call_with(view, x)
-    except Exception as error:
-        return error
-    return None
 
 
 def samples_of(example: Any) -> Any:

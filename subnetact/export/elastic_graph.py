@@ -191,7 +191,7 @@ class _Recording:
             return None if inner is None else self.bind(inner, f"{path}.{name}" if path else name)
 
         if isinstance(module, LayerSelect):
-            return module.chain({name: self._layer(module, name, path) for name in module._modules})
+            return module.select({name: self._layer(module, name, path) for name in module._modules})
         if _is_leaf(module):
             name = f"module_{len(self.modules)}"
             self.modules[name] = _scripted(module, path)

@@ -6,18 +6,12 @@ a network as a description says: `{"conv1": WeightSlice.on(out="width")}`.
 Which file answers which question:
 
 - `base.py`: what every operator does (`Operator`), and one entry of a description (`Elastic`).
-- `weight_slice.py`: convolutions, grouped and transposed ones included, linear layers, embeddings.
-- `attention_slice.py`: the heads of `nn.MultiheadAttention`.
-- `subnet_norm.py`: BatchNorm, whose statistics belong to the subnet; `per_width_norm.py`: US-Nets' BatchNorm.
-- `layer_norm_slice.py`: LayerNorm, RMSNorm, GroupNorm; `parameter_slice.py`: own parameters, and plain
-  numbers such as heads.
-- `layer_select.py`: which layers of a stack are kept; `skipped_layer.py`: what is in the places of others;
-  `switch.py`: one of several modules.
-- `elastic_kernel.py`: depthwise convolutions whose kernel size is a choice.
+- `layer_traits.py`: the one table of what is known of each class of layers. `segments.py`: parts that consist
+  of several segments.
+- `layer_select.py`: which layers of a stack are kept, and which of several modules is used;
+  `skipped_layer.py`: what is in the places of skipped layers. The other operators have files of their names.
 - `lowered_weight.py`: int8 and bfloat16: the copy of a weight, its slices, and the products that read them.
-- `kernel_table.py`: what each kind of machine multiplies with at a precision, or why it is refused.
-- `segments.py`: parts that consist of several segments, as in fused layers and behind a concatenation.
-- `layer_traits.py`: the one table of what is known of each class of layers.
+  `kernel_table.py`: what each kind of machine multiplies with at a precision, or why it is refused.
 - `view_module.py`: how the modules of a zero-copy view are made; `packed_copy.py`: tensors in memory of their
   own that follow the weights; `tensor_version.py`: whether a tensor has changed in place.
 
@@ -44,12 +38,11 @@ from subnetact.operators.attention_slice import AttentionSlice
 from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
 from subnetact.operators.layer_norm_slice import LayerNormSlice
-from subnetact.operators.layer_select import LayerSelect
+from subnetact.operators.layer_select import LayerSelect, ModuleSwitch, SwitchableModule
 from subnetact.operators.parameter_slice import ElasticAttribute, ParameterSlice
 from subnetact.operators.per_width_norm import PerWidthBatchNorm2d, PerWidthNorm
 from subnetact.operators.segments import Segments
 from subnetact.operators.subnet_norm import CALIBRATION_RULES, SubnetNorm
-from subnetact.operators.switch import ModuleSwitch, SwitchableModule
 from subnetact.operators.weight_slice import WeightSlice
 
 __all__ = [

@@ -1,12 +1,7 @@
 """AttentionSlice: the first heads of `nn.MultiheadAttention`.
 
-`nn.MultiheadAttention` stores the projections of queries, keys and values as three blocks of rows of one
-matrix, `in_proj_weight` of shape (3 * width, width). A subnet keeps the first rows of each block. As a tensor
-of shape (3, rows, columns) they are a zero-copy slice: `in_proj_weight.unflatten(0, (3, -1))[:, :out, :in_]`.
-`nn.MultiheadAttention` itself cannot compute with fewer heads at the same input width. The module of a subnet
-is therefore a `SlicedMultiheadAttention`.
-
-The output projection is a module of its own, which a `WeightSlice` on `out_proj` narrows.
+It stores the projections of queries, keys and values as three blocks of rows of one matrix, of which a subnet
+keeps the first rows each. As a tensor of shape (3, rows, columns) they are a zero-copy slice.
 """
 
 from __future__ import annotations
@@ -26,12 +21,10 @@ __all__ = ["AttentionSlice", "SlicedMultiheadAttention"]
 
 
 class SlicedMultiheadAttention(nn.MultiheadAttention):
-    """The attention of a subnet: `in_proj_weight` has shape (3, heads * head width, input width)."""
+    """The attention of a subnet: `in_proj_weight` has shape (3, heads * head width, input width).
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError(
-            "AttentionSlice makes SlicedMultiheadAttention out of nn.MultiheadAttention"
-        )
+    `nn.MultiheadAttention` itself cannot compute with fewer heads at the same input width.
+    """
 
     def forward(
         self,
@@ -44,10 +37,7 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,  # noqa: ARG002  # a hint that the mask, which is applied anyway, is causal
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute what `nn.MultiheadAttention` does, with the heads of the subnet.
-
-        Masks of shape (N * heads, L, S) are of the heads of the subnet.
-        """
+        """Compute what `nn.MultiheadAttention` does, with the heads of the subnet, also in masks of heads."""
         swap = not self.batch_first and query.dim() == 3
         given = (t.transpose(0, 1) for t in (query, key, value)) if swap else (query, key, value)
         projected: Any = (self.project(t, i) for i, t in enumerate(given))
@@ -103,7 +93,7 @@ class AttentionSlice(Operator):
         out: the width of all heads together, a multiple of the width of one head.
         in_: the width of queries, keys and values.
 
-    The module `out_proj` inside it is described on its own, with the dimension that `out` follows:
+    The module `out_proj` inside it is described on its own, with the dimension that `out` follows.
 
     Example:
         >>> elastic = {
@@ -136,10 +126,9 @@ class AttentionSlice(Operator):
         """Return the width of the full network, which is that of the inputs and of all heads together."""
         return int(self.template.embed_dim)
 
-    def legal(self, part: str) -> range:
-        """Return the widths of whole heads, or any width of the inputs."""
-        each = int(self.template.head_dim) if part == "out" else 1
-        return range(each, self.full(part) + 1, each)
+    def group_size(self, part: str) -> int:
+        """Return the width of one head, or 1 for the inputs."""
+        return int(self.template.head_dim) if part == "out" else 1
 
     def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Return the first rows and columns of the three projections, of shape (3, out, in_)."""

@@ -13,32 +13,16 @@ the slicing rule, and little is left to say:
     axes = {"weight": ("out",), "bias": ("out",)}
     register_layer(nn.Bilinear, LayerTraits("bilinear", axes, sizes={"out": "out_features"}))
 
-`BilinearSlice.on(out="width")` describes such a layer for `insert_`. The contract:
+`BilinearSlice.on(out="width")` describes such a layer for `insert_`. Where the table does not say it all, an
+operator overrides methods of the contract below. Everything that `tensors` and `attributes` return must
+depend on `sizes` alone, because subnets of equal sizes share their tensors, and training needs gradients
+through `tensors`. The forward is that of the template's class, or of `self.__dict__["_shell"]` if it is set.
 
-- `parts` names what a description can make elastic, and `full` gives the size of each part in the full
-  network. If the sizes in between are not all legal, `legal` lists those that are.
-- `check` refuses templates that the operator cannot slice. It runs in `insert_`, before anything is changed.
-- `segmented` names the parts that a description may give as `Segments`. Such a part has one size per
-  segment in `sizes`; `cut(tensor, {axis: kept})` slices with what `kept_parts(sizes)` returns.
-- `sizes` turns a size row into a tuple of integers. The default has one size per part. Everything that
-  `tensors` and `attributes` return must depend on this tuple alone, because subnets of equal sizes share
-  their tensors.
-- `tensors` returns the parameters of the subnet's module under the template's names, computed
-  differentiably from the operator's parameters (`self.weight`). Training uses the result directly, so it
-  must carry gradients.
-- `attributes` returns the plain attributes that the module's forward reads and that differ from the
-  template's. The forward is that of the template's class, or of `self.__dict__["_shell"]` if it is set.
-- An operator whose module multiplies by its weight can run at a lower precision (`lowered_weight.py`). It
-  implements `sliced` instead of `tensors`, which applies the same rule to given tensors: the copy of the
-  weight, and its scales in place of the bias. `lowers` names weight and bias, and `low_mixin` returns the
-  class with the forward.
-
-Zero-copy and packed: what `tensors` returns by slicing shares the storage of the operator's parameters and
-costs no memory. A returned tensor that does not share this storage (because the rule concatenates, gathers,
-normalises or multiplies) is a packed copy. It takes memory beyond the weights, once per distinct sizes, and
-follows changes in place by itself (`packed_copy.py`). Changes that version counters do not show (through
-`parameter.data`, NumPy, or on tensors that were made in inference mode) need `Supernet.refresh`;
-`Supernet.verify` finds them.
+What `tensors` returns by slicing shares the storage of the parameters and costs no memory. Any other tensor
+(concatenated, gathered, normalised, multiplied) becomes a packed copy in views: it takes memory once per
+distinct sizes, and follows changes in place by itself (`packed_copy.py`). Changes that version counters do
+not show (through `parameter.data`, NumPy, or on tensors that were made in inference mode) need
+`Supernet.refresh`; `Supernet.verify` finds them.
 """
 
 from __future__ import annotations
@@ -86,7 +70,7 @@ class Elastic:
         return found
 
     def segments(self) -> dict[str, tuple[int, ...]]:
-        """Return the full lengths of the segments, by part. Parts without segments are left out."""
+        """Return the full lengths of the segments of every part that has `Segments`."""
         return {part: given.lengths for part, given in self.follows.items() if isinstance(given, Segments)}
 
     def __str__(self) -> str:
@@ -115,14 +99,10 @@ class Operator(nn.Module):
             that are not named are one segment, with the name of the part.
 
     Attributes:
-        path: as given.
-        dims: as given.
-        segments: as given.
-        template: as given.
         traits: what the table of layer traits says of the template.
     """
 
-    parts: ClassVar[tuple[str, ...]] = ()
+    parts: tuple[str, ...] = ()
     """The names of the parts that a description may name. If empty, the template decides which are legal."""
 
     slices: ClassVar[tuple[str, ...]] = ()
@@ -200,7 +180,7 @@ class Operator(nn.Module):
     # -- the contract ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that this operator can make its template elastic.
+        """Refuse what this operator cannot make elastic; it runs before a network is changed.
 
         Raises:
             InsertError: the operator does not support the template's type or settings, or the given parts.
@@ -209,28 +189,38 @@ class Operator(nn.Module):
             raise self.refuse(
                 f"it slices layers of the kind {', '.join(self.slices)}; register_layer adds one"
             )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        for part, lengths in self.segments.items():
+            each = self.group_size(part)
+            if any(length % each for length in lengths):
+                raise self.refuse(f"the segments of {part!r} are not whole groups of {each}")
 
     def full(self, part: str) -> int:
         """Return the size of a part, one of `parts`, in the full network."""
         return int(getattr(self.template, self.traits.sizes[part]))
 
+    def group_size(self, part: str) -> int:  # noqa: ARG002
+        """Return how many entries of a `part` are kept or dropped together, as in a grouped convolution."""
+        return 1
+
     def legal(self, part: str) -> Sequence[int]:
         """Return the sizes that a part, or a segment of a part, may have, in ascending order."""
-        return range(1, self.length(part) + 1)
+        each = self.group_size(part.partition(".")[0])
+        return range(each, self.length(part) + 1, each)
 
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Tell whether the module with zeros in place of dropped weights computes what the narrowed one does.
 
-        `Supernet.check` relies on this. It is True, unless the module normalises over the `part` or computes
-        its weights.
+        It does not if it normalises over the `part` or computes its weights. `Supernet.check` asks.
         """
         return True
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
-        """Return the sizes on which this operator's module in the subnet of a size `row` depends.
+        """Return what the module of the subnet of a size `row` depends on: the size of every part in order.
 
-        There is one size per segment of each part, in the order of `parts`. A part that is not described with
-        `Segments` is one segment.
+        A part that is described with `Segments` has one size per segment.
         """
         if not self.segments:
             return tuple(self.size(part, row) for part in self.parts)
@@ -249,14 +239,10 @@ class Operator(nn.Module):
         return self.sliced(sizes, self._parameters)
 
     def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
-        """Apply the slicing rule, which is that of `axes`, to tensors that stand in for the parameters.
+        """Return what `tensors` does, of `given` tensors of the shapes of the parameters, under their names.
 
-        Args:
-            sizes: what `sizes` returned for the subnet.
-            given: tensors of the shapes of the parameters, under their names.
-
-        Returns:
-            As `tensors`.
+        An operator whose weight can have a lower precision overrides this method instead of `tensors`: here
+        its rule meets the lowered copy of the weight, and the scales in place of the bias.
         """
         kept = dict(zip(self.parts, self.kept_parts(sizes), strict=True))
         return {
@@ -272,7 +258,7 @@ class Operator(nn.Module):
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the plain attributes in which the module of a subnet of these `sizes` differs, by name."""
-        totals = dict(zip(self.parts, self.totals(sizes), strict=True))
+        totals = dict(zip(self.parts, self.totals(sizes), strict=False))
         return {attribute: totals[part] for part, attribute in self.traits.sizes.items() if part in totals}
 
     def low_mixin(self) -> type[Low] | None:
@@ -300,11 +286,7 @@ class Operator(nn.Module):
         return self.lengths(part)[int(index)] if part in self.parts else self.full(name)
 
     def size(self, part: str, row: SizeRow) -> int:
-        """Return the size of a part, or of a segment of a part, in a subnet.
-
-        Args:
-            part: one of `parts`, or the name of a segment.
-            row: the size row of the subnet.
+        """Return the size of a `part`, or of a segment of one, in the subnet of a size `row`.
 
         Raises:
             SpecError: the size is not among the `legal` ones.
@@ -312,17 +294,13 @@ class Operator(nn.Module):
         if part not in self.dims:
             return self.length(part)
         size = row[self.dims[part]]
-        if self.checks and size not in self.legal(part):
-            raise SpecError(f"{self.path}: {self._not_legal(part, size)}")
+        if self.checks and size not in (legal := self.legal(part)):
+            if isinstance(legal, range) and len(legal) > MOST_LISTED:
+                among = f"{legal[0]} to {legal[-1]}" + f" in steps of {legal.step}" * (legal.step > 1)
+            else:
+                among = " or ".join(filter(None, [", ".join(map(str, legal[:-1])), str(legal[-1])]))
+            raise SpecError(f"{self.path}: {part}={size} is not legal; choose {among}")
         return size
-
-    def _not_legal(self, part: str, size: int) -> str:
-        legal = self.legal(part)
-        if isinstance(legal, range) and len(legal) > MOST_LISTED:
-            among = f"{legal[0]} to {legal[-1]}" + (f" in steps of {legal.step}" if legal.step > 1 else "")
-        else:
-            among = " or ".join(filter(None, [", ".join(map(str, legal[:-1])), str(legal[-1])]))
-        return f"{part}={size} is not legal; choose {among}"
 
     def totals(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return one size per part, that of all its segments together, of what `sizes` returned."""
@@ -361,13 +339,10 @@ class Operator(nn.Module):
     def parameters_of(
         self, sizes: tuple[int, ...], trainable: bool, bits: int = FLOAT_BITS
     ) -> dict[str, Any]:
-        """Return a subnet's parameters.
+        """Return the parameters of the subnets of these `sizes`, which share them.
 
-        Args:
-            sizes: what `sizes` returned for the subnet.
-            trainable: whether to return slices that carry gradients to the full parameters. Otherwise the
-                result consists of frozen parameters, which all subnets of these sizes share.
-            bits: the precision of the weight in frozen parameters.
+        They are frozen, with the weight at a precision of `bits`. If they are `trainable`, they are new
+        slices that carry gradients to the full parameters.
         """
         if trainable:
             return self.tensors(sizes)
@@ -423,10 +398,7 @@ class Operator(nn.Module):
         return found
 
     def lowered(self, bits: int) -> PackedCopy:
-        """Return the one copy of the full weight at 8 or 16 `bits`, which all subnets slice.
-
-        Its tensors are the fields of a `LoweredWeight`.
-        """
+        """Return the one copy of the full weight at 8 or 16 `bits`, with the fields of a `LoweredWeight`."""
         return self.packed(("lowered", bits), lambda: self.made_low(bits)._asdict())
 
     def made_low(self, bits: int) -> LoweredWeight:
@@ -439,19 +411,12 @@ class Operator(nn.Module):
         axes = self.axes(self.lowers[0])
         return axes.index("out") if "out" in axes else 0
 
-    def packed_copies(self) -> list[PackedCopy]:
-        """Return the packed copies that views may be using now."""
-        return list(self._packed.values())
-
-    def lowered_copies(self) -> list[PackedCopy]:
-        """Return the copies of the full weight at lower precisions."""
-        return [packed for key, packed in list(self._packed.items()) if key[0] == "lowered"]
+    def packed_copies(self, kind: str = "") -> list[PackedCopy]:
+        """Return the packed copies that views may be using now: all, or those of a `kind`, as "lowered"."""
+        return [packed for key, packed in list(self._packed.items()) if kind in ("", key[0])]
 
     def forget(self) -> None:
-        """Drop the shared tensors, because the parameters are about to be replaced or were replaced.
-
-        Packed copies that views still use stay as they are from now on.
-        """
+        """Drop the shared tensors, as the parameters are replaced; packed copies in use stay as they are."""
         for packed in self.packed_copies():
             packed.finish()
         self._shared, self._packed = {}, {}
@@ -485,11 +450,6 @@ def _refuse_hook(self: Operator, *_: Any, register: str, **__: Any) -> Any:
     )
 
 
-for _name in (
-    "register_forward_pre_hook",
-    "register_forward_hook",
-    "register_full_backward_pre_hook",
-    "register_full_backward_hook",
-    "register_backward_hook",
-):
-    setattr(Operator, _name, partialmethod(_refuse_hook, register=_name))
+for _name in dir(nn.Module):
+    if _name.endswith("_hook") and _name.startswith(("register_forward", "register_full", "register_back")):
+        setattr(Operator, _name, partialmethod(_refuse_hook, register=_name))

@@ -121,8 +121,7 @@ class ElasticKernel(Operator):
 def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], size: int) -> Tensor:
     """Return a depthwise kernel of a smaller size, (channels, 1, size, size), as TorchScript can compile it.
 
-    `weight` has the largest kernel, `sizes` are ascending, and `matrices` has the matrix from each size to
-    the one before it, or nothing if the smaller kernel is the centre of the larger one.
+    `sizes` are ascending; `matrices` has the matrix from each size to the one before it, or nothing.
     """
     if has_torch_function_unary(weight):
         return handle_torch_function(smaller_kernel, (weight,), weight, matrices, sizes, size)

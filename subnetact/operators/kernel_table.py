@@ -1,12 +1,8 @@
 """The table of kernels: what each kind of machine multiplies with at a precision, or why it is refused.
 
-A machine is described by what torch and oneDNN use of it (`subnetact.device.machine_facts`), within the
-limits of the environment. `kernel_for` is a function of these facts alone: no time is measured, so the
-answer is the same on a busy machine, and every row of the table can be asked for on any machine. On the
-machine itself `why_not` also tries whether the products are right.
-
-On CPUs, `torch._int_mm` reads strided slices as fast as dense ones. For few rows, as in a step of generation,
-it takes half the time if the weight is the first factor.
+`kernel_for` is a function of the facts of a machine alone (`subnetact.device.machine_facts`): no time is
+measured, so the answer is the same on a busy machine. On the machine itself `why_not` also tries whether the
+products are right.
 """
 
 from __future__ import annotations
@@ -14,8 +10,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +41,7 @@ __all__ = [
 LARGEST = 127
 """The largest int8 magnitude that is used. -128 is left out, so that scales are symmetric."""
 WEIGHT_FIRST = 4
-"""The most rows for which the weight is the first factor of a product on the CPU."""
+"""The most rows for which the weight is the first factor on the CPU, which takes half the time there."""
 
 STRIDED = "strided"
 """`torch._int_mm`, which reads slices of the one int8 copy where they are."""
@@ -57,15 +53,10 @@ NATIVE = "native"
 """The products that torch has for a dtype."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One row of the table: what multiplies at a precision on some machines, or why nothing does.
+class Kernel(NamedTuple):
+    """One row of the table: what multiplies at a precision, or why it is refused and what a machine needs.
 
-    Attributes:
-        precision: `int8` or `bfloat16`.
-        name: which product multiplies; empty if the precision is refused.
-        text: what multiplies, or why the precision is refused.
-        needs: what a machine must have instead, if the precision is refused.
+    The `name` of the product is empty if the precision is refused.
     """
 
     precision: str
@@ -74,20 +65,16 @@ class Kernel:
     needs: str = ""
 
 
-_VNNI = "a CPU with AVX-512 VNNI or AMX (Intel since Cascade Lake, AMD since Zen 4), or a CUDA device"
+_VNNI = (
+    "a CPU with AVX-512 VNNI or AMX (Intel since Cascade Lake, AMD since Zen 4), or a CUDA device of compute "
+    "capability 7.5"
+)
 _BF16 = "a CPU with AVX-512 BF16 or AMX, or a CUDA device of compute capability 8.0"
 
 
-def _any(_: MachineFacts) -> bool:
-    return True
-
-
-def _cpu(m: MachineFacts) -> bool:
-    return m.device == "cpu"
-
-
-def _x86(m: MachineFacts) -> bool:
-    return _cpu(m) and m.architecture.lower() in ("x86_64", "amd64")
+def _x86_with(facts: MachineFacts, unit: str) -> bool:
+    x86 = facts.device == "cpu" and facts.architecture.lower() in ("x86_64", "amd64")
+    return x86 and (facts.uses(unit) or facts.uses("amx"))
 
 
 _ROWS: tuple[tuple[Callable[[MachineFacts], bool], Kernel], ...] = (
@@ -97,37 +84,21 @@ _ROWS: tuple[tuple[Callable[[MachineFacts], bool], Kernel], ...] = (
         Kernel("int8", CUBLAS, "cuBLAS, with sizes padded to multiples of 8"),
     ),
     (
-        lambda m: m.device == "cuda",
-        Kernel("int8", "", "it has no int8 matrix units", "compute capability 7.5"),
-    ),
-    (
-        lambda m: _x86(m) and (m.uses("vnni") or m.uses("amx")),
+        lambda m: _x86_with(m, "vnni"),
         Kernel("int8", STRIDED, "oneDNN, on slices of the one int8 copy; packed in fused programs"),
     ),
     (
-        lambda m: _x86(m) and m.aten.startswith("AVX512"),
-        Kernel("int8", "", "oneDNN's int8 products saturate in 16 bits, or are slow, without VNNI", _VNNI),
+        lambda m: m.device == "cpu",
+        Kernel("int8", "", "int8 products saturate in 16 bits, or are slower than those of float32", _VNNI),
     ),
-    (
-        _x86,
-        Kernel("int8", "", "int8 products with slices take some 30 times as long as float32 products", _VNNI),
-    ),
-    (_cpu, Kernel("int8", "", "no int8 product is known to be faster than float32 there", _VNNI)),
-    (_any, Kernel("int8", "", "its int8 products are not known", _VNNI)),
+    (lambda _: True, Kernel("int8", "", "there are no int8 products, or none that are known", _VNNI)),
     (
         lambda m: m.reference or (m.device == "cuda" and m.cuda >= (8, 0)),
         Kernel("bfloat16", NATIVE, "torch's own bfloat16 products"),
     ),
-    (
-        lambda m: _x86(m) and (m.uses("bf16") or m.uses("amx")),
-        Kernel("bfloat16", NATIVE, "oneDNN's bfloat16 products"),
-    ),
-    (
-        _cpu,
-        Kernel("bfloat16", "", "it converts bfloat16 numbers one by one, which takes longer", _BF16),
-    ),
-    (_any, Kernel("bfloat16", "", "its bfloat16 products are slow or not known", _BF16)),
-)  # fmt: skip
+    (lambda m: _x86_with(m, "bf16"), Kernel("bfloat16", NATIVE, "oneDNN's bfloat16 products")),
+    (lambda _: True, Kernel("bfloat16", "", "its bfloat16 products are slow or not known", _BF16)),
+)
 
 
 @cache

@@ -1,13 +1,4 @@
-"""LayerNormSlice: norms without running statistics, over the first features.
-
-- LayerNorm over the last axis: `weight[:features]`, `bias[:features]`; mean and variance of the features
-  that the subnet has.
-- RMSNorm: `weight[:features]`; mean square of the features that the subnet has. `torch.nn.RMSNorm` is known
-  by its class. The many RMSNorm classes of transformers and timm are tried: the operator runs the sliced
-  module on random numbers, and compares the result with the rule.
-- GroupNorm: whole groups, so that the features of a group stay together. With a single group, any number of
-  features.
-"""
+"""LayerNormSlice: norms without running statistics, over the first features."""
 
 from __future__ import annotations
 
@@ -27,6 +18,9 @@ __all__ = ["LayerNormSlice"]
 class LayerNormSlice(Operator):
     """Slices `weight[:features]` and `bias[:features]` of a LayerNorm, an RMSNorm or a GroupNorm.
 
+    Means, variances and mean squares are over the features that the subnet has. A GroupNorm keeps whole
+    groups, or any number of features if it has a single group. The many RMSNorm classes of transformers and
+    timm are tried: the operator runs the sliced module on random numbers, and compares it with the rule.
     These norms have no running statistics, so subnets need no calibration for them.
 
     Parts:
@@ -42,22 +36,14 @@ class LayerNormSlice(Operator):
 
     def check(self) -> None:
         """Refuse other modules, norms over several axes, and what is no RMSNorm of its first features."""
-        template = self.template
-        if isinstance(template, nn.GroupNorm):
-            if any(length % self._each for length in self.lengths("features")):
-                raise self.refuse(f"its segments are not whole groups of {self._each}")
-            return
-        if isinstance(template, nn.LayerNorm | nn.RMSNorm):
-            if len(template.normalized_shape) != 1:
+        if self.traits.kind in self.slices:
+            if len(getattr(self.template, "normalized_shape", (1,))) != 1:
                 raise self.refuse("it normalises over several axes; only norms over one axis can be sliced")
         elif not _is_rms_norm(self):
             raise self.refuse(
                 "only GroupNorm, and LayerNorm and RMSNorm over one axis, have an affine it can slice"
             )
-
-    @property
-    def _groups(self) -> int:
-        return int(self.template.num_groups) if isinstance(self.template, nn.GroupNorm) else 1
+        self._check_groups()
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return the number of features of the full network."""
@@ -66,14 +52,10 @@ class LayerNormSlice(Operator):
         shape = getattr(self.template, "normalized_shape", None)
         return int(shape[0] if isinstance(shape, tuple) else self.template.weight.shape[0])
 
-    def legal(self, part: str) -> range:
-        """Return every number of features, or the multiples of the features of one group."""
-        each = self._each
-        return range(each, self.length(part) + 1, each)
-
-    @property
-    def _each(self) -> int:
-        return self.full("features") // self._groups if self._groups > 1 else 1
+    def group_size(self, part: str) -> int:
+        """Return the features of one group; 1 if all of them are in one group."""
+        groups = getattr(self.template, "num_groups", 1)
+        return self.full(part) // groups if groups > 1 else 1
 
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Return False: the mean and the variance are over all features, dropped ones included."""
@@ -87,13 +69,16 @@ class LayerNormSlice(Operator):
         """Return the `normalized_shape`, or the numbers of channels and groups, of the subnet's module."""
         features = self.totals(sizes)[0]
         if isinstance(self.template, nn.GroupNorm):
-            groups = self._groups * features // self.full("features") if self._groups > 1 else 1
-            return {"num_channels": features, "num_groups": groups}
+            whole = self.template.num_groups == 1
+            return {
+                "num_channels": features,
+                "num_groups": 1 if whole else features // self.group_size("features"),
+            }
         return {"normalized_shape": (features,)} if "normalized_shape" in self.template.__dict__ else {}
 
 
 def _is_rms_norm(norm: LayerNormSlice) -> bool:
-    """Tell whether a module, sliced to its first features, is an RMSNorm of them. It is tried on numbers."""
+    """Tell whether a module, sliced to its first features, is an RMSNorm of them."""
     template = norm.template
     weight = template._parameters.get("weight")
     plain = set(template._parameters) == {"weight"} and not template._modules and not template._buffers
@@ -103,10 +88,9 @@ def _is_rms_norm(norm: LayerNormSlice) -> bool:
 
 
 def _is_rms_norm_over(norm: LayerNormSlice, full: int, trailing: tuple[int, ...]) -> bool:
-    """Try a module on inputs with features on axis 1, followed by other axes.
+    """Try a module on numbers so large that its epsilon does not matter, of shape (N, features, *trailing).
 
-    Numbers are so large that the epsilon of the norm does not matter. The gain per feature, which may be the
-    weight or one plus the weight, is what the module makes of equal numbers.
+    The gain, the weight or one plus the weight, is what the module makes of equal numbers.
     """
     kept = full // 2
     generator = torch.Generator().manual_seed(0)

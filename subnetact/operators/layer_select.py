@@ -1,18 +1,18 @@
-"""LayerSelect: which layers of a stack a subnet keeps."""
+"""LayerSelect: which layers of a stack a subnet keeps. ModuleSwitch: which of several modules it uses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from subnetact.operators.base import Operator
 from subnetact.operators.skipped_layer import skipped
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["LayerSelect"]
+__all__ = ["LayerSelect", "ModuleSwitch", "SwitchableModule"]
 
 
 class LayerSelect(Operator):
@@ -22,9 +22,7 @@ class LayerSelect(Operator):
     parameters and buffers of its own.
 
     In the place of a skipped layer a subnet has the identity, so that networks may index their layers, masks
-    and position embeddings by position. Residual connections belong inside of the layers: what a network adds
-    or applies between two layers stays. Which layers are kept is up to the size rows of the space: OFA keeps
-    the first ones, DynaBERT every n-th.
+    and position embeddings by position. What a network adds or applies between two layers stays.
 
     The parts are the names of layers in the stack, each with a dimension that is 1 if the layer is kept and 0
     if it is skipped. Layers that are not named are always kept.
@@ -61,9 +59,9 @@ class LayerSelect(Operator):
         return (0, 1)
 
     def gate(self, name: str) -> tuple[int, int] | None:
-        """Return the condition under which the layer of a `name` is kept; None if it is always kept.
+        """Return a position in size rows, and the size there with which the layer of a `name` is kept.
 
-        It is a position in size rows, and the size there with which the layer is kept.
+        It is None for a layer that every subnet keeps.
         """
         return (self.dims[name], 1) if name in self.dims else None
 
@@ -72,16 +70,9 @@ class LayerSelect(Operator):
         gates = {name: self.gate(name) for name in self._modules}
         return [name for name, gate in gates.items() if gate is None or row[gate[0]] == gate[1]]
 
-    def chain(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return a container of all layers, in which a skipped layer is the identity. Exports use it."""
-        return self.select(layers)
-
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
         """Return a container of the kept `layers` by name, with identities in the places of the others."""
-        modules = {
-            name: layers[name] if name in layers else view_module(self._stand_in(name))
-            for name in self._modules
-        }
+        modules = {name: layers[name] if name in layers else self._stand_in(name) for name in self._modules}
         return view_module(self.template, modules=modules)
 
     def __len__(self) -> int:
@@ -97,16 +88,66 @@ class LayerSelect(Operator):
         return list(self._modules.values())[position]
 
     def _stand_in(self, name: str) -> nn.Module:
-        found = self._stand_ins.get(name)
-        if found is None:
+        if name not in self._stand_ins:
             layer = self._modules[name]
-            found = skipped(nn.Identity() if layer is None else layer)
-            self._stand_ins[name] = found
-        return found
+            self._stand_ins[name] = skipped(nn.Identity() if layer is None else layer)
+        return view_module(self._stand_ins[name])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stand_ins": {}}
 
-    def bind(self, row: SizeRow, trainable: bool = False) -> Any:
-        """Not implemented: `subnetact.supernet.bind` binds the kept layers and calls `select`."""
-        raise NotImplementedError
+class SwitchableModule(nn.Module):
+    """Several modules of which one is used. Without an operator around it, that is the default one.
+
+    Args:
+        modules: the alternatives; their positions are their names.
+        default: the position of the alternative of the full network.
+    """
+
+    def __init__(self, *modules: nn.Module, default: int) -> None:
+        super().__init__()
+        for i, module in enumerate(modules):
+            self.add_module(str(i), module)
+        self.default = str(default)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the default alternative for an input `x`."""
+        return self._modules[self.default](x)  # type: ignore[misc, no-any-return]
+
+
+class ModuleSwitch(LayerSelect):
+    """Uses one of the alternatives of a `SwitchableModule` in each subnet; they share nothing.
+
+    Parts:
+        choice: which alternative: 1 for the first one, 2 for the second, and so on. It must be described.
+
+    Source:
+        The switchable BatchNorm of Slimmable Neural Networks (Yu et al., 2019).
+    """
+
+    parts = ("choice",)
+
+    def check(self) -> None:
+        """Refuse templates that are no SwitchableModule, and descriptions without `choice`."""
+        if not isinstance(self.template, SwitchableModule) or "choice" not in self.dims:
+            raise self.refuse("only SwitchableModule, with a dimension for 'choice', can be switched")
+
+    def full(self, part: str) -> int:  # noqa: ARG002
+        """Return the number of alternatives."""
+        return len(self._modules)
+
+    def legal(self, part: str) -> Sequence[int]:
+        """Return the numbers from 1 to the number of alternatives."""
+        return range(1, self.full(part) + 1)
+
+    def gate(self, name: str) -> tuple[int, int]:
+        """Return the position in size rows, and the size there with which an alternative is chosen."""
+        return self.dims["choice"], int(name) + 1
+
+    def kept(self, row: SizeRow) -> list[str]:
+        """Return the name of the alternative that the subnet of a size `row` uses, as a list of one."""
+        self.size("choice", row)
+        return super().kept(row)
+
+    def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
+        """Return the chosen alternative; exports give all of them, of which the others are identities."""
+        chosen = [layer for layer in layers.values() if layer is not None]
+        return chosen[0] if len(chosen) == 1 else nn.Sequential(*chosen)

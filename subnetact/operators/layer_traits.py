@@ -1,8 +1,7 @@
 """LayerTraits: everything the library knows of a class of layers, in one table that all rooms read.
 
 A layer that is not in the table stays as it is in every subnet, unless an operator is named for it. To make
-another class of layers elastic, write its operator and add a line to the table, or call `register_layer`;
-`subnetact/operators/base.py` has an example.
+another class of layers elastic, write its operator (`base.py` has an example) and add a line to the table.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ class LayerTraits:
         fresh: whether the output is a new tensor, which a following operation may overwrite.
         finite: whether finite inputs give finite outputs, unless they overflow.
         transparent: whether the layer may lie on the shortcut of a residual block.
+        reads_children: whether the forward reads the weights of its submodules itself.
     """
 
     kind: str = "unknown"
@@ -43,6 +43,7 @@ class LayerTraits:
     fresh: bool = False
     finite: bool = False
     transparent: bool = False
+    reads_children: bool = False
 
 
 def _matrix(kind: str, out: str, in_: str, inputs_first: bool = False) -> LayerTraits:
@@ -63,7 +64,12 @@ _CONTAINER = LayerTraits("container")
 _CONVOLUTION = _matrix("convolution", "out_channels", "in_channels")
 _TRANSPOSED = _matrix("transposed convolution", "out_channels", "in_channels", inputs_first=True)
 _BATCH_NORM = LayerTraits(
-    "batch norm", dict.fromkeys(_CHANNELS, ("channels",)), reads="channels", fresh=True, finite=True
+    "batch norm",
+    axes=dict.fromkeys(_CHANNELS, ("channels",)),
+    sizes={"channels": "num_features"},
+    reads="channels",
+    fresh=True,
+    finite=True,
 )
 _PER_WIDTH_NORM = replace(_BATCH_NORM, kind="per-width batch norm")
 _NORM = LayerTraits("norm", {"weight": ("features",), "bias": ("features",)}, reads="features", finite=True)
@@ -80,7 +86,10 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _TRANSPOSED),
     "transformers.pytorch_utils.Conv1D": _matrix("linear", "nf", "nx", inputs_first=True),
     nn.Embedding: _matrix("embedding", "embedding_dim", "num_embeddings", inputs_first=True),
-    nn.MultiheadAttention: LayerTraits("attention", _IN_PROJECTION, reads="in_", mixes=True, fresh=True),
+    nn.MultiheadAttention: LayerTraits(
+        "attention", _IN_PROJECTION, reads="in_", mixes=True, fresh=True, reads_children=True
+    ),
+    nn.TransformerEncoderLayer: LayerTraits(reads_children=True),
     **dict.fromkeys(BATCH_NORMS, _BATCH_NORM),
     "subnetact.operators.per_width_norm.PerWidthBatchNorm2d": _PER_WIDTH_NORM,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _LAYER_NORM),
@@ -106,16 +115,11 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
 
 
 def traits_of(layer: nn.Module | type[nn.Module], derived: bool = True) -> LayerTraits:
-    """Return the traits of a layer.
+    """Return the traits of an ordinary layer, or of its class; of an operator, give the template.
 
-    Args:
-        layer: an ordinary layer or its class; of an operator, give the template.
-        derived: whether a class has the traits of the class that it is derived from, which is right for its
-            parameters. A derived class may compute something else: False asks for the class itself.
-
-    Returns:
-        The traits. A class that nobody knows is of kind `unknown`; one that is derived from `nn.Module` alone
-        may be anything and is not a `container`.
+    A class has the traits of the class that it is derived from, which is right for its parameters. It may
+    compute something else: `derived=False` asks for the class itself. A class that is derived from
+    `nn.Module` alone may be anything; it is `unknown`, and not a `container`.
     """
     given: Any = layer if isinstance(layer, type) else type(layer)
     for cls in given.__mro__ if derived else (given,):
@@ -126,10 +130,5 @@ def traits_of(layer: nn.Module | type[nn.Module], derived: bool = True) -> Layer
 
 
 def register_layer(cls: type[nn.Module], traits: LayerTraits) -> None:
-    """Add a class of layers to the table, or replace what the table says of it.
-
-    Args:
-        cls: the class of the layers.
-        traits: what the library should know of them.
-    """
+    """Add a class of layers to the table, or replace what the table says of it."""
     _TRAITS[cls] = traits

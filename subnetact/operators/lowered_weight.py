@@ -1,21 +1,16 @@
 """LoweredWeight: weights in int8 or bfloat16, how subnets slice them, and the products that read them.
 
-How a convolution runs at int8, from the full weight to the output:
+How a convolution runs at int8:
 
-1. `LoweredWeight.made` makes one copy of the full weight when an int8 subnet is first bound. int8 weights are
-   symmetric, with one scale per output channel.
+1. `LoweredWeight.made` makes one copy of the full weight, with one scale per output channel.
 2. `sliced_low` applies the slicing rule of the operator to the copy, and to the scales as if they were the
-   bias. The result is the slice's own quantisation, so every subnet reads the one copy in place. A module
-   has the slice as its `weight` and the scales as one more parameter.
-3. `LowConv` gives the module its forward, `LoweredWeight.convolution`. Activations are quantised in every
-   call, each sample by itself, and products accumulate in int32, so that an output does not depend on the
-   other inputs of its batch.
+   bias. A module has the slice as its `weight` and the scales as one more parameter.
+3. `LowConv` gives the module its forward. Activations are quantised in every call, each sample by itself
+   (each row in linear layers), so that an output does not depend on the other inputs of its batch. Products
+   accumulate in int32 (`kernel_table.py`).
 
-Linear layers do the same with one scale per row of their input. A product takes three steps, of which only
-the second multiplies: `quantise_rows` rounds x * 127 / largest per row; `kernel_table.py` has the product of
-int8 matrices of this kind of machine; `_scaled` writes acc * row scale * channel scale + bias over the int32
-numbers. The first and the last work on few rows at a time, so that what they write stays in the cache. For
-large inputs this takes a fifth of the time, most of which would otherwise go into fresh pages of memory.
+Activations are quantised and products scaled back few rows at a time, so that what is written stays in the
+cache; for large inputs this takes a fifth of the time.
 """
 
 from __future__ import annotations
@@ -57,12 +52,7 @@ _SCALE = "weight_scale"
 
 
 class LoweredWeight(NamedTuple):
-    """A weight at a lower precision.
-
-    Attributes:
-        weight: the weight, or a slice of it, in int8 or bfloat16.
-        scale: for int8, the scale of every output channel, of shape (channels,); otherwise None.
-    """
+    """A weight, or a slice of it, in int8 or bfloat16; for int8, with the `scale` of every output channel."""
 
     weight: Tensor
     scale: Tensor | None = None
@@ -136,10 +126,7 @@ def sliced_low(operator: Any, sizes: tuple[int, ...], bits: int) -> dict[str, Te
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 numbers (rows, features), and the scale of every row, (rows, 1), for a matrix of floats.
-
-    The scale of a row with NaN or infinite numbers is not finite either, so the outputs of that row are not.
-    """
+    """Return int8 numbers (rows, features) and the scale of every row, (rows, 1), finite if the row is."""
     if _in_one_piece(x):
         scale = x.abs().amax(1, keepdim=True).mul_(1 / LARGEST).clamp_(min=SMALLEST_SCALE)
         return (x * scale.reciprocal()).round_().to(torch.int8), scale

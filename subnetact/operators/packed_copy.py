@@ -1,9 +1,7 @@
 """PackedCopy: tensors that are computed from the weights into memory of their own, and follow them.
 
-The version counters of the weights say whether a copy is out of date (`tensor_version.py`). The module of a
-view asks for the present tensors whenever it reads one (`follow_`), and after a change in place gets new
-ones, so that nobody reads half of a copy. A change that moves the generation of the supernet makes the
-operators forget their copies; those that former views still use stay as they are from then on.
+The module of a view asks for the present tensors whenever it reads one (`follow_`), and after a change in
+place gets new ones, so that nobody reads half of a copy.
 """
 
 from __future__ import annotations
@@ -22,16 +20,7 @@ __all__ = ["PackedCopy", "follow_"]
 
 
 class PackedCopy:
-    """Tensors by name, what they were computed from, and the function that computes them.
-
-    Args:
-        sources: the parameters and buffers that the tensors are computed from.
-        make: computes the tensors by name. Those that are None are left out.
-
-    Attributes:
-        sources: as given.
-        tensors: the computed tensors by name. `refresh` exchanges them for others.
-    """
+    """The `tensors` that `make` computes from `sources`, by name; those that are None are left out."""
 
     def __init__(self, sources: tuple[Tensor, ...], make: Callable[[], Mapping[str, Tensor | None]]) -> None:
         self.sources = sources
@@ -68,11 +57,6 @@ class PackedCopy:
         """Return what a view holds for a slice `of` a tensor: a parameter, or a tensor for a buffer."""
         return self._at((name, of.size(), of.stride(), of.storage_offset(), buffer))
 
-    def present(self, frozen: Any) -> Any:
-        """Return what stands in the place of a tensor that `frozen` returned: it, or a newer one."""
-        self.refresh()
-        return self._at(frozen.place)
-
     def _at(self, place: tuple[Any, ...]) -> Any:
         tensors, known = self.tensors, self._frozen
         found: Any = known.get(place)
@@ -99,6 +83,7 @@ def follow_(tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
         packed = getattr(tensor, "__dict__", {}).get("packed")  # A traced tensor has any attribute.
         if packed is not None:
-            present = packed.present(tensor)
+            packed.refresh()
+            present = packed._at(tensor.place)
             if present is not tensor:
                 tensors[name] = present

@@ -1,21 +1,16 @@
-"""ParameterSlice and ElasticAttribute: own parameters, and plain numbers, that follow the subnet.
-
-Both work on modules with submodules too: a block with a `gamma` beside its layers, a network with a class
-token, an attention module with a number of heads.
-"""
+"""ParameterSlice and ElasticAttribute: own parameters, and plain numbers, that follow the subnet."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from subnetact.operators.base import Operator
 from subnetact.operators.segments import cut
-from subnetact.space import SizeRow
 
 __all__ = ["ElasticAttribute", "ParameterSlice"]
 
@@ -54,10 +49,6 @@ class ParameterSlice(Operator):
         (features,) = self.kept_parts(sizes)
         return {name: None if p is None else cut(p, {-1: features}) for name, p in self._parameters.items()}
 
-    def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:  # noqa: ARG002
-        """Return nothing, because the forward of the module reads its parameters only."""
-        return {}
-
 
 class ElasticAttribute(Operator):
     """Gives a module whole numbers and parameters that depend on the subnet, each by its name.
@@ -72,6 +63,11 @@ class ElasticAttribute(Operator):
     Example:
         >>> ElasticAttribute.on(num_heads="block0.heads", gamma="block0.width")
     """
+
+    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
+        super().__init__(template, path, dims)
+        self.parts = tuple(dims)
+        self._dim = {name: p.dim() for name, p in template._parameters.items() if p is not None}
 
     def check(self) -> None:
         """Refuse attributes that are missing, or neither whole numbers nor parameters with such an axis."""
@@ -92,14 +88,11 @@ class ElasticAttribute(Operator):
 
     def _is_axis(self, part: str) -> bool:
         name, _, axis = part.partition(".")
-        parameter = self.template._parameters.get(name)
-        if parameter is None or not (axis.isdigit() or axis == ""):
-            return False
-        return bool(parameter.dim() > int(axis or 0))
+        return (axis.isdigit() or axis == "") and self._dim.get(name, 0) > int(axis or 0)
 
     def _axis(self, part: str) -> tuple[str, int]:
         name, _, axis = part.partition(".")
-        return name, int(axis) if axis else self.template._parameters[name].dim() - 1
+        return name, int(axis) if axis else self._dim[name] - 1
 
     def full(self, part: str) -> int:
         """Return the number, or the length of the parameter's axis, in the full network."""
@@ -108,18 +101,10 @@ class ElasticAttribute(Operator):
         name, axis = self._axis(part)
         return int(self.template._parameters[name].shape[axis])
 
-    def sizes(self, row: SizeRow) -> tuple[int, ...]:
-        """Return the values and the lengths of the described attributes in the subnet."""
-        return tuple(self.size(name, row) for name in self.dims)
-
-    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the parameters, of which the described ones are sliced."""
-        found: dict[str, Any] = dict(self._parameters)
-        for part, size in zip(self.dims, sizes, strict=True):
-            if not self._is_number(part):
-                name, axis = self._axis(part)
-                found[name] = found[name][((slice(None),) * axis) + (slice(None, size),)]
-        return found
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Return the described part of every axis of the parameter of a `name`; "" if there is none."""
+        own = {self._axis(part): part for part in self.parts if not self._is_number(part)}
+        return tuple(own.get((name, i), "") for i in range(self._dim.get(name, 0)))
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the numbers of the subnet's module, by name, and the objects that state numbers."""

@@ -44,14 +44,7 @@ class PerWidthBatchNorm2d(nn.Module):
         self.widest = self.listed.index(max(self.listed))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise with the statistics of the widest subnet.
-
-        Args:
-            x: activations of shape (N, C, H, W).
-
-        Returns:
-            The normalised activations, of the same shape.
-        """
+        """Return activations `x`, of shape (N, C, H, W), normalised with the statistics of the widest."""
         mean, var = (self.get_buffer(f"running_{what}_{self.widest}") for what in ("mean", "var"))
         return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
 
@@ -82,11 +75,10 @@ class PerWidthNorm(SubnetNorm):
         with torch.device("meta"):
             plain = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
         self.__dict__["_shell"] = plain
-        self.listed = template.listed
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the number of listed widths."""
-        return len(self.listed) if part == "position" else super().full(part)
+        return len(self.template.listed) if part == "position" else super().full(part)
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
         """Return the number of channels. The position decides the statistics only, not the shape."""
@@ -106,5 +98,5 @@ class PerWidthNorm(SubnetNorm):
 
     def batches_tracked(self) -> Tensor:
         """Return the counter of training batches of the widest."""
-        counter: Any = self._buffers[f"num_batches_tracked_{self.listed.index(max(self.listed))}"]
+        counter: Any = self._buffers[f"num_batches_tracked_{self.template.widest}"]
         return counter  # type: ignore[no-any-return]

@@ -1,14 +1,9 @@
 """Segments: parts of modules that are several segments one after another; a subnet keeps a prefix of each.
 
-Two kinds of modules have such parts. Fused layers compute several things at once: the `qkv` of an attention
-holds queries, keys and values, and a subnet with p features uses the rows {0..p}, {D..D+p} and {2D..2D+p}.
-Modules behind a concatenation read several tensors at once, each of which may be narrowed by a dimension of
-its own or kept whole.
-
-A part that is not described with `Segments` is a single segment. Every operator therefore has one slicing
-rule, `cut`, for both. A slice that consists of one run of rows is a zero-copy view: a single segment is
-narrowed, only the last segment is narrowed, or none is. Other slices are packed copies (`base.py`), made
-once per layer and slice. A TorchScript file slices while it runs, and copies such slices in every call.
+A fused layer such as the `qkv` of an attention has such parts: a subnet with p features uses the rows
+{0..p}, {D..D+p} and {2D..2D+p}. So has a module behind a concatenation. A part without `Segments` is a single
+segment, so that every operator has one slicing rule, `cut`. One run of rows is a zero-copy view; other slices
+are packed copies, made once per layer and slice. A TorchScript file slices, and copies, in every call.
 """
 
 from __future__ import annotations
@@ -35,9 +30,6 @@ class Segments:
         segments: for each segment, in order, the dimension that gives its size in a subnet, and its full
             length. If the dimension is None, every subnet keeps the whole segment.
 
-    Attributes:
-        segments: as given.
-
     Raises:
         InsertError: there is no segment, or one is not such a pair with a positive length.
 
@@ -49,14 +41,15 @@ class Segments:
     segments: tuple[tuple[str | None, int], ...]
 
     def __init__(self, *segments: tuple[str | None, int]) -> None:
+        example = "give a dimension, or None, and the full length, ('width', 768) for example"
         for segment in segments:
-            if not _is_segment(segment):
-                raise InsertError(
-                    f"Segments: {segment!r} is not a segment; give a dimension, or None, and the full "
-                    "length, ('width', 768) for example"
-                )
+            match segment:
+                case (str() | None, int() as length) if length > 0 and not isinstance(length, bool):
+                    pass
+                case _:
+                    raise InsertError(f"Segments: {segment!r} is not a segment; {example}")
         if not segments:
-            raise InsertError("Segments: there is no segment; give at least one, ('width', 768) for example")
+            raise InsertError(f"Segments: there is no segment; {example}")
         object.__setattr__(self, "segments", tuple((dimension, int(n)) for dimension, n in segments))
 
     @property
@@ -69,7 +62,7 @@ class Segments:
         return {f"{part}.{i}": name for i, (name, _) in enumerate(self.segments) if name is not None}
 
     def to_json(self) -> list[list[str | int | None]]:
-        """Return the segments as lists of a dimension and a length, for `from_json`."""
+        """Return the segments as lists, for `from_json`."""
         return [list(segment) for segment in self.segments]
 
     @classmethod
@@ -81,30 +74,17 @@ class Segments:
         """
         if not isinstance(content, list):
             raise InsertError(f"Segments: expected a list of segments, got {type(content).__name__}")
-        return cls(*(tuple(segment) if isinstance(segment, list) else segment for segment in content))
+        return cls(*content)
 
     def __str__(self) -> str:
         return " + ".join(f"{name or 'whole'}[{length}]" for name, length in self.segments)
 
 
-def _is_segment(value: Any) -> bool:
-    return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and (value[0] is None or isinstance(value[0], str))
-        and isinstance(value[1], int)
-        and not isinstance(value[1], bool)
-        and value[1] > 0
-    )
-
-
 @dataclass(frozen=True)
 class Kept:
-    """What a subnet keeps of a part: the first entries of each of its segments.
+    """What a subnet keeps of a part: the first `sizes` of the full `lengths` of its segments.
 
-    Attributes:
-        lengths: the full length of every segment. A part without `Segments` is one segment.
-        sizes: the size of every segment in the subnet. Exports trace with sizes that are graph nodes.
+    Exports trace with sizes that are graph nodes.
     """
 
     lengths: tuple[int, ...]
@@ -131,8 +111,7 @@ class Kept:
 def cut(tensor: Tensor, kept: Mapping[int, Kept]) -> Tensor:
     """Apply the slicing rule to a tensor: a view if one run is kept of every axis, otherwise a copy.
 
-    Both carry gradients. Axes that `kept` does not name are kept whole. An axis is counted from the front, or
-    it is -1, the last one, alone.
+    Both carry gradients. Axes that `kept` does not name are kept whole; -1, the last one, is named alone.
     """
     runs = {axis: part.runs() for axis, part in kept.items()}
     single = {axis: found[0] for axis, found in runs.items() if len(found) == 1}

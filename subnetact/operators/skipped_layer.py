@@ -15,11 +15,7 @@ _INNER = frozenset(nn.Module().__dict__)
 
 
 class SkippedLayer(nn.Module):
-    """Returns its first argument. It has the settings of the layer that it stands for, but no weights.
-
-    Networks read settings of their layers, and index lists of settings by the position of a layer. A subnet
-    therefore has this module in the place of every layer that it skips.
-    """
+    """Returns its first argument. It has the settings of a layer, which networks read, but no weights."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -31,11 +27,7 @@ class SkippedLayer(nn.Module):
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument, given by position or by the name that the layer has for it.
-
-        Raises:
-            TypeError: there is no argument.
-        """
+        """Return the first argument, given by position or by the name that the layer has for it."""
         if args:
             return args[0]
         if kwargs:

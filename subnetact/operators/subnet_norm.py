@@ -20,12 +20,7 @@ __all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_
 WEIGHTED_BIASED = "weighted_biased"
 CUMULATIVE_UNBIASED = "cumulative_unbiased"
 CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
-"""How calibration averages the statistics of batches.
-
-`weighted_biased` weights every batch with its size and averages biased variances (OFA's
-`set_running_statistics`). `cumulative_unbiased` gives every batch the same weight and averages unbiased
-variances (BatchNorm with `momentum=None`, as AttentiveNAS and Slimmable Networks calibrate).
-"""
+"""How calibration averages the statistics of batches (docstring of `subnetact.calibration`)."""
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -45,8 +40,8 @@ class SubnetNorm(Operator):
         SuperServe, section 3.1.
     """
 
-    slices: ClassVar[tuple[str, ...]] = ("batch norm",)
-    parts: ClassVar[tuple[str, ...]] = ("channels",)
+    slices = ("batch norm",)
+    parts: tuple[str, ...] = ("channels",)
     segmented: ClassVar[tuple[str, ...]] = ("channels",)
 
     rule: str = WEIGHTED_BIASED
@@ -54,28 +49,18 @@ class SubnetNorm(Operator):
 
     def check(self) -> None:
         """Refuse templates that are no BatchNorm with running statistics."""
-        if not isinstance(self.template, BATCH_NORMS):
-            raise self.refuse("only BatchNorm has statistics that depend on the subnet")
+        super().check()
         if self.template.running_mean is None:
             raise self.refuse("it keeps no running statistics (track_running_stats=False)")
-
-    def full(self, part: str) -> int:  # noqa: ARG002
-        """Return the number of channels of the full network."""
-        return int(self.template.num_features)
-
-    def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the number of channels of the subnet's module."""
-        return {"num_features": self.totals(sizes)[0]}
 
     def channels(self, row: SizeRow) -> int:
         """Return the number of channels of the subnet of a size `row`, those of all segments together."""
         return self.totals(self.sizes(row))[0]
 
     def gather(self, row: SizeRow, full: Tensor) -> Tensor:
-        """Return the channels that the subnet of a size `row` uses of a tensor.
+        """Return the channels that the subnet of a size `row` uses of `full`, of shape (full channels,).
 
-        `full` has shape (channels of the full network,). The result, of shape (channels,), is a slice, or a
-        copy if it consists of segments that do not touch.
+        The result, of shape (channels,), is a slice, or a copy if it consists of segments that do not touch.
         """
         return cut(full, {0: self.kept_parts(self.sizes(row))[0]})
 
@@ -87,11 +72,10 @@ class SubnetNorm(Operator):
             full[start : start + size].copy_(values)
 
     def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
-        """Return the running mean and variance that a subnet without a statistics row of its own runs on.
+        """Return the shared running mean and variance of the subnet of a size `row`, each (channels,).
 
-        They are the first channels of the shared ones, for the subnet of a size `row`, each of shape
-        (channels,). Segments that do not touch are packed copies; `write_statistics` changes the shared ones
-        themselves.
+        Subnets without a statistics row of their own run on them. Segments that do not touch are packed
+        copies; `write_statistics` changes the shared ones themselves.
         """
         mean: Any = self.running_mean
         var: Any = self.running_var
@@ -119,10 +103,10 @@ class SubnetNorm(Operator):
         return self._buffers["num_batches_tracked"]
 
     def bind_with(self, row: SizeRow, mean: Tensor, var: Tensor, trainable: bool = False) -> nn.Module:
-        """Return the BatchNorm of one subnet with given statistics.
+        """Return the BatchNorm of the subnet of a size `row` with given statistics.
 
         Args:
-            row: the size row of the subnet.
+            row: as above.
             mean: the running mean, of shape (channels,).
             var: the running variance, of shape (channels,).
             trainable: whether weight and bias carry gradients to the shared ones, and the module keeps the

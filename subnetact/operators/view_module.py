@@ -1,13 +1,8 @@
 """Modules of a zero-copy view: they share the supernet's tensors and refuse to change them.
 
-`view_module` makes an instance of a subclass of the template's class, without calling `__init__`. The
-new module has a dictionary of its own, so that hooks, submodules and attributes are private to one view,
-while the parameter tensors are shared with the supernet. The registries of hooks, parameters and buffers
-are shared as well until a module changes one of them, because private copies would be two thirds of the
-memory of a view.
-
-`mix_in_` and `mix_out_` change what one module does by swapping its class, for example to record its
-calls or to give it a faster forward.
+`view_module` makes an instance of a subclass of the template's class, without calling `__init__`. Hooks,
+submodules and attributes are private to one view; the registries of hooks, parameters and buffers are shared
+until a module changes one of them, because private copies would be two thirds of the memory of a view.
 """
 
 from __future__ import annotations
@@ -29,9 +24,6 @@ __all__ = ["is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "own
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
-_REGISTER_HOOK = tuple(
-    n for n in dir(nn.Module) if n.lstrip("_").startswith("register_") and n.endswith("hook")
-)
 
 
 class _NoHooks(OrderedDict[int, Any]):
@@ -81,14 +73,12 @@ class _View(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = object.__new__(type(self))
         memo[id(self)] = copied
-        for name, value in self.__dict__.items():
-            object.__setattr__(copied, name, deepcopy(value, memo))
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 
     def __copy__(self) -> nn.Module:
         copied: nn.Module = object.__new__(type(self))
-        for name, value in self.__dict__.items():
-            object.__setattr__(copied, name, value)
+        copied.__dict__.update(self.__dict__)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -97,45 +87,33 @@ class _View(nn.Module):
             "supernet.extract(spec), or keep supernet.state_dict() and spec.to_json()"
         )
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self._unshare()
-        super().register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self._unshare()
-        super().register_buffer(name, tensor, persistent)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        self._unshare()
-        super().add_module(name, module)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor | nn.Module) or any(name in self.__dict__[d] for d in _DICTS):
             self._unshare()
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._unshare()
-        super().__delattr__(name)
 
     def _unshare(self) -> None:
         for name in (*_DICTS, "_non_persistent_buffers_set"):
             object.__setattr__(self, name, self.__dict__[name].copy())
 
 
-def _with_private_hooks(register: str) -> Callable[..., Any]:
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _unsharing(register: str) -> Callable[..., Any]:
+    """Return a method of `nn.Module` that gives a module registries of its own before it changes one."""
+
+    def method(self: _View, *args: Any, **kwargs: Any) -> Any:
         for name in _HOOKS:
             if isinstance(self.__dict__[name], _NoHooks):
                 object.__setattr__(self, name, OrderedDict())
+        self._unshare()
         return getattr(super(_View, self), register)(*args, **kwargs)
 
     method.__name__ = register
     return method
 
 
-for _name in _REGISTER_HOOK:
-    setattr(_View, _name, _with_private_hooks(_name))
+for _name in dir(nn.Module):
+    if _name in ("add_module", "__delattr__") or _name.lstrip("_").startswith("register_"):
+        setattr(_View, _name, _unsharing(_name))
 
 
 @cache

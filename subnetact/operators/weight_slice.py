@@ -1,19 +1,7 @@
-"""WeightSlice: the first channels of a convolution, the first features of a linear layer or an embedding.
-
-The slicing rule is `weight[:out, :in_]` and `bias[:out]`, or `weight[:in_, :out]` for modules that store the
-inputs first: transposed convolutions, embeddings and the `Conv1D` of Hugging Face.
-
-Grouped convolutions keep the number of channels per group and lose whole groups. With G groups of
-`in_channels / G` inputs and `out_channels / G` outputs, a subnet with g of the G groups uses
-`weight[: g * out_channels / G]` with all columns, because the second axis of the weight is the inputs of one
-group. A depthwise convolution (one channel per group) therefore keeps its first channels. The number of
-outputs decides the number of inputs and the other way round, so only one of `out` and `in_` needs a
-dimension. A grouped transposed convolution uses `weight[: g * in_channels / G]` in the same way.
-"""
+"""WeightSlice: the first channels of a convolution, the first features of a linear layer or an embedding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -32,8 +20,12 @@ class WeightSlice(Operator):
     """Slices `weight[:out, :in_]` and `bias[:out]` of a convolution, a linear layer or an embedding.
 
     It covers `nn.Conv1d` to `nn.Conv3d`, `nn.ConvTranspose1d` to `nn.ConvTranspose3d`, `nn.Linear`,
-    `nn.Embedding` (the outputs are its columns) and the `Conv1D` of Hugging Face's transformers. How grouped
-    convolutions are sliced is said at the top of this file: they lose whole groups.
+    `nn.Embedding` (the outputs are its columns) and the `Conv1D` of Hugging Face's transformers. Transposed
+    convolutions, embeddings and `Conv1D` store the inputs first: `weight[:in_, :out]`.
+
+    A grouped convolution loses whole groups. The second axis of its weight is the inputs of one group and
+    stays: a subnet with g of G groups uses `weight[: g * out_channels / G]`. A depthwise convolution keeps
+    its first channels.
 
     Parts:
         out: the output channels or features; it may be the `Segments` of a fused layer.
@@ -51,29 +43,21 @@ class WeightSlice(Operator):
 
     def check(self) -> None:
         """Refuse other templates, elastic inputs of embeddings, and groups whose sides do not agree."""
-        if self.traits.kind not in self.slices:
-            raise self.refuse(
-                "only Conv1d, Conv2d, Conv3d and Linear, transposed convolutions, Embedding and Conv1D of "
-                "transformers have a weight it can slice"
-            )
+        super().check()
         extra = [n for n, p in self._parameters.items() if p is not None and n not in self.traits.axes]
         if extra:
             raise self.refuse(f"it slices weight and bias, and has no rule for {', '.join(extra)}")
         if self.traits.kind == "embedding" and self._followed("in_"):
             raise self.refuse("every row of an embedding belongs to one index; only 'out' can be elastic")
-        if self._groups > 1:
-            out, in_ = self._followed("out"), self._followed("in_")
-            if out and in_ and out != in_ and self.full("out") == self.full("in_"):
-                raise self.refuse("the inputs and outputs of a grouped convolution follow one dimension")
-            for part in self.parts:
-                if any(length % self._each(part) for length in self.lengths(part)):
-                    raise self.refuse(f"the segments of {part!r} are not whole groups of {self._each(part)}")
+        out, in_ = self._followed("out"), self._followed("in_")
+        if self._groups > 1 and out and in_ and out != in_ and self.full("out") == self.full("in_"):
+            raise self.refuse("the inputs and outputs of a grouped convolution follow one dimension")
 
     @property
     def _groups(self) -> int:
         return int(getattr(self.template, "groups", 1))
 
-    def _each(self, part: str) -> int:
+    def group_size(self, part: str) -> int:
         """Return the channels of one group; 1 if there are no groups."""
         return self.full(part) // self._groups if self._groups > 1 else 1
 
@@ -86,13 +70,8 @@ class WeightSlice(Operator):
         """Return the full lengths of the segments; both sides of a grouped convolution have the same ones."""
         other = self.parts[part == "out"]
         if self._groups > 1 and part not in self.segments and other in self.segments:
-            return tuple(n // self._each(other) * self._each(part) for n in self.segments[other])
+            return tuple(n // self.group_size(other) * self.group_size(part) for n in self.segments[other])
         return super().lengths(part)
-
-    def legal(self, part: str) -> Sequence[int]:
-        """Return every legal number of channels: multiples of the channels of one group."""
-        each = self._each(part.partition(".")[0])
-        return range(each, self.length(part) + 1, each)
 
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Return True for known forwards; another one may normalise weights or order outputs anew."""
@@ -106,15 +85,15 @@ class WeightSlice(Operator):
             return given
         sides = dict(zip(self.parts, self.kept_parts(given), strict=True))
         leading = "out" if self._followed("out") else "in_"
-        groups = [size // self._each(leading) for size in sides[leading].sizes]
-        found = {part: tuple(n * self._each(part) for n in groups) for part in self.parts}
+        groups = [size // self.group_size(leading) for size in sides[leading].sizes]
+        found = {part: tuple(n * self.group_size(part) for n in groups) for part in self.parts}
         whole = not self.checks or all(
             found[part] == sides[part].sizes for part in self.parts if self._followed(part)
         )
         if not whole:
             raise self.refuse(
                 f"{sides['out'].total} x {sides['in_'].total} channels are not whole groups of "
-                f"{self._each('out')} x {self._each('in_')}"
+                f"{self.group_size('out')} x {self.group_size('in_')}"
             )
         return found["out"] + found["in_"]
 

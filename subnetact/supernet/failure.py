@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
+from subnetact.supernet.batches import call_with, map_tensors
 
-__all__ = ["culprit", "missing_entry", "summary"]
+__all__ = ["culprit", "failure", "missing_entry", "summary"]
+
+
+def failure(network: nn.Module, x: Any) -> Exception | None:
+    """Run a network on a copy of a batch; return the error that it raises, or None if it runs."""
+    try:
+        with torch.no_grad():
+            call_with(network, map_tensors(Tensor.clone, x))
+    except Exception as error:
+        return error
+    return None
 
 
 def culprit(network: nn.Module, error: BaseException) -> str:

@@ -17,9 +17,6 @@ from subnetact.operators.lowered_weight import Low, LoweredWeight
 
 __all__ = ["PrecisionSettings", "layer_errors", "put_precision_", "weight_errors"]
 
-_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that read the weights of their submodules themselves."""
-
 
 @dataclass(frozen=True)
 class PrecisionSettings:
@@ -104,7 +101,7 @@ def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
         return False
     if isinstance(parent, nn.TransformerEncoderLayer):
         return not isinstance(parent.self_attn, AttentionSlice)
-    return isinstance(_plain(parent), _READS_CHILDREN)
+    return traits_of(_plain(parent)).reads_children
 
 
 def weight_errors(network: nn.Module, bits: int) -> dict[str, float]:

@@ -263,7 +263,7 @@ class Supernet(nn.Module):
     def lowered_bytes(self) -> int:
         """Return the bytes of the copies of weights at lower precisions, which all subnets share."""
         operators = [m for m in self.network.modules() if isinstance(m, Operator)]
-        return sum(copy.nbytes for operator in operators for copy in operator.lowered_copies())
+        return sum(copy.nbytes for operator in operators for copy in operator.packed_copies("lowered"))
 
     # -- subnets ---------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from reference_statistics import reference_statistics
 from torch import nn
 
 import subnetact
-from subnetact.calibration.calibration_norm import CalibrationNorm, batch_statistics
+from subnetact.calibration.calibration_norm import batch_statistics
 from subnetact.digits import new_digits_supernet
 from subnetact.operators import SubnetNorm, WeightSlice
 from subnetact.spec import SubnetSpec
@@ -237,59 +236,9 @@ def test_statistics_of_a_batch_to_the_last_digits(shape: tuple[int, ...], channe
     torch.testing.assert_close(var.double(), exact_var, rtol=2e-4, atol=1e-7)
 
 
-# -- early stop --------------------------------------------------------------------------------------
-
-
-def standard_errors(batchwise: list[torch.Tensor], weights: list[int]) -> torch.Tensor:
-    """Return the standard error of a weighted average, by the textbook formula for reliability weights."""
-    w, values = torch.tensor(weights, dtype=torch.float64), torch.stack(batchwise).double()
-    mean = (w[:, None] * values).sum(0) / w.sum()
-    sample = (w[:, None] * (values - mean) ** 2).sum(0) / (w.sum() - (w**2).sum() / w.sum())
-    return (sample * (w**2).sum() / w.sum() ** 2).sqrt()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_error_is_the_standard_error_relative_to_the_layer(rule: str) -> None:
-    torch.manual_seed(0)
-    norm = SubnetNorm(nn.BatchNorm2d(3), "n", {})
-    batches = [torch.randn(n, 3, 4, 4) * torch.tensor([1.0, 3.0, 0.1]).view(3, 1, 1) for n in (2, 7, 4, 5)]
-    collecting = CalibrationNorm(norm, (), rule, spread=True)
-    assert collecting.error() == float("inf")
-    for batch in batches:
-        collecting.collect(batch)
-    biased = rule == "weighted_biased"
-    weights = [len(b) if biased else 1 for b in batches]
-    var, mean = zip(*(torch.var_mean(b, (0, 2, 3), correction=int(not biased)) for b in batches), strict=True)
-    level = sum(w * v for w, v in zip(weights, var, strict=True)) / sum(weights)
-    level = float(level.mean()) + 1e-5
-    of_mean = float(standard_errors(list(mean), weights).square().mean().sqrt()) / level**0.5
-    of_var = float(standard_errors(list(var), weights).square().mean().sqrt()) / level
-    assert collecting.error() == pytest.approx(max(of_mean, of_var), rel=1e-4)
-
-
-def test_subnets_stop_when_they_are_within_the_tolerance(digits: Supernet) -> None:
-    specs = [digits.space.sample(seed) for seed in range(6)]
-    batches = [torch.randn(12, 1, 16, 16) for _ in range(40)]
-    read = []
-    source = chain.from_iterable([read.append(i) or batch] for i, batch in enumerate(batches))
-    report = subnetact.calibrate(digits, specs, source, False, tolerance=5.0)
-    used = [report.batches[spec] for spec in specs]
-    assert min(used) >= 4
-    assert len(set(used)) > 1
-    assert len(read) == max(used) < len(batches)
-    found = flat(digits, specs)
-    for spec, count, row in zip(specs, used, found, strict=True):
-        subnetact.calibrate(digits, [spec], batches[:count], False)
-        assert torch.equal(digits.norms.get(spec).flat, row)
-    strict = subnetact.calibrate(digits, specs, batches, False, tolerance=1e-7)
-    assert set(strict.batches.values()) == {len(batches)}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tolerance": 0.0}, "tolerance: 0.0"),
-        ({"tolerance": float("nan")}, "tolerance: nan"),
         ({"memory_mb": -1}, "memory_mb: -1"),
         ({"memory_mb": float("nan")}, "memory_mb: nan"),
         ({"save_every_s": float("nan")}, "save_every_s: nan"),

@@ -137,8 +137,8 @@ def test_fixed_batchnorms_become_subnet_norms_too() -> None:
     [
         ({"0": WeightSlice.on(out="d")}, "no dimension 'd'; it has c"),
         ({"0": WeightSlice.on(channels="c")}, "no part 'channels'; choose from out, in_"),
-        ({"1": WeightSlice.on(out="c")}, "only Conv1d, Conv2d, Conv3d and Linear"),
-        ({"0": SubnetNorm.on(channels="c")}, "only BatchNorm"),
+        ({"1": WeightSlice.on(out="c")}, "slices layers of the kind convolution"),
+        ({"0": SubnetNorm.on(channels="c")}, "layers of the kind batch norm"),
         ({"2": WeightSlice.on(out="c")}, "the largest subnet has 8 at c, the module only 4"),
         ({"0": LayerSelect.on(x="c")}, "a stack of layers is"),
         ({"": LayerSelect.on(**{"7": "c"})}, "wrap it in a Sequential"),
