@@ -1,16 +1,16 @@
 """CacheRules: what the key-value cache of a subnet of a language model depends on.
 
-A cache holds keys and values per layer. Those of a layer come from its input, so they depend on everything in
-front of the layer. `rules_of` finds the layers by the structure of the network: a stack of layers that take a
-cache and contain an attention with the index of its entry (`layer_idx`). What runs in a layer after its keys
-and values are written is seen in one run of the network; where it does not run, everything in a layer counts.
+A cache holds keys and values per layer, which depend on everything in front of the layer. Layers are found by
+the structure of the network: a stack of layers that take a cache and contain an attention with the index of
+its entry (`layer_idx`). What runs after the keys and values of a layer are written is seen in one run of the
+network; where it does not run, everything in a layer counts.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -46,9 +46,7 @@ class CacheArgument:
     @classmethod
     def of(cls, layer: nn.Module) -> CacheArgument | None:
         """Find it among the names that transformers uses."""
-        parameters = list(inspect.signature(type(template_of(layer)).forward).parameters)[
-            1:
-        ]  # without `self`
+        parameters = list(inspect.signature(type(template_of(layer)).forward).parameters)[1:]
         return next((cls(name, parameters.index(name)) for name in CACHE_NAMES if name in parameters), None)
 
     def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,40 +56,25 @@ class CacheArgument:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """A layer of a language model, and the sizes on which its keys and values in a cache depend.
-
-    Attributes:
-        name: the name of the layer in the network.
-        argument: the argument that takes the cache.
-        kept: a position in size rows, and the size there with which subnets keep the layer. If None, every
-            subnet keeps it.
-        writes: whether the layer has keys and values of its own. A layer that reads those of another layer
-            writes nothing.
-        shape: the positions of the sizes that give keys and values their shape, of the heads for example.
-        inner: the positions of the other sizes that its keys and values depend on, beside its input.
-        rest: the positions of the sizes in the layer that its keys and values do not depend on, of its
-            feed-forward network for example. Those of the layers behind it do.
-    """
+    """A layer of a language model, and the sizes, by position, on which its keys and values depend."""
 
     name: str
     argument: CacheArgument
     kept: tuple[int, int] | None
+    """A position in size rows, and the size there with which subnets keep the layer; None: all do."""
     writes: bool
+    """Whether the layer has keys and values of its own, and does not read those of another layer."""
     shape: tuple[int, ...]
+    """The sizes that give keys and values their shape, of the heads for example."""
     inner: tuple[int, ...]
+    """The other sizes that its keys and values depend on, beside its input."""
     rest: tuple[int, ...]
+    """The sizes in the layer on which only the layers behind it depend, of its feed-forward network."""
 
 
 @dataclass(frozen=True)
 class CacheRules:
-    """What the key-value cache of a subnet depends on.
-
-    Subnets that agree up to the last layer that writes have the same cache.
-
-    Attributes:
-        outside: the positions in size rows of all sizes outside of the layers.
-        layers: the layers in the order in which they run.
-    """
+    """What a cache depends on: sizes `outside` of the layers, and those up to the last layer that writes."""
 
     outside: tuple[int, ...]
     layers: tuple[CacheLayer, ...]
@@ -144,8 +127,8 @@ def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
                 layers[f"{path}.{name}" if path else name] = layer, argument, gate
     if not layers:
         return None
-    run = _Run(supernet, {path: argument for path, (_, argument, _) in layers.items()}, example)
-    found = tuple(_layer(path, *facts, run) for path, facts in layers.items())
+    after_write = _observed(supernet, {path: facts[1] for path, facts in layers.items()}, example)
+    found = tuple(_layer(path, *facts, after_write) for path, facts in layers.items())
     gates = {layer.kept[0] for layer in found if layer.kept}
     outside = _positions(
         m for path, m in network.named_modules() if not any(f"{path}.".startswith(f"{x}.") for x in layers)
@@ -153,55 +136,53 @@ def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
     return CacheRules(tuple(sorted(outside - gates)), found)
 
 
-class _Run:
-    """The order in which one run starts modules, with None wherever keys and values are written."""
+def _observed(
+    supernet: Supernet, arguments: dict[str, CacheArgument], example: Any
+) -> Callable[[str], set[str]]:
+    """Run the network; return what tells of an attention which modules ran only after it had written."""
+    events: list[str | None] = []  # the modules that start, and None wherever keys and values are written
 
-    def __init__(self, supernet: Supernet, arguments: dict[str, CacheArgument], example: Any) -> None:
-        self._events: list[str | None] = []
-        if example is None:
-            example = getattr(supernet.network, "dummy_inputs", None)
-        view = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
-        for path, module in view.named_modules():
-            if path in arguments:
-                watch = partial(self._watch, arguments[path])
-                module.register_forward_pre_hook(watch, with_kwargs=True)
-            module.register_forward_pre_hook(partial(self._note, path))
-        try:
-            with torch.no_grad():
-                call_with(partial(view, use_cache=True), example)
-        except Exception as error:  # Nothing is known then of what runs after a write.
-            raise_if_out_of_memory(error)
-            self._events.clear()
-
-    def _note(self, path: str | None, *_: Any) -> None:
-        self._events.append(path)
-
-    def _watch(
-        self, argument: CacheArgument, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def watch(argument: CacheArgument, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = argument.among(args, kwargs)
         for part in (cache, *(getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross"))):
             if part is not None and "update" not in part.__dict__:
-                part.update = partial(self._update, part.update)
+                part.update = partial(update, part.update)
 
-    def _update(self, update: Any, *args: Any, **kwargs: Any) -> Any:
-        self._note(None)
-        return update(*args, **kwargs)
+    def update(write: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append(None)
+        return write(*args, **kwargs)
 
-    def after_write(self, attention: str) -> set[str]:
-        """Return the modules that ran only after an attention had written its keys and values."""
-        try:
-            written = self._events.index(None, self._events.index(attention))
-        except ValueError:
-            return set()
-        return {p for p in self._events[written:] if p is not None} - set(self._events[:written])
+    if example is None:
+        example = getattr(supernet.network, "dummy_inputs", None)
+    view = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
+    for path, module in view.named_modules():
+        if path in arguments:
+            module.register_forward_pre_hook(partial(watch, arguments[path]), with_kwargs=True)
+        module.register_forward_pre_hook(lambda *_, path=path: events.append(path))  # type: ignore[misc]
+    try:
+        with torch.no_grad():
+            call_with(partial(view, use_cache=True), example)
+    except Exception as error:  # Nothing is known then of what runs after a write.
+        raise_if_out_of_memory(error)
+        events.clear()
+
+    def after_write(attention: str) -> set[str]:
+        start = events.index(attention) if attention in events else len(events)
+        written = events.index(None, start) if None in events[start:] else len(events)
+        return {path for path in events[written:] if path is not None} - set(events[:written])
+
+    return after_write
 
 
 def _layer(
-    path: str, layer: nn.Module, argument: CacheArgument, gate: tuple[int, int] | None, run: _Run
+    path: str,
+    layer: nn.Module,
+    argument: CacheArgument,
+    gate: tuple[int, int] | None,
+    after_write: Callable[[str], set[str]],
 ) -> CacheLayer:
     found = {f"{path}.{name}".rstrip("."): attention for name, attention in attentions(layer)}
-    after = {name: _inside(path, layer, run.after_write(name)) for name in found}
+    after = {name: _inside(path, layer, after_write(name)) for name in found}
     everything = _positions(layer.modules())
     before = _positions(m for m in layer.modules() if not all(id(m) in behind for behind in after.values()))
     shape = _positions(

@@ -1,23 +1,11 @@
 """What a transformer declares: heads, feed-forward neurons and blocks, found without tracing.
 
-Tracing fails for most models of Hugging Face, but they say what they consist of: the configuration has a plan
-for tensor parallelism (`base_model_tp_plan`), modules and configurations state numbers of heads and their
-width, and blocks that can be skipped are `GradientCheckpointingLayer`s in a `ModuleList`. The attention and
-feed-forward modules of timm and of torch are built in the same way.
-
-The model runs on the example, while the order of its linear layers and the inputs of its blocks are noted.
-Then rules propose groups:
-
-- heads: inside a module with a number of heads, linear layers whose outputs are a multiple of the number of
-  heads (or of key and value heads, in grouped-query attention), and the linear layer that reads all heads;
-- feed-forward: linear layers with n outputs, or 2 n if two are packed in one, and the linear layer with n
-  inputs that runs after them;
-- depth: blocks of one stack that return one tensor, shaped like their input.
-
-A proposal is no proof. It is inserted into a copy of one block with disturbed weights, and the narrowed block
-must compute what the block computes with the dropped weights at zero. Whether the rows of a fused layer are
-packed projection by projection or head by head, and which numbers a forward reads, is decided in this way,
-too. What fails is refused with the reason.
+Modules and configurations state numbers of heads and their width, and blocks that can be skipped are
+`GradientCheckpointingLayer`s in a `ModuleList`; timm and torch build transformers in the same way. The model
+runs on the example, while the order of its linear layers and the inputs of its blocks are noted. Then rules
+propose groups. A proposal is no proof: it is inserted into a copy of one block with disturbed weights, and
+the narrowed block must compute what the block computes with the dropped weights at zero. This also decides
+how the rows of a fused layer are packed, and which numbers a forward reads.
 """
 
 from __future__ import annotations
@@ -26,7 +14,8 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +25,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member, Stage
+from subnetact.insertion.layer_vocabulary import number_of
+from subnetact.insertion.proof import disturbed_copy
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
+from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
 
-__all__ = ["Declaration", "declared"]
+__all__ = ["declared"]
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -59,15 +51,8 @@ NEURONS = ("intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "hidd
 """Names of whole numbers of feed-forward modules."""
 
 
-@dataclass(frozen=True)
-class Declaration:
-    """What a model declares.
-
-    Attributes:
-        groups: the independent sizes, without choices.
-        blocks: the names of the blocks that a subnet may skip, each with the shape of its input.
-        refused: name of what only looks like a group or a block -> the reason.
-    """
+class Declaration(NamedTuple):
+    """Groups without choices, skippable blocks with the shapes of their inputs, and what is refused."""
 
     groups: tuple[Group, ...]
     blocks: Mapping[str, torch.Size]
@@ -76,7 +61,7 @@ class Declaration:
 
 def declared(model: nn.Module, example: Any) -> Declaration:
     """Return what can be elastic in a transformer, as far as the model declares it."""
-    observed = _Observation.of(model, example)
+    observed = _Observation(model, example)
     trials = _Trials(observed, example)
     groups: list[Group] = []
     refused: dict[str, str] = {}
@@ -115,123 +100,71 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
-    count: int = 1
+    count: int = 0
 
 
-@dataclass
 class _Observation:
-    """A forward pass on the example.
+    """A forward pass: linear layers and attentions of torch in their order, and calls of what contains them.
 
-    Attributes:
-        model: the model.
-        modules: its modules by name.
-        order: the names of the linear layers, and of torch's attention modules, in the order of their calls.
-        calls: the first calls of the modules that contain linear layers, by name.
-        roles: name of a module -> its role in the plan for tensor parallelism, "colwise" for example.
-        blocks: the names of the modules that are members of a stack of modules of one class.
-        returned: name of a module -> the linear layer in it whose output it returns.
+    `sides` has the numbers of inputs and outputs of these layers, `roles` those of modules in the plan for
+    tensor parallelism ("colwise" for example), and `blocks` the members of stacks of modules of one class.
     """
 
-    model: nn.Module
-    modules: dict[str, nn.Module]
-    order: list[str] = field(default_factory=list)
-    calls: dict[str, _Call] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=dict)
-    blocks: list[str] = field(default_factory=list)
-    returned: dict[str, str] = field(default_factory=dict)
-    _last: tuple[str, Any] = ("", None)
-
-    @classmethod
-    def of(cls, model: nn.Module, example: Any) -> _Observation:
-        """Run a model on the example."""
-        found = cls(model, dict(model.named_modules()), roles=_roles(model))
-        found.blocks = [p for path, m in found.modules.items() for p in _blocks_of(path, m)]
-        linear = [path for path, m in found.modules.items() if _sides(m) is not None]
-        around = {path[:i] for path in linear for i in (0, *(m.start() for m in re.finditer(r"\.", path)))}
-        handles = []
-        for path in (*linear, *around):
-            module = found.modules[path]
-            if path in around:
-                handles.append(module.register_forward_pre_hook(found._entering(path), with_kwargs=True))
-                handles.append(module.register_forward_hook(found._leaving(path)))
-            if _sides(module) is not None:
-                handles.append(module.register_forward_hook(found._noting(path)))
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules())
+        self.roles = _roles(model)
+        self.blocks = [block for path, m in self.modules.items() for block in _blocks_of(path, m)]
+        self.order: list[str] = []
+        self.calls: dict[str, _Call] = {}
+        self.sides = {path: sides for path, m in self.modules.items() if (sides := _sides(m)) is not None}
+        around = {
+            path[:i] for path in self.sides for i in (0, *(m.start() for m in re.finditer(r"\.", path)))
+        }
+        handles = [self.modules[p].register_forward_hook(partial(self._order, p)) for p in self.sides]
+        for path in around:
+            module = self.modules[path]
+            handles.append(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._leave, path)))
         try:
             with torch.no_grad():
                 call_with(model, example)
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            raise InsertError(
-                f"{type(model).__name__} does not run on the example: {summary(model, error)}; give a batch "
-                "that the model takes"
-            ) from error
         finally:
             for handle in handles:
                 handle.remove()
-            found._last = "", None
-        return found
 
     def block_of(self, path: str) -> str | None:
-        """Return the innermost block that contains a module, or None."""
-        inside = [block for block in self.blocks if path.startswith(f"{block}.") and block in self.calls]
+        """Return the innermost block around a module, or None."""
+        inside = [b for b in self.blocks if f"{path}.".startswith(f"{b}.") and b in self.calls]
         return max(inside, key=len, default=None)
 
-    def units_of(self, paths: Sequence[str]) -> list[str]:
-        """Return the innermost module that was called and contains some modules, and the block around it."""
+    def unit_of(self, paths: Sequence[str]) -> str:
+        """Return the innermost block around some modules, or the called module if there is none."""
         unit = _common(paths)
         while unit not in self.calls:
             unit = _parent(unit)
-        inside = [b for b in self.blocks if f"{unit}.".startswith(f"{b}.") and b in self.calls]
-        return list(dict.fromkeys((unit, max(inside, key=len, default=unit))))
+        return self.block_of(unit) or unit
 
-    def _noting(self, path: str) -> Any:
-        def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._last = path, output
-            if path not in self.order:
-                self.order.append(path)
+    def _order(self, path: str, *_: Any) -> None:
+        if path not in self.order:
+            self.order.append(path)
 
-        return note
+    def _enter(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls.setdefault(path, _Call(args, dict(kwargs))).count += 1
 
-    def _entering(self, path: str) -> Any:
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if path in self.calls:
-                self.calls[path].count += 1
-            else:
-                self.calls[path] = _Call(args, dict(kwargs))
-
-        return note
-
-    def _leaving(self, path: str) -> Any:
-        def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            if self.calls[path].count == 1:
-                self.calls[path].output = output
-            last, made = self._last
-            given = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(made, Tensor) and isinstance(given, Tensor) and _same_storage(made, given):
-                self.returned[path] = last
-
-        return note
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    def _leave(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self.calls[path].count == 1:
+            self.calls[path].output = output
 
 
 def _sides(module: nn.Module) -> tuple[int, int] | None:
     """Return the numbers of inputs and outputs of a linear layer; None for other modules."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim, module.embed_dim
-    if _is_called(module, "transformers.pytorch_utils", "Conv1D"):
-        weight: Any = module.weight
-        return int(weight.shape[0]), int(weight.shape[1])
-    return None
-
-
-def _is_called(module: nn.Module, home: str, name: str) -> bool:
-    """Tell whether a module is of a class of another package, without importing the package."""
-    return any((cls.__module__, cls.__name__) == (home, name) for cls in type(module).__mro__)
+    traits = traits_of(module)
+    if traits.kind != "linear":
+        return None
+    return int(getattr(module, traits.sizes["in_"])), int(getattr(module, traits.sizes["out"]))
 
 
 def _blocks_of(path: str, module: nn.Module) -> list[str]:
@@ -245,7 +178,7 @@ def _blocks_of(path: str, module: nn.Module) -> list[str]:
 
 
 def _is_checkpointed(module: nn.Module) -> bool:
-    return _is_called(module, "transformers.modeling_layers", "GradientCheckpointingLayer")
+    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
 def _roles(model: nn.Module) -> dict[str, str]:
@@ -284,21 +217,16 @@ def _common(paths: Sequence[str]) -> str:
 
 @dataclass
 class _Proposal:
-    """One size that may be elastic.
-
-    Attributes:
-        name: the name of the group.
-        layers: the names of the linear layers that a rule has looked at.
-        variants: groups of which the first one that passes its trial is taken.
-        reason: why there is no variant.
-        replaces: the names of refused proposals that this one stands for.
-    """
+    """One size that may be elastic: the first of its variants that passes its trial."""
 
     name: str
     layers: list[str]
+    """The linear layers that a rule has looked at."""
     variants: list[Group] = field(default_factory=list)
     reason: str = ""
+    """Why there is no variant."""
     replaces: list[str] = field(default_factory=list)
+    """The names of refused proposals that this one stands for."""
 
 
 class _Unfit(Exception):
@@ -312,19 +240,14 @@ def _numbers(module: nn.Module, names: Sequence[str]) -> dict[str, int]:
 
 def _number(observed: _Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
     """Return the first whole number of a name, of a module itself or of its configuration."""
-    module = observed.modules[path]
-    for value in _numbers(module, names).values():
-        return value
-    while inherited:
+    found = list(_numbers(observed.modules[path], names).values())
+    while inherited and not found:
         config = getattr(observed.modules[path], "config", None)
-        for name in names if config is not None else ():
-            stated = getattr(config, name, None)
-            if type(stated) is int:
-                return stated
+        found = [number for name in names if (number := number_of(config, name))]
         if not path or config is not None:
             break
         path = _parent(path)
-    return None
+    return next(iter(found), None)
 
 
 def _attentions(observed: _Observation) -> Iterator[_Proposal]:
@@ -359,13 +282,12 @@ def _torch_attention(observed: _Observation, path: str) -> _Proposal:
 def _attention(observed: _Observation, path: str) -> _Proposal:
     """Propose the heads of one attention module: its projections, and the layer that reads all heads."""
     inside = [layer for layer in observed.order if layer.startswith(f"{path}.")]
-    returned = observed.returned.get(path)
     later = observed.order[observed.order.index(inside[-1]) + 1 :]
     after = [layer for layer in later if layer.startswith(f"{_parent(path)}.") or not _parent(path)][:1]
     rowwise = [layer for layer in inside if observed.roles.get(layer, "").startswith("rowwise")]
     proposal = _Proposal(f"{path}.heads", [*inside])
     reasons: list[str] = []
-    for out in dict.fromkeys((*rowwise, *([returned] if returned in inside else [inside[-1], *after]))):
+    for out in dict.fromkeys((*rowwise, inside[-1], *after)):
         try:
             proposal.variants += _head_groups(observed, path, [x for x in inside if x != out], out)
         except _Unfit as unfit:
@@ -389,7 +311,7 @@ def _shared_heads(observed: _Observation, attentions: list[_Proposal]) -> Iterat
         proposal = _Proposal(f"{stack}{tail}", [x for m in members for x in m.layers])
         proposal.replaces = [m.name for m in members]
         layers = [m.module for attention in members for m in attention.variants[0].members]
-        unit, full = observed.units_of(layers)[0], heads.pop()
+        unit, full = observed.unit_of(layers), heads.pop()
         outside = [
             Member(path, "out", WeightSlice, module.embedding_dim // full)
             for path, module in observed.modules[unit].named_modules(prefix=unit)
@@ -407,13 +329,7 @@ def _shared_heads(observed: _Observation, attentions: list[_Proposal]) -> Iterat
 
 @dataclass(frozen=True)
 class _Heads:
-    """The heads of an attention module.
-
-    Attributes:
-        queries: the number of query heads.
-        pairs: the number of key and value heads.
-        width: the features of one head.
-    """
+    """The numbers of query heads, and of key and value heads, and the features of one."""
 
     queries: int
     pairs: int
@@ -430,37 +346,25 @@ class _Heads:
         return 0 if count < self.full else count // self.full * self.width
 
     def projection(self, layer: str, outputs: int) -> Iterator[list[Member]]:
-        """Yield what may follow the heads in a linear layer, for every order in which its rows may be packed.
-
-        Args:
-            layer: the name of the layer.
-            outputs: the number of its outputs.
-
-        Raises:
-            _Unfit: the outputs are no heads.
-        """
-        all_queries, all_pairs = self.queries * self.width, self.pairs * self.width
-        plain = [shared for shared, total in ((False, all_queries), (True, all_pairs)) if total == outputs]
-        if plain:
-            rows = self.rows(plain[0])
+        """Yield what may follow the heads in a linear layer, for every way to pack its rows."""
+        totals = {False: self.queries * self.width, True: self.pairs * self.width}
+        ways = [(False,), (True,), (False, True, True), (True, True), (False, False)]
+        packed = [segments for segments in ways if sum(totals[shared] for shared in segments) == outputs]
+        if packed and len(packed[0]) == 1:
+            rows = self.rows(*packed[0])
             yield [Member(layer, "out", WeightSlice, rows)] if rows else []
             return
         if outputs == self.queries:  # one number per head, of a gate for example
             yield [Member(layer, "out", WeightSlice, self.queries // self.full)]
             return
-        fused = [
-            segments
-            for segments in ((False, True, True), (True, True), (False, False))
-            if sum(all_pairs if shared else all_queries for shared in segments) == outputs
-        ]
-        for segments in fused:
+        for segments in packed:
             members, start = [], 0
             for shared in segments:
                 if self.rows(shared):
                     members.append(Member(layer, "out", WeightSlice, self.rows(shared), start, outputs))
-                start += all_pairs if shared else all_queries
+                start += totals[shared]
             yield members
-        if not fused:
+        if not packed:
             raise _Unfit(
                 f"{layer} has {outputs} outputs, which are no queries, keys or values of {self.queries} "
                 f"({self.pairs}) heads with {self.width} features"
@@ -477,7 +381,7 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
         projections = [p for p in projections if observed.roles.get(p, "").startswith("colwise")]
     if not projections:
         raise _Unfit("no linear layer in it makes queries, keys and values")
-    packings = [list(heads.projection(layer, _width(observed, layer)[1])) for layer in projections]
+    packings = [list(heads.projection(layer, observed.sides[layer][1])) for layer in projections]
     all_heads, full = heads.queries * heads.width, heads.full
     numbers = {
         **_valued(module, HEADS, heads.queries),
@@ -499,7 +403,7 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
 
 def _heads(observed: _Observation, path: str, out: str) -> _Heads:
     """Return the heads of an attention module whose output layer is given."""
-    all_heads = _width(observed, out)[0]
+    all_heads = observed.sides[out][0]
     queries = _number(observed, path, HEADS, inherited=True)
     width = _number(observed, path, HEAD_WIDTHS, inherited=False)
     if width is not None and all_heads % width == 0:
@@ -522,17 +426,9 @@ def _valued(module: nn.Module, names: Sequence[str], value: int) -> dict[str, in
 
 
 def _stated(module: nn.Module, names: Sequence[str], value: int) -> dict[str, int]:
-    """Return the whole number of a certain value that the configuration of a module states."""
+    """Return the whole numbers of a certain value that the configuration of a module states."""
     config = module.__dict__.get("config")
-    found = (name for name in names if type(getattr(config, name, None)) is int)
-    return {f"config.{name}": value for name in found if getattr(config, name) == value}
-
-
-def _width(observed: _Observation, path: str) -> tuple[int, int]:
-    found = _sides(observed.modules[path])
-    if found is None:
-        raise _Unfit(f"{path} is no linear layer")
-    return found
+    return {f"config.{name}": value for name in names if number_of(config, name) == value}
 
 
 def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member]:
@@ -541,7 +437,7 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
     for inner, module in observed.modules[path].named_modules(prefix=path):
         if isinstance(module, nn.Embedding) and module.embedding_dim == heads.queries:
             yield Member(inner, "out", WeightSlice, each)
-        elif not type(module).__module__.startswith("torch.nn.") and _sides(module) is None:
+        elif not type(module).__module__.startswith("torch.nn.") and inner not in observed.sides:
             for name, parameter in module.named_parameters(recurse=False):
                 axes = [axis for axis, length in enumerate(parameter.shape) if length == heads.queries]
                 if len(axes) == 1:
@@ -558,21 +454,21 @@ def _feed_forwards(observed: _Observation, attentions: Sequence[_Proposal]) -> I
     hosts = [_parent(_parent(proposal.name)) for proposal in attentions]
     packed: list[_Proposal] = []
     for at, last in enumerate(layers):
-        neurons, block = _width(observed, last)[0], observed.block_of(last)
+        neurons, block = observed.sides[last][0], observed.block_of(last)
         block = block or max((h for h in hosts if last.startswith(f"{h}.")), key=len, default=None)
         before = [layer for layer in layers[:at] if layer.startswith(f"{block}.")]
-        outputs = [_width(observed, layer)[1] == neurons for layer in before]
+        outputs = [observed.sides[layer][1] == neurons for layer in before]
         first = before[max((i + 1 for i, fits in enumerate(outputs) if not fits), default=0) :]
         if block is not None and first:
             yield _feed_forward(observed, first, last)
-        elif block is not None and before and _width(observed, before[-1])[1] == 2 * neurons:
+        elif block is not None and before and observed.sides[before[-1]][1] == 2 * neurons:
             packed.append(_feed_forward(observed, before[-1:], last))
     yield from packed
 
 
 def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Proposal:
     """Propose the neurons between some linear layers and the one that runs after them."""
-    neurons = _width(observed, last)[0]
+    neurons = observed.sides[last][0]
     around = _common([*first, last])
     name = f"{around}.ffn" if around not in observed.blocks else f"{first[0]}.ffn"
     proposal = _Proposal(name, [*first, last])
@@ -585,7 +481,7 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
             for path, m in inside.named_modules(prefix=around)
             if isinstance(m, nn.Conv1d | nn.Conv2d) and m.groups == m.in_channels == m.out_channels == neurons
         ]
-    if _width(observed, first[0])[1] == neurons:
+    if observed.sides[first[0]][1] == neurons:
         plain = [Member(layer, "out", WeightSlice) for layer in first]
         proposal.variants.append(Group(name, "ffn", neurons, (*plain, *end)))
     else:
@@ -659,15 +555,7 @@ def _is_cache(value: Any) -> bool:
 
 
 class _Trials:
-    """Inserts proposals into copies of blocks, and compares narrowed blocks with masked ones.
-
-    Args:
-        observed: the forward pass that shows what blocks are called with.
-        example: the input of that forward pass.
-
-    Attributes:
-        observed: as given.
-    """
+    """Inserts proposals into copies of blocks, and compares narrowed blocks with masked ones."""
 
     def __init__(self, observed: _Observation, example: Any) -> None:
         self.observed = observed
@@ -696,7 +584,7 @@ class _Trials:
             silent = private_copy(module)
             with torch.no_grad():
                 for layer in silent.modules():
-                    if _sides(layer) is not None or isinstance(layer, nn.modules.conv._ConvNd):
+                    if traits_of(layer).mixes:
                         for parameter in layer.parameters():
                             parameter.zero_()
                 try:
@@ -730,23 +618,16 @@ class _Trials:
 
     def _trial(self, group: Group) -> str:
         """Return why a group is wrong, or an empty string."""
-        reason = ""
-        for unit in self.observed.units_of([member.module for member in group.members]):
-            module, call = self.observed.modules[unit], self.observed.calls[unit]
-            cut = len(unit) + 1 if unit else 0
-            renamed = tuple(replace(m, module=f"unit.{m.module[cut:]}".rstrip(".")) for m in group.members)
-            key = str(module), tuple(t.shape for t in _floats((call.args, call.kwargs)))
-            if key not in self._units:
-                self._units[key] = _random(private_copy(module))
-            if (key, renamed) not in self._known:
-                self._known[key, renamed] = _compared(self._units[key], call, replace(group, members=renamed))
-            reason = re.sub(r"\bunit\b", unit, self._known[key, renamed])
-            if reason != OTHER_SHAPES:  # a module may return more than its caller uses
-                break
-        return reason
-
-
-OTHER_SHAPES = "with half of it, the outputs have other shapes"
+        unit = self.observed.unit_of([member.module for member in group.members])
+        module, call = self.observed.modules[unit], self.observed.calls[unit]
+        cut = len(unit) + 1 if unit else 0
+        renamed = tuple(replace(m, module=f"unit.{m.module[cut:]}".rstrip(".")) for m in group.members)
+        key = str(module), tuple(t.shape for t in _floats((call.args, call.kwargs)))
+        if key not in self._units:
+            self._units[key] = disturbed_copy(module).float()
+        if (key, renamed) not in self._known:
+            self._known[key, renamed] = _compared(self._units[key], call, replace(group, members=renamed))
+        return re.sub(r"\bunit\b", unit, self._known[key, renamed])
 
 
 def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
@@ -762,8 +643,6 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     finding = prove(network, private_copy(network), row, largest, torch.zeros(()))
     if finding is None:
         return ""
-    if finding.kind == "shapes":
-        return OTHER_SHAPES
     if finding.kind == "differs":
         return "half of it does not compute what the whole computes with zeros in the other half"
     return f"with half of it, {finding.why}"
@@ -797,17 +676,3 @@ def _fresh(value: Any) -> Any:
 
 def _floats(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _random(module: nn.Module) -> nn.Module:
-    """Fill a module with random weights in place, so that none is too small to be seen in the output."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
-                if parameter.dim() < 2:
-                    parameter.uniform_(0.5, 1.5, generator=generator)
-                else:
-                    bound = (3 / parameter[0].numel()) ** 0.5
-                    parameter.uniform_(-bound, bound, generator=generator)
-    return module.float()

@@ -1,10 +1,8 @@
 """An extracted subnet of a Hugging Face model as a model of its own, with a configuration that describes it.
 
-An extracted subnet has the configuration of the original model, and skipped layers as identities. What
-`save_pretrained` writes of it cannot be read by `from_pretrained`, which builds a model from the
-configuration. `as_pretrained` builds the smaller model from a smaller configuration, if there is one. Sizes
-that differ between layers are in its `per_layer_config`. Most classes of transformers 5 cannot be built from
-it; `heterogeneous` makes classes that can.
+`from_pretrained` builds a model from its configuration, which of an extracted subnet is that of the original
+model. Sizes that differ between layers go into its `per_layer_config`. Most classes of transformers 5 cannot
+be built from it; `heterogeneous` makes classes that can.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -23,9 +21,10 @@ from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.key_value_cache import note_skipped_
-from subnetact.insertion.layer_vocabulary import NEURONS, SKIPPED, number_of
+from subnetact.insertion.layer_vocabulary import NEURONS, SKIPPED, layer_stacks, number_of
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
-from subnetact.supernet.batches import as_batch, call_with, map_tensors
+from subnetact.supernet.batches import as_batch
+from subnetact.supernet.proof import outputs_of
 
 __all__ = ["as_pretrained", "heterogeneous"]
 
@@ -33,6 +32,7 @@ DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers",
 HEADS = ("num_attention_heads", "num_key_value_heads")
 PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
 """Fields of configurations, under their common names; models map other names to these."""
+_ALL_HEADS = "the number of heads"
 
 
 def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
@@ -48,8 +48,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
         computes the same on the example. If all layers have the same sizes, it is of the class of the model,
         and `save_pretrained` and `from_pretrained` work with it. Otherwise the sizes are in the
         `per_layer_config` of the configuration, and `heterogeneous(cls).from_pretrained` reads what
-        `save_pretrained` wrote; `cls.from_pretrained` does as soon as transformers builds the layers of that
-        class from it.
+        `save_pretrained` wrote.
 
     Raises:
         InsertError: the model has no configuration, or none describes the subnet; the message says which size
@@ -63,27 +62,35 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     old = getattr(model, "config", None)
     if old is None or not hasattr(model, "save_pretrained") or not hasattr(old, "to_dict"):
         raise InsertError(f"{type(model).__name__} is no Hugging Face model; save its state_dict instead")
-    config, renamed = copy.deepcopy(old), _renamed(model)
-    _shorten(config, model)
     cls: Any = type(model)
+    config, kept = copy.deepcopy(old), dict[str, list[int]]()
+    for path, stack in model.named_modules():
+        if isinstance(stack, nn.ModuleList) and any(isinstance(layer, SkippedLayer) for layer in stack):
+            kept[path] = [i for i, layer in enumerate(stack) if not isinstance(layer, SkippedLayer)]
+            _shorten(config, path, len(stack), kept[path])
     with torch.device("meta"):
-        full = _shapes(cls(copy.deepcopy(old)).state_dict(), _renamed(model))
-    weights = {_new_name(name, renamed): t for name, t in model.state_dict().items()}
-    _drop_inputs(weights, old, model)
-    _narrow(config, full, _shapes(weights, {}), model)
+        full = _renamed(cls(copy.deepcopy(old)).state_dict(), kept)
+    weights = _renamed(model.state_dict(), kept)
+    _drop_inputs(weights, old, kept)
+    _narrow(config, full, weights, model)
     found: Any = _built(cls, config).to(next(model.parameters()).dtype).eval()
-    expected = _shapes(found.state_dict(), {})
-    for name, shape in expected.items():
+    for name, tensor in found.state_dict().items():
         given = tuple(weights[name].shape) if name in weights else None
-        if given != shape:
+        if given != tuple(tensor.shape):
+            fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if number_of(config, f)]
+            told = ", ".join(f"{field}={getattr(config, field)}" for field in fields)
             raise InsertError(
                 f"no configuration of {cls.__name__} describes this subnet: {name} has the shape {given}, "
-                f"and with {_told(config)} the model has {shape}; save its state_dict instead, and load that "
-                "into the same subnet"
+                f"and with {told} the model has {tuple(tensor.shape)}; save its state_dict instead, and load "
+                "that into the same subnet"
             )
     found.load_state_dict(weights)
     found.tie_weights()
-    _compare(model, found, example)
+    if not equal(outputs_of(found, example), outputs_of(model, example)):
+        raise InsertError(
+            f"{cls.__name__} depends on the position of its layers: without the skipped ones it computes "
+            "something else; save its state_dict instead, and load that into the same subnet"
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -99,7 +106,6 @@ def heterogeneous(cls: Any) -> Any:
     Returns:
         A subclass of the same name. Layers with other sizes are built by their own class from
         `config.per_layer_config[i]`; an identity is in the place of a layer that skips attention and mlp.
-        `from_pretrained` and `save_pretrained` are those of transformers.
 
     Raises:
         InsertError: when a model is made: its layers cannot be built one by one, or a layer skips a part.
@@ -127,10 +133,9 @@ def _heterogeneous(cls: Any) -> Any:
 
 def _build_layers(model: nn.Module, config: Any) -> None:
     """Replace the layers of a model that differ from its global configuration, in place."""
-    config = config.get_text_config()
-    count = config.num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    stacks, config = list(layer_stacks(model).values()), config.get_text_config()
     if len(stacks) != 1:
+        count = config.num_hidden_layers
         raise InsertError(f"{type(model).__name__} has {len(stacks)} stacks of {count} layers; one is needed")
     (stack,) = stacks
     for i, layer in enumerate(stack):
@@ -162,149 +167,101 @@ def _built(cls: Any, config: Any) -> nn.Module:
         ) from error
 
 
-def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and any(isinstance(m, SkippedLayer) for m in module):
-            yield path, module
-
-
-def _renamed(model: nn.Module) -> dict[str, str]:
-    """Return the prefixes of the names of kept layers, each with its prefix without the others."""
-    return {
-        f"{path}.{old}.": f"{path}.{new}."
-        for path, stack in _stacks(model)
-        for new, old in enumerate(i for i, m in enumerate(stack) if not isinstance(m, SkippedLayer))
+def _renamed(tensors: Mapping[str, Tensor], kept: Mapping[str, list[int]]) -> dict[str, Tensor]:
+    """Return tensors under the names that they have if skipped layers are not counted."""
+    prefixes = {
+        f"{path}.{old}.": f"{path}.{new}." for path, layers in kept.items() for new, old in enumerate(layers)
     }
+    found = {}
+    for name, tensor in tensors.items():
+        prefix = next((p for p in prefixes if name.startswith(p)), "")
+        found[prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
+    return found
 
 
-def _new_name(name: str, renamed: Mapping[str, str]) -> str:
-    for old, new in renamed.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
+def _shorten(config: Any, path: str, count: int, kept: list[int]) -> None:
+    """Set the number of layers of a stack, and drop what fields with one value per layer say of others."""
+    fields = [f for f in DEPTHS if getattr(config, f, None) == count]
+    fields = [f for f in fields if _side(f) and _side(f) in path] or [f for f in fields if not _side(f)]
+    for field in PER_LAYER:
+        values = getattr(config, field, None)
+        if isinstance(values, list | tuple) and len(values) == count:
+            setattr(config, field, [values[i] for i in kept])
+    shared = number_of(config, "num_kv_shared_layers")
+    if shared:
+        config.num_kv_shared_layers = sum(i >= count - shared for i in kept)
+    if fields:
+        setattr(config, fields[0], len(kept))
 
 
-def _shapes(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    return {_new_name(name, renamed): tuple(t.shape) for name, t in tensors.items()}
-
-
-def _shorten(config: Any, model: nn.Module) -> None:
-    """Set the number of layers, and drop the settings of skipped layers from fields with one per layer."""
-    for path, stack in _stacks(model):
-        kept = [i for i, m in enumerate(stack) if not isinstance(m, SkippedLayer)]
-        fields = [f for f in DEPTHS if getattr(config, f, None) == len(stack)]
-        fields = [f for f in fields if _side(f) and _side(f) in path] or [f for f in fields if not _side(f)]
-        for field in PER_LAYER:
-            values = getattr(config, field, None)
-            if isinstance(values, list | tuple) and len(values) == len(stack):
-                setattr(config, field, [values[i] for i in kept])
-        shared = number_of(config, "num_kv_shared_layers")
-        if shared:
-            first = len(stack) - shared
-            config.num_kv_shared_layers = sum(i >= first for i in kept)
-        if fields:
-            setattr(config, fields[0], len(kept))
-
-
-def _drop_inputs(weights: dict[str, Tensor], config: Any, model: nn.Module) -> None:
+def _drop_inputs(weights: dict[str, Tensor], config: Any, kept: Mapping[str, list[int]]) -> None:
     """Drop what the tables of per-layer embeddings hold for skipped layers, in place (Gemma 3n)."""
     width = number_of(config, "hidden_size_per_layer_input")
-    for _, stack in _stacks(model) if width else ():
-        kept = [i for i, m in enumerate(stack) if not isinstance(m, SkippedLayer)]
+    for layers in kept.values() if width else ():
         for name, weight in weights.items():
             if name.endswith("embed_tokens_per_layer.weight"):
-                weights[name] = weight.reshape(len(weight), -1, width)[:, kept].flatten(1)
+                weights[name] = weight.reshape(len(weight), -1, width)[:, layers].flatten(1)
             elif name.endswith("per_layer_model_projection.weight"):
-                weights[name] = weight.reshape(-1, width, weight.shape[1])[kept].flatten(0, 1)
+                weights[name] = weight.reshape(-1, width, weight.shape[1])[layers].flatten(0, 1)
 
 
-def _narrow(
-    config: Any,
-    full: Mapping[str, tuple[int, ...]],
-    given: Mapping[str, tuple[int, ...]],
-    model: nn.Module,
-) -> None:
+def _narrow(config: Any, full: Mapping[str, Tensor], given: Mapping[str, Tensor], model: nn.Module) -> None:
     """Set the numbers of neurons and heads that follow from the shapes of weights."""
-    lists: dict[str, dict[int, int]] = {}
-    found: dict[str, dict[str, set[float]]] = {}  # field or "heads" -> layer -> shares of the full size
-    stack = next((f"{path}." for path, _ in _layers(model)), None)
-    for name, shape in given.items():
-        if stack is not None and not name.startswith(stack):
+    stack = next((f"{path}." for path in layer_stacks(model)), "")
+    shares: dict[str, dict[str, float]] = {}  # field -> layer -> the smallest share of a full size
+    for name, tensor in given.items():
+        found = re.match(r".*?(\d+)\.", name.removeprefix(stack))
+        if found is None or not name.startswith(stack):
             continue
-        layer = name.removeprefix(stack or "").partition(".")[0]
-        for axis, (old, new) in enumerate(zip(full.get(name, shape), shape, strict=False)):
-            if re.search(r"attn|attention", name, re.IGNORECASE):
-                key = f"the number of heads ({re.sub(r'[0-9]+', '*', name)}, axis {axis})"
-                found.setdefault(key, {}).setdefault(layer, set()).add(new / old)
-            else:
-                fields = (
-                    f for f in NEURONS if _side(f) in name and _neurons(config, f, layer) in (old, old / 2)
-                )
-                field = next(fields, "")
-                if field and isinstance(getattr(config, field), list):
-                    lists.setdefault(field, {})[int(layer)] = round(
-                        _neurons(config, field, layer) * new / old
-                    )
-                elif field:
-                    found.setdefault(field, {}).setdefault(layer, set()).add(new / old)
-    for field, numbers in lists.items():
-        given_before = enumerate(getattr(config, field))
-        setattr(config, field, [numbers.get(i, number) for i, number in given_before])
-    differing = {what for what, layers in found.items() if len(set.union(*layers.values())) > 1}
-    if differing and stack is None:
-        what = min(differing)
-        shares = sorted(set.union(*found[what].values()))
-        raise InsertError(
-            f"no configuration of {type(model).__name__} describes this subnet: {what} is one number for all "
-            f"layers, whose shares of it differ here, {', '.join(f'{s:g}' for s in shares)}; choose the same "
-            "size for all layers"
-        )
-    per_layer: dict[int, dict[str, int]] = {}
-    narrowed = {
-        s for what, layers in found.items() if what not in NEURONS for s in set.union(*layers.values())
-    }
+        layer = found[1] if stack else found[0]
+        attention = re.search("attn|attention", name, re.IGNORECASE)
+        for old, new in zip(full[name].shape, tensor.shape, strict=True):
+            field = _ALL_HEADS if attention else _neurons_field(config, name, layer, old)
+            of_layers = shares.setdefault(field, {})
+            of_layers[layer] = min(of_layers.get(layer, 1.0), new / old)
+    shares.pop("", None)
     heads = {f: number_of(config, f) for f in HEADS if number_of(config, f)}
-    if narrowed - {1.0}:
+    if min(shares.get(_ALL_HEADS, {"": 1.0}).values()) < 1:
         config.head_dim = number_of(config, "head_dim") or config.hidden_size // config.num_attention_heads
-    for what, layers in found.items():
-        sizes = {what: _neurons(config, what)} if what in NEURONS else heads
-        if what not in differing:
-            (share,) = set.union(*layers.values())
-            if what in NEURONS or share < 1:
-                for field, number in sizes.items():
-                    setattr(config, field, max(1, round(number * share)))
+    per_layer: dict[int, dict[str, int]] = {}
+    for field, of_layers in shares.items():
+        different = sorted(set(of_layers.values()))
+        if isinstance(getattr(config, field, None), list):
+            every = enumerate(getattr(config, field))
+            setattr(config, field, [round(n * of_layers.get(str(i), 1.0)) for i, n in every])
             continue
-        for layer, (share,) in layers.items():
-            if share < 1:
-                changed = {field: max(1, round(number * share)) for field, number in sizes.items()}
-                per_layer.setdefault(int(layer), {}).update(changed)
+        if len(different) > 1 and not stack:
+            raise InsertError(
+                f"no configuration of {type(model).__name__} describes this subnet: {field} is one number "
+                f"for all layers, whose shares of it differ here, {', '.join(f'{s:g}' for s in different)}; "
+                "choose the same size for all layers"
+            )
+        numbers = heads if field == _ALL_HEADS else {field: _neurons(config, field)}
+        for layer, share in of_layers.items():
+            narrow = {f: max(1, round(n * share)) for f, n in numbers.items() if share < 1}
+            if len(different) > 1:
+                per_layer.setdefault(int(layer), {}).update(narrow)
+            else:
+                for name, number in narrow.items():
+                    setattr(config, name, number)
+    per_layer = {layer: fields for layer, fields in per_layer.items() if fields}
     if per_layer:
         config.per_layer_config = per_layer
-        _make_readable(config)
-
-
-def _make_readable(config: Any) -> None:
-    """Let a configuration be read again, also by classes that check its global numbers of heads."""
-    try:
-        type(config).from_dict(config.to_dict())
-    except RuntimeError:  # A check of the class read a number that differs between layers.
-        config.allow_global_per_layer_attribute_access = True
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Yield the stack of layers of a model whose configuration states one number of layers."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "per_layer_config") or config.is_encoder_decoder:
-        return
-    count = getattr(config, "num_hidden_layers", None)
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            yield path, module
+        try:
+            type(config).from_dict(config.to_dict())
+        except RuntimeError:  # A check of the class read a number that differs between layers.
+            config.allow_global_per_layer_attribute_access = True
 
 
 def _side(field: str) -> str:
     """Return the part of a model that a field is for, "encoder" for example, or an empty string."""
     return next((side for side in ("encoder", "decoder") if field.startswith(side)), "")
+
+
+def _neurons_field(config: Any, name: str, layer: str, number: int) -> str:
+    """Return the field that states an axis of a weight, which may hold two matrices; "" if none does."""
+    sizes = (number, number / 2)
+    return next((f for f in NEURONS if _side(f) in name and _neurons(config, f, layer) in sizes), "")
 
 
 def _neurons(config: Any, field: str, layer: str = "") -> int:
@@ -315,29 +272,3 @@ def _neurons(config: Any, field: str, layer: str = "") -> int:
     if field == "n_inner" and getattr(config, field, 0) is None:
         return 4 * int(config.hidden_size)
     return number_of(config, field)
-
-
-def _told(config: Any) -> str:
-    fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if number_of(config, f)]
-    return ", ".join(f"{field}={getattr(config, field)}" for field in fields)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield all tensors of an output; caches, which have a place per layer, are left out."""
-    parts = output.values() if isinstance(output, Mapping) else output
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(parts, tuple | list) or parts is not output:
-        for part in parts:
-            yield from _tensors(part)
-
-
-def _compare(model: nn.Module, found: nn.Module, example: Any) -> None:
-    with torch.no_grad():
-        pairs = [call_with(m, map_tensors(Tensor.clone, example)) for m in (model, found)]
-    expected, output = (list(_tensors(y)) for y in pairs)
-    if not equal(output, expected):
-        raise InsertError(
-            f"{type(model).__name__} depends on the position of its layers: without the skipped ones it "
-            "computes something else; save its state_dict instead, and load that into the same subnet"
-        )

@@ -25,7 +25,6 @@ from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.batches import as_batch
-from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
@@ -160,10 +159,11 @@ def insert_(
     if description is None and example is not None:
         description = describe(model, example, **options)
         if elastic is not None:
-            description = _tried(model, description.override(elastic), example)
+            described = description.override(elastic)
+            description = _proved(model, described, example, _runs(model, example), leave_out=False)
     elif isinstance(description, Description) and elastic is None and not options and example is not None:
         _check_model(model)
-        description = _tried(model, description, example)
+        description = _proved(model, description, example, _runs(model, example), leave_out=False)
     else:
         raise InsertError(
             "insert_ takes a model and an example (insert_(model, example=x)), also with a description "
@@ -172,7 +172,8 @@ def insert_(
         )
     supernet = put_operators_(model, description.space, description.elastic)
     supernet.description = description
-    _adopt_statistics(supernet)
+    if supernet.norm_operators():
+        supernet.adopt_statistics()
     return guard_caches_(supernet, example)
 
 
@@ -253,13 +254,12 @@ def _selected(
     def stays(names: Iterable[str]) -> bool:
         return any(_matches(name, pattern) for name in names for pattern in fixed)
 
-    kept = [
-        group
-        for group in groups
-        if group.axis in axes
-        and elastic(m.module for m in group.members if m.part == "out")
-        and not stays(m.module for m in group.members)
-    ]
+    kept = []
+    for group in groups:
+        names = [m.module for m in group.members]
+        outputs = [m.module for m in group.members if m.part == "out"]
+        if group.axis in axes and elastic(outputs) and not stays(names):
+            kept.append(group)
     left = []
     for stage in stages:
         inside = {b: [p for p in paths if p == b or p.startswith(f"{b}.")] for b in stage.blocks}
@@ -298,32 +298,23 @@ def _nothing(model: nn.Module, description: Description) -> str:
 # -- proof ------------------------------------------------------------------------------------------
 
 
-def _proved(model: nn.Module, description: Description, example: Any, expected: list[Tensor]) -> Description:
-    """Return the description without what fails its proof."""
+def _proved(
+    model: nn.Module, description: Description, example: Any, expected: list[Tensor], leave_out: bool = True
+) -> Description:
+    """Return the description without what fails its proof; otherwise refuse the description."""
     while True:
-        trial = Proof(model, description, example, expected)
-        failure = trial.failure()
+        failure = Proof(model, description, example, expected).failure()
         if failure is None:
             return description
-        if not trial.is_largest_right:
-            raise InsertError(f"{type(model).__name__}: {failure}")
-        culprits = trial.culprits()
+        wrong, culprits = failure
         if not culprits:
-            raise InsertError(f"{type(model).__name__}: {failure}")
+            raise InsertError(f"{type(model).__name__}: {wrong}")
+        if not leave_out:
+            raise InsertError("; ".join(f"{name}: {why}" for name, why in culprits.items()))
         for name, why in culprits.items():
             description = description.without(name, why)
         if not description.slots:
             raise InsertError(_nothing(model, description))
-
-
-def _tried(model: nn.Module, description: Description, example: Any) -> Description:
-    """Return the description if it passes its proof."""
-    trial = Proof(model, description, example, _runs(model, example))
-    failure = trial.failure()
-    if failure is not None:
-        named = trial.culprits() if trial.is_largest_right else {}
-        raise InsertError("; ".join(f"{name}: {why}" for name, why in named.items()) or failure)
-    return description
 
 
 def _checked(supernet: Supernet, example: Any) -> Supernet:
@@ -335,13 +326,6 @@ def _checked(supernet: Supernet, example: Any) -> Supernet:
             supernet.remove()
             raise
     return supernet
-
-
-def _adopt_statistics(supernet: Supernet) -> None:
-    """Give the largest subnet the BatchNorm statistics that the model came with."""
-    if supernet.norm_operators():
-        largest = supernet.space.largest()
-        supernet.norms.update({largest: NormRow.of(supernet.statistics(largest))})
 
 
 # -- bad input --------------------------------------------------------------------------------------
@@ -399,45 +383,42 @@ def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[s
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse models that cannot become supernets, before anything is done.
-
-    Raises:
-        InsertError: see `describe`.
-    """
+    """Refuse models that cannot become supernets, before anything is done."""
     given: Any = model
     if not isinstance(given, nn.Module):
         raise InsertError(f"expected a model, got {type(given).__name__}; give an nn.Module")
     name = type(model).__name__
     if isinstance(model, Supernet) or any(isinstance(m, Operator) or is_view(m) for m in model.modules()):
         raise InsertError(f"{name} already has operators; give the ordinary model (supernet.remove())")
-    wrapped = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule)
     for path, module in model.named_modules():
-        where = f"{name}.{path}" if path else name
-        if isinstance(module, wrapped):
-            inner = "_orig_mod" if isinstance(module, wrapped[2]) else "module"
-            raise InsertError(
-                f"{where} is wrapped in {type(module).__name__}; give the model inside, .{inner}, and wrap "
-                "the supernet instead"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InsertError(f"{where} is a scripted module; give the model that it was made from")
-        if "quantized" in type(module).__module__ or any(t.is_quantized for t in module.buffers(False)):
-            raise InsertError(f"{where} is quantised; insert operators first and quantise subnets afterwards")
-        if parametrize.is_parametrized(module):
-            raise InsertError(
-                f"{where} has parametrised weights; make them permanent first, with remove_parametrizations"
-            )
-        if module._compiled_call_impl is not None:
-            raise InsertError(
-                f"{where} is compiled in place, by compile(); give a model that is not compiled, and compile "
-                "its subnets instead: Engine(..., compile='inductor')"
-            )
-        if any(nn.parameter.is_lazy(t) for t in (*module.parameters(False), *module.buffers(False))):
-            raise InsertError(f"{where} has no weights yet; run the model once, so that its sizes are known")
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if any(hooks) or module._backward_pre_hooks:
-            raise InsertError(f"{where} has hooks, which subnets would run as well; remove them first")
-    training = next((path for path, module in model.named_modules() if module.training), None)
-    if training is not None:
-        where = f"{name}.{training}" if training else name
-        raise InsertError(f"{where} is in training mode; call model.eval() first")
+        reason = _obstacle(module)
+        if reason is not None:
+            raise InsertError(f"{f'{name}.{path}' if path else name} {reason}")
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Return why no subnet can be made of a module itself."""
+    wrapped = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule)
+    if isinstance(module, wrapped):
+        inner = "_orig_mod" if isinstance(module, wrapped[2]) else "module"
+        return (
+            f"is wrapped in {type(module).__name__}; give the model inside, .{inner}, and wrap the supernet "
+            "instead"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is a scripted module; give the model that it was made from"
+    if "quantized" in type(module).__module__ or any(t.is_quantized for t in module.buffers(False)):
+        return "is quantised; insert operators first and quantise subnets afterwards"
+    if parametrize.is_parametrized(module):
+        return "has parametrised weights; make them permanent first, with remove_parametrizations"
+    if module._compiled_call_impl is not None:
+        return (
+            "is compiled in place, by compile(); give a model that is not compiled, and compile its subnets "
+            "instead: Engine(..., compile='inductor')"
+        )
+    if any(nn.parameter.is_lazy(t) for t in (*module.parameters(False), *module.buffers(False))):
+        return "has no weights yet; run the model once, so that its sizes are known"
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    if any(hooks) or module._backward_pre_hooks:
+        return "has hooks, which subnets would run as well; remove them first"
+    return "is in training mode; call model.eval() first" if module.training else None

@@ -20,7 +20,7 @@ from subnetact.errors import IllegalChoice, SpecError
 from subnetact.space import AxisValues
 from subnetact.spec import shown
 
-__all__ = ["NEURONS", "SKIPPED", "LayerVocabulary", "number_of", "vocabulary_of"]
+__all__ = ["NEURONS", "SKIPPED", "LayerVocabulary", "layer_stacks", "number_of", "vocabulary_of"]
 
 NEURONS = (
     "intermediate_size",
@@ -70,31 +70,35 @@ class LayerVocabulary:
         """Return the fields with the numbers in the model."""
         return dict(pair for pair in (self.neurons, self.queries, self.pairs) if pair is not None)
 
-    def layer_of(self, module: str) -> int | None:
-        """Return the number of the layer that a module is in, or None if it is in none."""
+    def layer_of(self, module: str) -> int:
+        """Return the number of the layer that a module is in."""
         inside = module.removeprefix(f"{self.stack}.") if module.startswith(f"{self.stack}.") else ""
         number = inside.partition(".")[0]
-        return int(number) if number.isdigit() else None
+        if not number.isdigit():
+            raise SpecError(f"{module} is in no layer of {self.stack}")
+        return int(number)
+
+
+def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return the lists of as many layers as a configuration states that has a `per_layer_config`."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "per_layer_config") or config.is_encoder_decoder:
+        return {}
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists = ((path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    return {path: layers for path, layers in lists if len(layers) == count}
 
 
 def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | None:
     """Return the vocabulary of a language model of Hugging Face, or None for other models."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "per_layer_config") or config.is_encoder_decoder or config.is_heterogeneous:
-        return None
-    config = config.get_text_config()
     modules = {
         m for slot in slots for m in (getattr(slot, "blocks", None) or [x.module for x in slot.members])
     }
-    stacks = {
-        path
-        for path, stack in model.named_modules()
-        if isinstance(stack, nn.ModuleList)
-        and len(stack) == getattr(config, "num_hidden_layers", None)
-        and all(f"{module}.".startswith(f"{path}.") for module in modules)
-    }
-    if len(stacks) != 1:
+    stacks = [s for s in layer_stacks(model) if all(f"{m}.".startswith(f"{s}.") for m in modules)]
+    config: Any = getattr(model, "config", None)
+    if len(stacks) != 1 or config.is_heterogeneous:
         return None
+    config = config.get_text_config()
     ffn = {slot.full for slot in slots if slot.axis == "ffn"}
     heads = {slot.full for slot in slots if slot.axis == "heads"}
     queries, pairs = (number_of(config, f) for f in ("num_attention_heads", "num_key_value_heads"))
@@ -104,7 +108,7 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     if wrong or any(slot.axis not in ("depth", "ffn", "heads") for slot in slots):
         return None
     return LayerVocabulary(
-        stacks.pop(),
+        stacks[0],
         int(config.num_hidden_layers),
         (field, ffn.pop()) if field else None,
         ("num_attention_heads", queries) if heads else None,
@@ -127,17 +131,18 @@ class LayerConfigWriter:
 
     def __call__(self, values: AxisValues) -> dict[int, dict[str, Any]]:
         """Return the fields of every layer that differs from the model; `skip` is in that of skipped ones."""
-        found: dict[int, dict[str, Any]] = {i: {} for i in range(self.vocabulary.layers)}
-        full = self.vocabulary.full()
-        for slot, choice in _chosen(self.slots, values):
-            size = slot.sizes[choice]
+        words, full = self.vocabulary, self.vocabulary.full()
+        found: dict[int, dict[str, Any]] = {i: {} for i in range(words.layers)}
+        choices = {axis: iter(chosen) for axis, chosen in values.items()}
+        for slot in self.slots:
+            size = slot.sizes[next(choices[slot.axis])]
             if slot.axis == "depth":
                 for block in slot.blocks[size:]:
-                    found[_layer(self.vocabulary, block)]["skip"] = list(SKIPPED)
+                    found[words.layer_of(block)]["skip"] = list(SKIPPED)
             else:
-                fields = self.vocabulary.fields(slot.axis, size)
-                changed = {field: number for field, number in fields.items() if number != full[field]}
-                found[_layer(self.vocabulary, slot.members[0].module)].update(changed)
+                fields = words.fields(slot.axis, size).items()
+                layer = words.layer_of(slot.members[0].module)
+                found[layer].update((field, number) for field, number in fields if number != full[field])
         return {layer: fields for layer, fields in found.items() if fields}
 
 
@@ -166,15 +171,15 @@ class LayerConfigReader:
                 f"{self.vocabulary.layers}; list skipped layers in per_layer_config"
             )
         facts = config.to_dict()
-        layers = facts.get("per_layer_config") or {}
         mapped = getattr(config, "attribute_map", {})
-        stated = {field: facts.get(mapped.get(field, field)) for field in self.vocabulary.full()}
-        return self._values(layers, {**self.vocabulary.full(), **{f: n for f, n in stated.items() if n}})
+        default = {f: facts.get(mapped.get(f, f)) or n for f, n in self.vocabulary.full().items()}
+        return self._values(facts.get("per_layer_config") or {}, default)
 
     def _values(self, layers: Mapping[Any, Any], default: Mapping[str, int]) -> Mapping[str, Any]:
-        given = {_numbered(key, self.vocabulary.layers): value for key, value in layers.items()}
-        known = self.vocabulary.full()
-        for layer, fields in given.items():
+        words, known = self.vocabulary, self.vocabulary.full()
+        stated, skipped = {i: dict(default) for i in range(words.layers)}, set()
+        for key, fields in layers.items():
+            layer = _numbered(key, words.layers)
             if not isinstance(fields, Mapping):
                 raise SpecError(f"layer {layer}: expected a mapping of fields, got {shown(fields)}")
             unknown = [field for field in fields if field not in known and field != "skip"]
@@ -188,22 +193,32 @@ class LayerConfigReader:
                     f"layer {layer}: skip={shown(skip)} is not a choice; a layer is kept, or skipped as a "
                     f"whole ({list(SKIPPED)})"
                 )
-        skipped = {layer for layer, fields in given.items() if fields.get("skip")}
+            skipped |= {layer} if skip else set()
+            stated[layer].update({field: n for field, n in fields.items() if field != "skip"})
         values: dict[str, list[Any]] = {}
+        expected, never = {layer: dict(known) for layer in stated}, set(skipped)
         for slot in self.slots:
-            values.setdefault(slot.axis, []).append(
-                self._depth(slot, skipped) if slot.axis == "depth" else self._size(slot, given, default)
-            )
-        elastic = {_layer(self.vocabulary, b) for s in self.slots if s.axis == "depth" for b in s.blocks}
-        if skipped - elastic:
-            raise IllegalChoice(f"layer {min(skipped - elastic)} is in every subnet and cannot be skipped")
-        self._check_fixed(given, default)
+            if slot.axis == "depth":
+                choice = self._depth(slot, skipped)
+                never -= set(map(words.layer_of, slot.blocks))
+            else:
+                layer = words.layer_of(slot.members[0].module)
+                choice = self._size(slot, layer, stated[layer])
+                expected[layer].update(words.fields(slot.axis, slot.sizes[choice]))
+            values.setdefault(slot.axis, []).append(choice)
+        if never:
+            raise IllegalChoice(f"layer {min(never)} is in every subnet and cannot be skipped")
+        for layer, fields in expected.items():
+            for field, number in fields.items():
+                if stated[layer][field] != number:
+                    asked = shown(stated[layer][field])
+                    raise IllegalChoice(f"layer {layer}: {field} is {number} in every subnet, got {asked}")
         return values
 
     def _depth(self, slot: Any, skipped: set[int]) -> Any:
-        numbers = [_layer(self.vocabulary, block) for block in slot.blocks]
+        numbers = list(map(self.vocabulary.layer_of, slot.blocks))
         for choice, size in slot.sizes.items():
-            if {layer for layer in numbers if layer in skipped} == set(numbers[size:]):
+            if skipped & set(numbers) == set(numbers[size:]):
                 return choice
         legal = " or ".join(str(sorted(numbers[size:])) for size in dict.fromkeys(slot.sizes.values()))
         raise IllegalChoice(
@@ -211,52 +226,14 @@ class LayerConfigReader:
             f"{legal}"
         )
 
-    def _size(self, slot: Any, given: Mapping[int, Mapping[str, Any]], default: Mapping[str, int]) -> Any:
-        layer = _layer(self.vocabulary, slot.members[0].module)
-        stated = {**default, **given.get(layer, {})}
-        for choice, size in slot.sizes.items():
-            fields = self.vocabulary.fields(slot.axis, size)
+    def _size(self, slot: Any, layer: int, stated: Mapping[str, int]) -> Any:
+        legal = {choice: self.vocabulary.fields(slot.axis, size) for choice, size in slot.sizes.items()}
+        for choice, fields in legal.items():
             if all(stated[field] == number for field, number in fields.items()):
                 return choice
-        asked = {field: stated[field] for field in self.vocabulary.fields(slot.axis, slot.full)}
-        legal = (self.vocabulary.fields(slot.axis, size) for size in dict.fromkeys(slot.sizes.values()))
-        raise IllegalChoice(
-            f"layer {layer}: {_told(asked)} is not a choice; choose {' or '.join(map(_told, legal))}"
-        )
-
-    def _check_fixed(self, given: Mapping[int, Mapping[str, Any]], default: Mapping[str, int]) -> None:
-        """Refuse other numbers for layers whose sizes are the same in every subnet."""
-        elastic = {
-            (_layer(self.vocabulary, slot.members[0].module), field)
-            for slot in self.slots
-            if slot.axis != "depth"
-            for field in self.vocabulary.fields(slot.axis, slot.full)
-        }
-        for layer in range(self.vocabulary.layers):
-            for field, number in self.vocabulary.full().items():
-                asked = given.get(layer, {}).get(field, default[field])
-                if (layer, field) not in elastic and asked != number:
-                    raise IllegalChoice(
-                        f"layer {layer}: {field} is {number} in every subnet, got {shown(asked)}"
-                    )
-
-
-def _chosen(slots: Sequence[Any], values: AxisValues) -> list[tuple[Any, Any]]:
-    """Return pairs of a slot and its choice."""
-    position: dict[str, int] = {}
-    found = []
-    for slot in slots:
-        at = position.get(slot.axis, 0)
-        position[slot.axis] = at + 1
-        found.append((slot, values[slot.axis][at]))
-    return found
-
-
-def _layer(vocabulary: LayerVocabulary, module: str) -> int:
-    number = vocabulary.layer_of(module)
-    if number is None:
-        raise SpecError(f"{module} is in no layer of {vocabulary.stack}")
-    return number
+        asked = {field: stated[field] for field in next(iter(legal.values()))}
+        told = " or ".join(dict.fromkeys(map(_told, legal.values())))
+        raise IllegalChoice(f"layer {layer}: {_told(asked)} is not a choice; choose {told}")
 
 
 def _numbered(key: Any, layers: int) -> int:

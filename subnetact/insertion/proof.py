@@ -1,22 +1,14 @@
-"""Proof at insertion: what a description says of a model is tried before the model is touched.
+"""Proof at insertion: `supernet/proof.py` on copies, and the groups and stages that make a subnet wrong.
 
-All that follows runs on copies. The structure of the model is copied and shares its weights; operators are
-put into the copy.
-
-First, the largest subnet must equal the model. Then `supernet/proof.py` compares narrow subnets with the
-model in which everything that they do not use is zero.
-
-For this, the weights are disturbed: small random numbers are added to all vectors,
-and matrices are scaled up to the gain of one. Otherwise a scale that training begins at zero, such as that of
-the last BatchNorm of a residual block, would hide the block, and small weights would hide which rows of
-queries and keys are used. What differs is compared again in double precision, so that rounding, which some
-networks amplify, is not taken for a mistake.
+The weights of the copies are disturbed. Otherwise a scale that training begins at zero, such as that of the
+last BatchNorm of a residual block, would hide the block, and small weights would hide which rows of queries
+and keys are used.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,7 +17,7 @@ from torch import Tensor, nn
 from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
-from subnetact.space import SizeRow, SubnetSpace
+from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
@@ -50,20 +42,7 @@ MOST_TRIALS = 100
 
 
 class Proof:
-    """Tries a description on copies of a model.
-
-    Args:
-        model: the model, in evaluation mode; it is only read.
-        description: the description.
-        x: an input of the model.
-        expected: what `outputs_of` returned for the model.
-
-    Attributes:
-        is_largest_right: whether `failure` found that the largest subnet equals the model.
-
-    Raises:
-        InsertError: the operators cannot be put in.
-    """
+    """Tries a description on copies of a model, which returned `expected` for a batch."""
 
     def __init__(self, model: nn.Module, description: Description, x: Any, expected: list[Tensor]) -> None:
         self.model = model
@@ -73,60 +52,51 @@ class Proof:
         self.network = put_operators_(structure_copy(model), description.space, description.elastic).network
         self.space: SubnetSpace = description.space
         self.largest = self.space.resolve(self.space.largest())
-        self.is_largest_right = False
-        self._failed = self.space.smallest()
-        self._failed_because: str | None = None
+        self._disturbed = disturbed_copy(self.network)
+        self._spare = private_copy(self._disturbed)
+        self._exact = False
         self._trials = 0
-        self._weights: tuple[nn.Module, nn.Module] | None = None
-        self._exact: tuple[nn.Module, nn.Module] | None = None
 
-    def failure(self) -> str | None:
-        """Run all tests and return what is wrong with the description; if nothing is, None."""
+    def failure(self) -> tuple[str, dict[str, str]] | None:
+        """Return what is wrong with the description, and which groups and stages make it so, each with why.
+
+        If the largest subnet is wrong, no group is named.
+        """
         view = shared_view(self.network, self.largest)
         try:
             full = outputs_of(view, self.x)
         except Exception as error:
             raise_if_out_of_memory(error)
-            return f"the largest subnet does not run: {summary(view, error)}"
+            return f"the largest subnet does not run: {summary(view, error)}", {}
         if not equal(full, self.expected, EXACT):
             again = equal(outputs_of(self.model, self.x), self.expected, EXACT)
-            return f"the largest subnet differs from the model{'' if again else RANDOM}"
-        self.is_largest_right = True
+            return f"the largest subnet differs from the model{'' if again else RANDOM}", {}
         rng = random.Random(0)
         drawn = [self.space.sample(rng) for _ in range(RANDOM_SUBNETS)]
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
         for spec in dict.fromkeys([self.space.smallest(), every_block, *drawn]):
             wrong = self._wrong(spec)
             if wrong is not None:
-                self._failed, self._failed_because = spec, wrong
-                return wrong
+                found: dict[str, str] = {}
+                self._search(list(self.description.slots), found, spec, wrong)
+                return wrong, found
         return None
 
-    def culprits(self) -> dict[str, str]:
-        """Return the groups and stages that make the failed subnet wrong, each with what is wrong with it."""
-        found: dict[str, str] = {}
-        self._trials = 0
-        self._search(list(self.description.slots), found, self._failed_because)
-        return found
-
-    # -- inner parts -------------------------------------------------------------------------------
-
-    def _search(self, slots: Sequence[str], found: dict[str, str], known: str | None) -> None:
+    def _search(self, slots: list[str], found: dict[str, str], spec: SubnetSpec, known: str | None) -> None:
         """Note the culprits among some slots; `known` is what is wrong with all of them, if that is known."""
         last = len(slots) == 1 or self._trials >= MOST_TRIALS
         wrong = known
         if known is None or len(slots) == 1:
             self._trials += 1
-            wrong = self._wrong(self._narrowed(slots, self._failed), located=last)
+            wrong = self._wrong(self._narrowed(slots, spec), located=last)
         if wrong is None:
             return
-        if last:
-            found.update(dict.fromkeys(slots, wrong))
-            return
         before = len(found)
-        self._search(slots[: len(slots) // 2], found, None)
-        # If nothing is wrong with the first half, something is wrong with the second one.
-        self._search(slots[len(slots) // 2 :], found, wrong if len(found) == before else None)
+        if not last:
+            half = len(slots) // 2
+            self._search(slots[:half], found, spec, None)
+            # If nothing is wrong with the first half, something is wrong with the second one.
+            self._search(slots[half:], found, spec, wrong if len(found) == before else None)
         if len(found) == before:
             found.update(dict.fromkeys(slots, wrong))
 
@@ -145,42 +115,29 @@ class Proof:
 
     def _wrong(self, spec: SubnetSpec, located: bool = True) -> str | None:
         """Return what is wrong with one subnet, and where if `located`, or None."""
-        row = self.space.resolve(spec)
-        if self._exact is not None:
-            return self._compared(*self._exact, row, map_tensors(as_double, self.x), located)
-        network, spare = self._perturbed()
-        wrong = self._compared(network, spare, row, self.x, located=False)
-        if wrong is None or "does not run" in wrong:
-            return wrong
-        # Rounding grows in some networks, above all in disturbed ones; in double precision it is not seen.
-        again: str | None = "does not run"
-        try:
-            exact = private_copy(network).double(), private_copy(spare).double()
-            again = self._compared(*exact, row, map_tensors(as_double, self.x), located)
-        except Exception as error:
-            raise_if_out_of_memory(error)
-        if again is not None and "does not run" in again:  # The network computes in a precision of its own.
-            return self._compared(network, spare, row, self.x, located) if located else wrong
-        self._exact = exact if again is not None else None  # The search for culprits goes on with it.
-        return again
-
-    def _compared(
-        self, network: nn.Module, spare: nn.Module, row: SizeRow, x: Any, located: bool
-    ) -> str | None:
-        """Return what is wrong with a subnet of a network with disturbed weights, or None."""
-        finding = prove(network, spare, row, self.largest, x, ROUNDED)
+        trial = self._disturbed, self._spare, self.space.resolve(spec), self.largest, self.x, ROUNDED
+        finding = prove(*trial)
         if finding is None or finding.kind == "incomparable":
             return None
+        if finding.kind in ("differs", "foreign") and not self._exact:
+            self._use_double()
+            return self._wrong(spec, located)
         if finding.kind == "differs" and located:
-            exact = prove(network, spare, row, self.largest, x, ROUNDED, modules=True) or finding
+            exact = prove(*trial, modules=True) or finding
             return f"{_FAULTS['differs']}, first at {exact.why}"
         return _FAULTS[finding.kind].format(why=finding.why)
 
-    def _perturbed(self) -> tuple[nn.Module, nn.Module]:
-        if self._weights is None:
-            network = disturbed_copy(self.network)
-            self._weights = network, private_copy(network)
-        return self._weights
+    def _use_double(self) -> None:
+        """Go on in double precision if the network can: disturbed networks amplify rounding."""
+        self._exact = True
+        try:
+            network, spare = (private_copy(copy).double() for copy in (self._disturbed, self._spare))
+            x = map_tensors(as_double, self.x)
+            outputs_of(shared_view(network, self.largest), x)
+        except Exception as error:  # The network computes in a precision of its own.
+            raise_if_out_of_memory(error)
+        else:
+            self._disturbed, self._spare, self.x = network, spare, x
 
 
 def as_double(value: Any) -> Any:
@@ -189,7 +146,7 @@ def as_double(value: Any) -> Any:
 
 
 def disturbed_copy(network: nn.Module) -> nn.Module:
-    """Return a private copy with random weights, so that all that they compute is seen in the output."""
+    """Return a private copy whose vectors are not zero and whose matrices have at least the gain of one."""
     copied = private_copy(network)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -200,7 +157,6 @@ def disturbed_copy(network: nn.Module) -> nn.Module:
 
 
 def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Change weights so that everything that is computed with them is seen in the output."""
     noise = torch.rand(tensor.shape, generator=generator).to(tensor)
     if tensor.numel() == max(tensor.shape, default=1):
         tensor.add_(0.2 * noise - 0.1 if "running_mean" in name else 0.2 * noise + 0.1)
