@@ -292,6 +292,7 @@ def _recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) ->
     try:
         cache.reset()
         _forget_shapes(cache)
+        vars(_of_decoder(cache)).pop(_WRITTEN, None)
         parameters = inspect.signature(type(view).forward).parameters
         argument = next((n for n in CACHE_NAMES if n in parameters), CACHE_NAMES[0])
         inputs |= {argument: cache, "use_cache": True}
