@@ -158,7 +158,7 @@ def _observed(
     for path, module in view.named_modules():
         if path in arguments:
             module.register_forward_pre_hook(partial(watch, arguments[path]), with_kwargs=True)
-        module.register_forward_pre_hook(lambda *_, path=path: events.append(path))  # type: ignore[misc]
+        module.register_forward_pre_hook(lambda *_, path=path: events.append(path))
     try:
         with torch.no_grad():
             call_with(partial(view, use_cache=True), example)
