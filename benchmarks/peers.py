@@ -66,7 +66,7 @@ class _TableAttention(nn.Module):
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        self.heads = int(block.split.heads)
+        self.heads = block.qkv.out_features // (3 * block.head_features)
         position = block.position
         outputs, inputs = block.qkv.weight.shape
         self.qkv = nn.Linear(inputs, outputs)

@@ -4,7 +4,6 @@
 * `read_slices(path, space)` and `write_slices` read and write the published slices of Gemma 3n.
 * `identify(tensors)` tells the family of a state_dict.
 * `encode(space, spec)` returns the features that the family's upstream accuracy predictor reads.
-* `importance(supernet, batches)` and `rewire_(supernet, scores)` prepare a BERT that was only fine-tuned.
 
 "Upstream" is the authors' original code, with its configurations, checkpoints and accuracy predictors.
 
@@ -14,20 +13,16 @@ elastic, and how upstream's names map to ours. Errors are those of `subnetact.er
 
 from ofa_adapters.features import Features
 from ofa_adapters.registry import encode, families, identify, language_models, load
-from ofa_adapters.rewire import Importance, importance, rewire_
 from ofa_adapters.slices import Slice, read_slices, write_slices
 
 __all__ = [
     "Features",
-    "Importance",
     "Slice",
     "encode",
     "families",
     "identify",
-    "importance",
     "language_models",
     "load",
     "read_slices",
-    "rewire_",
     "write_slices",
 ]

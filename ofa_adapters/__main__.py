@@ -10,44 +10,35 @@ import argparse
 import sys
 
 import torch
-from torch import nn
 
 from ofa_adapters.checkpoint import match, read
-from ofa_adapters.family import Family
 from ofa_adapters.registry import families, family_of, language_models, recognised
 from subnetact.command import run_command
 from subnetact.errors import CheckpointError, SpecError
-from subnetact.space import SubnetSpace
 
 
 def list_families() -> None:
-    """Print every family with its axes, image sizes, calibration, encodings and checkpoints."""
-    for name in families():
+    """Print every family with its source, axes, calibration, encodings and checkpoints."""
+    for name in (*families(), *language_models()):
         family = family_of(name)
-        with torch.device("meta"):
-            network, space, _ = family.build()
-        parameters = sum(p.numel() for p in network.parameters())
-        print(f"{name}: {parameters:,} parameters, {space.size():.3g} subnets")
-        _print_facts(family, network, space)
-    for name in language_models():
-        print(f"{name}: a language model, built by transformers (pip install 'subnetact[hf]')")
-        _print_facts(family_of(name))
-
-
-def _print_facts(family: Family, network: nn.Module | None = None, space: SubnetSpace | None = None) -> None:
-    print(f"  source       {family.source} ({family.licence})")
-    for axis in space.axes if space else ():
-        kinds = dict.fromkeys(slot.choices for slot in axis.slots)
-        shown = " | ".join(", ".join(map(str, choices)) for choices in kinds)
-        print(f"  axis         {axis.name}[{len(axis.slots)}]: {shown}")
-    if family.image_sizes:
-        print(f"  image sizes  {', '.join(map(str, family.image_sizes))}")
-    if network is not None:
-        normed = any("running_mean" in name for name, _ in network.named_buffers())
-        print(f"  calibration  {family.calibration if normed else 'none needed'}")
-    if family.encodings:
-        print(f"  encodings    {', '.join(family.encodings)}")
-    print(f"  checkpoints  {', '.join(family.checkpoints)}")
+        facts = [f"source       {family.source} ({family.licence})"]
+        if name in language_models():
+            print(f"{name}: a language model, built by transformers (pip install 'subnetact[hf]')")
+        else:
+            with torch.device("meta"):
+                network, space, _ = family.build()
+            parameters = sum(p.numel() for p in network.parameters())
+            print(f"{name}: {parameters:,} parameters, {space.size():.3g} subnets")
+            for axis in space.axes:
+                kinds = dict.fromkeys(slot.choices for slot in axis.slots)
+                shown = " | ".join(", ".join(map(str, choices)) for choices in kinds)
+                facts.append(f"axis         {axis.name}[{len(axis.slots)}]: {shown}")
+            normed = any("running_mean" in name for name, _ in network.named_buffers())
+            facts.append(f"calibration  {family.calibration if normed else 'none needed'}")
+        if family.encodings:
+            facts.append(f"encodings    {', '.join(family.encodings)}")
+        for fact in (*facts, f"checkpoints  {', '.join(family.checkpoints)}"):
+            print(f"  {fact}")
 
 
 def inspect(path: str) -> int:
@@ -74,11 +65,11 @@ def inspect(path: str) -> int:
         print(f"load needs its constructor arguments: {error}")
         return 0
     _, wrong = match(family, network.state_dict(), tensors)
-    given = ", ".join(f"{key}={value!r}" for key, value in constructor.items())
+    given = "".join(f", {key}={value!r}" for key, value in constructor.items())
     if wrong:
         print(f"differs from the default network, so load needs its constructor arguments: {wrong}")
     else:
-        print(f"fits: ofa_adapters.load({name!r}, {path!r}{', ' + given if given else ''})")
+        print(f"fits: ofa_adapters.load({name!r}, {path!r}{given})")
     return 0
 
 

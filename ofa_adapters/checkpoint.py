@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import re
-import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from subnetact.errors import CheckpointError, FileFormatError
 from subnetact.files.atomic import read_regular, require_regular
 from subnetact.files.documents import parse_json
 from subnetact.files.tensors import read_tensors
+from subnetact.operators.tensor_version import storage_id
 
 __all__ = ["fill", "layers_in", "match", "parsed_config", "read", "renamed", "sizes_in", "unwrap"]
 
@@ -50,9 +49,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
     file = Path(path)
     if (file / "bundle.json").is_file():
         raise CheckpointError(f"{path}: is a bundle, not a checkpoint; subnetact.Engine.load reads it")
-    if file.is_file() and _is_program(file):
-        raise CheckpointError(f"{path}: is a TorchScript program; load the checkpoint that it was made from")
-    if file.is_dir() and (file / INDEX).is_file():
+    if (file / INDEX).is_file():
         return _parts(file)
     if file.is_dir():
         found = [file / name for name in _IN_DIRECTORY if (file / name).is_file()]
@@ -70,13 +67,11 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: no such file") from error
     except FileFormatError as error:
         raise CheckpointError(str(error)) from error
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds more than tensors, or is not a checkpoint; save its state_dict alone "
-            f"(torch.save({{'state_dict': model.state_dict()}}, ...)) and load that ({error})"
-        ) from error
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path}: truncated or not a checkpoint ({error}); fetch it again") from error
+        raise CheckpointError(
+            f"{path}: truncated, or holds more than tensors ({error}); fetch it again, or save the state_dict "
+            "alone (torch.save({'state_dict': model.state_dict()}, ...)) and load that"
+        ) from error
     tensors = unwrap(content, str(path))
     claimed, size = sum(tensor.nbytes for tensor in tensors.values()), file.stat().st_size
     if claimed > SMALL_BYTES + SHARED * size:
@@ -88,18 +83,25 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
 
 def _parts(directory: Path) -> dict[str, Tensor]:
     """Read the state_dict that lies in several files of a directory."""
+    index = _document(directory / INDEX).get("weight_map")
+    files = sorted(set(map(str, index.values()))) if isinstance(index, dict) else []
+    if not files or any(Path(name).name != name or not name.endswith(".safetensors") for name in files):
+        raise CheckpointError(
+            f"{directory / INDEX}: names something else than .safetensors files beside it: {_some(files)}"
+        )
+    return {key: tensor for name in files for key, tensor in read(directory / name).items()}
+
+
+def _document(path: Path) -> dict[str, Any]:
     try:
-        names = dict(parse_json(read_regular(directory / INDEX))["weight_map"])
-        files = sorted({str(name) for name in names.values()})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{directory / INDEX}: not a readable index ({error})") from error
-    outside = [name for name in files if Path(name).name != name or not name.endswith(".safetensors")]
-    if outside:
-        raise CheckpointError(f"{directory / INDEX}: {outside[0]!r} is no .safetensors file beside it")
-    found: dict[str, Tensor] = {}
-    for name in files:
-        found.update(read(directory / name))
-    return found
+        return dict(parse_json(read_regular(path)))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a readable configuration ({error})") from error
+
+
+def parsed_config(directory: str | PathLike[str]) -> dict[str, Any]:
+    """Return what `config.json` holds in a directory that transformers saved."""
+    return _document(Path(directory) / "config.json")
 
 
 def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
@@ -118,49 +120,29 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
     if others or not content:
         what = f"entries that are not tensors: {_some(others)}" if others else "nothing"
         raise CheckpointError(f"{subject}: holds no state_dict, but {what}")
-    unusable = {key: kind for key, tensor in content.items() if (kind := _unusable(tensor))}
+    unusable = [f"{key} is {fault}" for key, tensor in content.items() if (fault := _fault(tensor))]
     if unusable:
-        some = _some([f"{key} is {kind}" for key, kind in unusable.items()])
-        raise CheckpointError(f"{subject}: {some}; save ordinary dense tensors of real numbers")
+        raise CheckpointError(f"{subject}: {_some(unusable)}; save ordinary dense tensors of real numbers")
     return dict(content)
 
 
-def _unusable(tensor: Tensor) -> str | None:
-    """Return what is wrong with a tensor from a checkpoint, or None."""
-    if tensor.is_nested:
-        return "nested"
-    if tensor.is_meta:
-        return "without values (on the meta device)"
-    if tensor.is_quantized:
-        return "quantised"
-    if tensor.layout != torch.strided:
-        return f"of layout {tensor.layout}"
-    return f"{tensor.dtype}" if tensor.is_complex() else None
+def _fault(tensor: Tensor) -> str | None:
+    faults = {
+        "nested": tensor.is_nested,
+        "without values (on the meta device)": tensor.is_meta,
+        "quantised": tensor.is_quantized,
+        f"of layout {tensor.layout}": tensor.layout != torch.strided,
+        str(tensor.dtype): tensor.is_complex(),
+    }
+    return next((fault for fault, found in faults.items() if found), None)
 
 
-def _is_program(file: Path) -> bool:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return any(name.endswith("/constants.pkl") for name in archive.namelist())
-    except (OSError, ValueError, zipfile.BadZipFile):
-        return False
-
-
-def parsed_config(directory: str | PathLike[str]) -> dict[str, Any]:
-    """Return what `config.json` holds in a directory that transformers saved."""
-    path = Path(directory) / "config.json"
-    try:
-        return dict(parse_json(read_regular(path)))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a readable configuration ({error})") from error
-
-
-def renamed(tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+def renamed(family: Family, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors under the network's names."""
-    return {rename(key.removeprefix("module.")): tensor for key, tensor in tensors.items()}
+    return {family.rename(key.removeprefix("module.")): tensor for key, tensor in tensors.items()}
 
 
-def sizes_in(tensors: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+def sizes_in(tensors: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
     """Return sizes by name, each read from an axis of a tensor; those of missing tensors are left out."""
     return {
         name: tensors[key].shape[axis]
@@ -191,21 +173,23 @@ def match(
             twice.append(f"{key} and {source[name]}")
         given[name], source[name] = tensor, key
     counters = {n for n in own if n.rpartition(".")[2].startswith("num_batches_tracked")}
-    shapes = [
-        f"{source[n]} {tuple(t.shape)} should be {tuple(own[n].shape)}"
-        for n, t in given.items()
-        if n in own and t.shape != own[n].shape
-    ]
-    kinds = [
-        f"{source[n]} is {t.dtype}, should be {own[n].dtype}"
-        for n, t in given.items()
-        if n in own and n not in counters and t.is_floating_point() != own[n].is_floating_point()
-    ]
+    tied = {storage_id(own[n]) for n in given if n in own}  # Checkpoints leave out tied output layers.
+    both = [(n, t, own[n]) for n, t in given.items() if n in own]
     wrong = {
-        "missing": [n for n in own if n not in given and n not in counters],
+        "missing": [
+            n for n in own if n not in given and n not in counters and storage_id(own[n]) not in tied
+        ],
         "extra": [source[n] for n in given if n not in own],
-        "of another shape": shapes,
-        "of another kind of numbers": kinds,
+        "of another shape": [
+            f"{source[n]} {tuple(t.shape)} should be {tuple(mine.shape)}"
+            for n, t, mine in both
+            if t.shape != mine.shape
+        ],
+        "of another kind of numbers": [
+            f"{source[n]} is {t.dtype}, should be {mine.dtype}"
+            for n, t, mine in both
+            if n not in counters and t.is_floating_point() != mine.is_floating_point()
+        ],
         "given twice": twice,
     }
     return given, "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names)
@@ -234,6 +218,5 @@ def fill(
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:NAMES_SHOWN]) + (
-        f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    )
+    more = f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more

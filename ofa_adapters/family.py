@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from ofa_adapters.features import Features
+from ofa_adapters.features import Encoding
 from subnetact.operators import CALIBRATION_RULES, Elastic
 from subnetact.space import SubnetSpace
-from subnetact.spec import SubnetSpec
 
-__all__ = ["Built", "Family", "Keys"]
+__all__ = ["Built", "Family", "Keys", "Renamings"]
 
 Built: TypeAlias = tuple[nn.Module, SubnetSpace, Mapping[str, Elastic]]
 """The plain network at full size, its search space, and the elastic description that `insert_` takes."""
+
+Renamings: TypeAlias = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
+"""Regular expressions in upstream's names and what replaces them, applied one after another."""
 
 WEIGHTED_BIASED, CUMULATIVE_UNBIASED = CALIBRATION_RULES
 
@@ -28,9 +30,9 @@ class Keys(tuple[str, ...]):
 
     __slots__ = ()
 
-    def some(self, pattern: str) -> bool:
-        """Return whether a regular expression matches somewhere in at least one of the names."""
-        return any(re.search(pattern, key) for key in self)
+    def have(self, *patterns: str) -> bool:
+        """Return whether each of the regular expressions matches somewhere in at least one of the names."""
+        return all(any(re.search(pattern, key) for key in self) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,8 @@ class Family:
     """One published family.
 
     Attributes:
-        build: takes constructor arguments under upstream's names; returns the plain network, the space and
-            the elastic description.
-        rename: maps a key of an upstream state_dict to the plain network's key.
+        build: takes constructor arguments under upstream's names.
+        names: what turns the names in an upstream state_dict into the plain network's names.
         source: the repository that publishes the architecture.
         licence: the licence of that repository's code. This package copies none of that code.
         recognises: tells from the names in a state_dict whether it may belong to this family.
@@ -52,19 +53,15 @@ class Family:
             completed with what the tensors reveal. If None, nothing is inferred.
         settings: takes a directory that transformers saved; returns the constructor arguments that its
             `config.json` states. If None, its entries of the same names are taken.
-        complete: takes the tensors of a checkpoint; returns them with those that upstream leaves out. If
-            None, nothing is left out.
         calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
         listed_statistics: whether a checkpoint holds own BatchNorm statistics per subnet (Slimmable).
-        image_sizes: the input sizes in pixels that upstream serves, if the size is not an axis of the space.
         input_shape: shape of one usual input, without the batch dimension.
         input_dtype: dtype of that input, as an attribute name of torch.
-        encodings: for every encoding of upstream's accuracy predictors, a function of the space, the spec and
-            the image size that returns the features.
+        encodings: the encodings of upstream's accuracy predictors.
     """
 
     build: Callable[..., Built]
-    rename: Callable[[str], str]
+    names: Renamings
     source: str
     licence: str
     recognises: Callable[[Keys], bool]
@@ -73,12 +70,14 @@ class Family:
     unused: str | None = None
     infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
     settings: Callable[[str | PathLike[str]], dict[str, Any]] | None = None
-    complete: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     calibration: str = WEIGHTED_BIASED
     listed_statistics: bool = False
-    image_sizes: tuple[int, ...] = ()
     input_shape: tuple[int, ...] = (3, 224, 224)
     input_dtype: str = "float32"
-    encodings: Mapping[str, Callable[[SubnetSpace, SubnetSpec, int | None], Features]] = field(
-        default_factory=dict
-    )
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+
+    def rename(self, key: str) -> str:
+        """Return the plain network's name for a name in upstream's state_dict."""
+        for pattern, new in self.names:
+            key = re.sub(pattern, new, key)
+        return key

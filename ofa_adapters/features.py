@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -10,12 +10,14 @@ import numpy.typing as npt
 
 from subnetact.errors import IllegalChoice
 from subnetact.space import SubnetSpace
-from subnetact.spec import SubnetSpec, Value
+from subnetact.spec import SubnetSpec
 
-__all__ = ["Features", "mobile_features", "raw_features", "resnet_features", "tutorial_features"]
+__all__ = ["Encoding", "Features", "mobile_features", "raw_features", "resnet_features", "tutorial_features"]
 
 Features: TypeAlias = npt.NDArray[np.float32]
 """Features of one subnet, float32, of shape (n_features,)."""
+Encoding: TypeAlias = Callable[[SubnetSpace, SubnetSpec, int | None], Features]
+"""Returns the features of a subnet of a space whose inputs have a height and width in pixels."""
 
 ARCH_ENCODER_SIZES = (128, 144, 160, 176, 192, 224, 240, 256)
 """Image sizes in pixels that upstream's `MobileNetArchEncoder` and `ResNetArchEncoder` know."""
@@ -29,7 +31,7 @@ def mobile_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None
     Source: mit-han-lab/once-for-all, ofa/nas/accuracy_predictor/arch_encoder.py.
     """
     size = _image_size(image_size, ARCH_ENCODER_SIZES)
-    return _features(size, *_axis(space, spec, "kernel"), *_axis(space, spec, "expand"))
+    return _features(size, _axis(space, spec, "kernel"), _axis(space, spec, "expand"))
 
 
 def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
@@ -38,7 +40,7 @@ def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | No
     Source: mit-han-lab/once-for-all, ofa/tutorial.
     """
     size = _image_size(image_size, TUTORIAL_SIZES)
-    return _features(*_axis(space, spec, "kernel"), *_axis(space, spec, "expand"), size)
+    return _features(_axis(space, spec, "kernel"), _axis(space, spec, "expand"), size)
 
 
 def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
@@ -47,9 +49,9 @@ def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None
     Source: mit-han-lab/once-for-all, ofa/nas/accuracy_predictor/arch_encoder.py, `ResNetArchEncoder`.
     """
     size = _image_size(image_size, ARCH_ENCODER_SIZES)
-    (stem, *_), (ends, *_) = spec["depth"], space.axes[0].slots
-    kept = _one_hot((False, True), stem == ends.choices[-1])
-    return _features(size, kept, *_axis(space, spec, "width"), *_axis(space, spec, "expand"))
+    kept = spec["depth"][0] == space.axes[0].slots[0].choices[-1]
+    stem = [float(not kept), float(kept)]
+    return _features(size, stem, _axis(space, spec, "width"), _axis(space, spec, "expand"))
 
 
 def raw_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
@@ -58,29 +60,24 @@ def raw_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -
     Source: facebookresearch/AttentiveNAS.
     """
     (resolution,) = spec["resolution"]
-    if image_size is not None and image_size != resolution:
-        raise IllegalChoice(
-            f"image_size: {image_size!r} is not the subnet's resolution; choose from {resolution}"
-        )
+    if image_size is not None:
+        _image_size(image_size, (resolution,))
     return _features(*([float(v or 0) for v in spec[axis.name]] for axis in space.axes))
 
 
-def _axis(space: SubnetSpace, spec: SubnetSpec, name: str) -> list[list[float]]:
+def _axis(space: SubnetSpace, spec: SubnetSpec, name: str) -> list[float]:
     (axis,) = (axis for axis in space.axes if axis.name == name)
-    return [_one_hot(slot.choices, value) for slot, value in zip(axis.slots, spec[name], strict=True)]
+    pairs = zip(axis.slots, spec[name], strict=True)
+    return [float(choice == value) for slot, value in pairs for choice in slot.choices]
 
 
-def _image_size(image_size: int | None, known: Sequence[int]) -> list[float]:
-    if image_size is None or image_size not in known:
+def _image_size(image_size: int | None, known: Sequence[object]) -> list[float]:
+    if image_size not in known:
         raise IllegalChoice(
             f"image_size: {image_size!r} is not a choice of this encoding; "
             f"choose from {', '.join(map(str, known))}"
         )
-    return _one_hot(known, image_size)
-
-
-def _one_hot(choices: Sequence[Value], value: Value | None) -> list[float]:
-    return [float(choice == value) for choice in choices]
+    return [float(size == image_size) for size in known]
 
 
 def _features(*groups: list[float]) -> Features:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from subnetact.errors import SpecError
 from subnetact.operators import Elastic, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
 
-__all__ = ["Layout", "block_slot", "choices", "conv_norm", "is_list", "plain"]
+__all__ = ["Layout", "block_axis", "choices", "conv_norm", "is_list", "plain"]
 
 LARGEST = 8192
 """The largest number in a list of choices, and the most numbers in it."""
@@ -50,13 +50,10 @@ class Layout:
         """Return the elastic description of the full network."""
         raise NotImplementedError
 
-    def space(self) -> SubnetSpace:
-        """Return the search space, which reads and writes upstream's notation."""
-        return SubnetSpace(self.family, self.axes(), self.sizes, self.parse, self.format)
-
     def built(self, network: nn.Module) -> Built:
         """Return what a family's `build` returns."""
-        return network, self.space(), self.elastic()
+        space = SubnetSpace(self.family, self.axes(), self.sizes, self.parse, self.format)
+        return network, space, self.elastic()
 
     def largest(self) -> dict[str, int]:
         """Return the sizes of the full network."""
@@ -93,11 +90,15 @@ def conv_norm(conv: str, norm: str, in_: str | None, out: str) -> dict[str, Elas
     return {conv: WeightSlice.on(in_=in_, out=out), norm: SubnetNorm.on(channels=out)}
 
 
-def block_slot(name: str, legal: Sequence[Any], depths: Sequence[Any], needed: int, stage: int = 0) -> Slot:
-    """Return a slot that subnets use if the depth of a stage is at least `needed`."""
-    keeping = tuple(depth for depth in depths if depth >= needed)
-    when = None if keeping == tuple(depths) else UsedWhen("depth", stage, keeping)
-    return Slot(name, tuple(legal), when)
+def block_axis(name: str, legal: Sequence[Any], depth: Axis, blocks: Iterable[tuple[int, int]]) -> Axis:
+    """Return an axis with a slot per block, given the block's stage and the smallest depth that keeps it."""
+    slots = []
+    for i, (stage, needed) in enumerate(blocks):
+        depths = depth.slots[stage].choices
+        keeping = tuple(d for d in depths if d >= needed)  # type: ignore[operator]
+        when = None if keeping == depths else UsedWhen(depth.name, stage, keeping)
+        slots.append(Slot(f"block{i}", tuple(legal), when))
+    return Axis(name, tuple(slots))
 
 
 def plain(value: Any) -> Any:

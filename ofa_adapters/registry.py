@@ -39,7 +39,6 @@ _LANGUAGE_MODELS = ("gemma3n",)
 ALL = (*_MODULES, *_LANGUAGE_MODELS)
 LARGEST_ARGUMENT = 2**22
 """The largest whole number in constructor arguments, such as a number of classes or of tokens."""
-_ALIASES = {"alphanet": "attentivenas"}
 
 
 def families() -> tuple[str, ...]:
@@ -53,8 +52,7 @@ def language_models() -> tuple[str, ...]:
 
 
 def family_of(name: str) -> Family:
-    """Return the description of one of all families; `alphanet` is a second name of `attentivenas`."""
-    name = _ALIASES.get(name, name)
+    """Return the description of one of all families."""
     if name not in ALL:
         raise SpecError(f"unknown family {name!r}; choose from {', '.join(ALL)}")
     found: Family = import_module(f"ofa_adapters.networks.{name}").FAMILY
@@ -114,7 +112,6 @@ def load(
         >>> logits = supernet(images, subnet=supernet.space.smallest())
     """
     found = family_of(family)
-    family = _ALIASES.get(family, family)
     known = inspect.signature(found.build).parameters
     unknown = sorted(set(constructor) - set(known))
     if unknown:
@@ -131,8 +128,6 @@ def load(
     elif checkpoint is not None:
         subject = f"{family}: state_dict"
         tensors = unwrap(checkpoint, subject)
-    if tensors is not None and found.complete is not None:
-        tensors = found.complete(tensors)
     if tensors is not None and found.infer is not None:
         constructor = found.infer(tensors, constructor)
     network, space, elastic = _built(family, found, constructor)
@@ -143,7 +138,8 @@ def load(
     for norm in supernet.norm_operators().values():
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:
-        _adopt(supernet)
+        rows = {spec: NormRow.of(supernet.statistics(spec)) for spec in supernet.space.enumerate()}
+        supernet.norms.update(rows)
     return guard_caches_(supernet)
 
 
@@ -176,12 +172,6 @@ def _hint(looks_like: str | None, family: str) -> str:
             "not, make the ordinary model elastic with subnetact.insert_(model, example=x)"
         )
     return f"It looks like {looks_like}: load it as that family"
-
-
-def _adopt(supernet: Supernet) -> None:
-    """Copy the checkpoint's BatchNorm statistics of every subnet into the norm table."""
-    rows = {spec: NormRow.of(supernet.statistics(spec)) for spec in supernet.space.enumerate()}
-    supernet.norms.update(rows)
 
 
 def encode(

@@ -13,8 +13,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ofa_adapters.networks.gemma3n import DIMS, SKIPPED
 from subnetact.errors import FileFormatError, SpecError
 from subnetact.files.atomic import read_regular, replacing
@@ -85,20 +83,13 @@ def read_slices(path: str | PathLike[str], space: SubnetSpace) -> dict[str, Slic
     return found
 
 
-def write_slices(
-    path: str | PathLike[str],
-    space: SubnetSpace,
-    slices: Mapping[str, Slice],
-    network: nn.Module | None = None,
-) -> None:
+def write_slices(path: str | PathLike[str], space: SubnetSpace, slices: Mapping[str, Slice]) -> None:
     """Write a CSV file of slices, which `read_slices` and the tools that slice Gemma 3n read.
 
     Args:
         path: the file; a former one is replaced as a whole.
         space: the space of a Gemma 3n.
         slices: the slices by name.
-        network: the full network, `supernet.network`, from which effective parameters are counted that are
-            not given. If None, they stay empty.
 
     Raises:
         SpecError: a slice is not of the space.
@@ -109,37 +100,11 @@ def write_slices(
     table.writerow(COLUMNS)
     for name, given in slices.items():
         row = space.format(given.spec)
-        billions, accuracy = given.billions, given.accuracy
-        if billions is None and network is not None:
-            billions = effective_parameters(network, space, given.spec) / 1e9
-        size = "" if billions is None else f"{billions:.2f}"
-        percent = "" if accuracy is None else f"{accuracy:.2f}%"
+        size = "" if given.billions is None else f"{given.billions:.2f}"
+        percent = "" if given.accuracy is None else f"{given.accuracy:.2f}%"
         table.writerow([name, len(row[DIMS]), size, percent, row[DIMS], row[SKIPPED] or ""])
     with replacing(path) as new:
         new.write_text(text.getvalue())
-
-
-def effective_parameters(network: nn.Module, space: SubnetSpace, spec: SubnetSpec) -> int:
-    """Return the parameters of a subnet outside of both embeddings, as the published slices count them.
-
-    They count projections to keys and values in all layers, although the last layers do not use theirs.
-    """
-    row = dict(zip(space.dimensions, space.resolve(spec), strict=True))
-    config: Any = network.config
-    sharing = range(config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers)
-    projections = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
-    count: int = projections * sum(row[f"layers.{i}.keep"] for i in sharing)
-    for name, parameter in network.named_parameters():
-        if name.startswith("model.layers."):
-            layer = int(name.split(".")[2])
-            share = row[f"layers.{layer}.ffn"] / config.intermediate_size[layer] if ".mlp." in name else 1
-            count += round(parameter.numel() * share) * row[f"layers.{layer}.keep"]
-        elif "per_layer_model_projection" in name:
-            kept = sum(row[f"layers.{i}.keep"] for i in range(config.num_hidden_layers))
-            count += parameter.numel() * kept // config.num_hidden_layers
-        elif "embed_tokens" not in name and not name.startswith("lm_head"):
-            count += parameter.numel()
-    return count
 
 
 def _number(where: str, column: str, row: Mapping[str, Any]) -> float | None:

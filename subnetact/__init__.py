@@ -14,8 +14,8 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each
     supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
     insertion/                           describe, insert_: what can be elastic, the proof; key-value caches
-    digits                               the embedded supernet for digits
     ofa_adapters/                        published supernet families and their checkpoints
+    digits                               the embedded supernet for digits
     training/                            sandwich_step: trains many subnets at once
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, compare; Pareto sets (no torch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from importlib.resources import as_file, files
 from typing import NamedTuple
 
@@ -13,8 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ofa_adapters.layout import conv_norm
+from ofa_adapters.networks.ofa_resnet50 import Bottleneck, bottleneck_elastic
 from subnetact.errors import MissingExtra, SpecError
-from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
+from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, SubnetSpace, make_divisible
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
@@ -38,27 +39,6 @@ WIDTHS = (0.125, 0.25, 0.5, 1.0)
 WEIGHTS = "digits_supernet.safetensors"
 
 
-class Block(nn.Module):
-    """1x1, 3x3, 1x1 bottleneck; the first of a stage has a strided 1x1 shortcut."""
-
-    def __init__(self, in_: int, mid: int, out: int, stride: int | None):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(in_, mid, 1, bias=False), nn.BatchNorm2d(mid)
-        self.conv2, self.bn2 = nn.Conv2d(mid, mid, 3, stride or 1, 1, bias=False), nn.BatchNorm2d(mid)
-        self.conv3, self.bn3 = nn.Conv2d(mid, out, 1, bias=False), nn.BatchNorm2d(out)
-        self.downsample = None
-        if stride is not None:
-            conv, bn = nn.Conv2d(in_, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            self.downsample = nn.Sequential(OrderedDict(conv=conv, bn=bn))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, in_, H, W) to (N, out, H / stride, W / stride)."""
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.bn2(self.conv2(x)))
-        return F.relu(self.bn3(self.conv3(x)) + shortcut)
-
-
 class DigitsNet(nn.Module):
     """The full network: a 3x3 stem, three stages of three blocks, mean over the map, classifier."""
 
@@ -68,8 +48,9 @@ class DigitsNet(nn.Module):
         self.stem, self.bn = nn.Conv2d(1, in_, 3, 1, 1, bias=False), nn.BatchNorm2d(in_)
         for stage, out in enumerate(STAGE_WIDTHS):
             mid = make_divisible(out * EXPANDS[-1])
-            first = Block(in_, mid, out, 1 if stage == 0 else 2)
-            stages.append(nn.Sequential(first, *(Block(out, mid, out, None) for _ in range(DEPTHS[-1] - 1))))
+            first = Bottleneck(in_, mid, out, 1 if stage == 0 else 2, {})
+            rest = (Bottleneck(out, mid, out, None, {}) for _ in range(DEPTHS[-1] - 1))
+            stages.append(nn.Sequential(first, *rest))
             in_ = out
         self.stages = nn.Sequential(*stages)
         self.classifier = nn.Linear(in_, 10)
@@ -105,22 +86,16 @@ def digits_space() -> SubnetSpace:
 
 def _elastic() -> dict[str, Elastic]:
     elastic = {
-        "stem": WeightSlice.on(out="stage0"),
-        "bn": SubnetNorm.on(channels="stage0"),
+        **conv_norm("stem", "bn", None, "stage0"),
         "classifier": WeightSlice.on(in_=f"stage{len(STAGE_WIDTHS) - 1}"),
     }
     before = "stage0"
     for stage in range(len(STAGE_WIDTHS)):
-        out, mid = f"stage{stage}", f"stage{stage}.mid"
+        out = f"stage{stage}"
         kept = {str(i): f"{out}.keep{i}" for i in range(1, DEPTHS[-1])}
         elastic[f"stages.{stage}"] = LayerSelect.on(**kept)
         for i in range(DEPTHS[-1]):
-            parts = [("conv1", "bn1", before, mid), ("conv2", "bn2", mid, mid), ("conv3", "bn3", mid, out)]
-            if i == 0:
-                parts.append(("downsample.conv", "downsample.bn", before, out))
-            for conv, norm, in_, width in parts:
-                elastic[f"stages.{stage}.{i}.{conv}"] = WeightSlice.on(in_=in_, out=width)
-                elastic[f"stages.{stage}.{i}.{norm}"] = SubnetNorm.on(channels=width)
+            elastic |= bottleneck_elastic(f"stages.{stage}.{i}", before, f"{out}.mid", out, i == 0)
             before = out
     return elastic
 
@@ -211,15 +186,13 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
     """Turn, scale, shear, shift, dim, cover and add noise: (N, 1, 8, 8) -> (N, 1, 16, 16).
 
     Args:
-        images: undistorted digits. Those of `read_digits` are distorted already and returned as they are.
+        images: undistorted digits.
         generator: the source of the distortions; it is advanced.
 
     Raises:
         SpecError: the images are of another size.
     """
     n = len(images)
-    if images.shape[1:] == (1, SIDE, SIDE):
-        return images
     if images.shape[1:] != (1, 8, 8):
         raise SpecError(
             f"distort takes images (N, 1, 8, 8) of undistorted_digits(), got {tuple(images.shape)}"

@@ -54,10 +54,8 @@ def test_digits_are_what_the_supernet_takes_and_repeatable() -> None:
 
 
 def test_digits_are_not_distorted_twice() -> None:
-    images = read_digits()[1].images
-    assert distort(images, torch.Generator()) is images
-    with pytest.raises(SpecError, match=r"\(N, 1, 8, 8\).*got \(2, 1, 28, 28\)"):
-        distort(torch.zeros(2, 1, 28, 28), torch.Generator())
+    with pytest.raises(SpecError, match=r"\(N, 1, 8, 8\).*got \(\d+, 1, 16, 16\)"):
+        distort(read_digits()[1].images, torch.Generator())
 
 
 def test_subnets_trade_accuracy_and_subnet_norm_repairs_them() -> None:

@@ -7,7 +7,6 @@ licensed for non-commercial use (CC-BY-NC-4.0). This package contains neither.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family
 from ofa_adapters.features import raw_features
 from ofa_adapters.layout import Layout, choices, conv_norm
-from ofa_adapters.networks import mobile
-from ofa_adapters.networks.mobile import Activation, MBConv, MobileNet, mbconv_elastic
+from ofa_adapters.networks.mobile import NAMES, Activation, MBConv, MobileNet, mbconv_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, ElasticAttribute, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
@@ -69,29 +67,24 @@ class Stage:
     kernels: tuple[int, ...]
     expands: tuple[float, ...]
     stride: int
-    activation: str
+    activation: Activation
     squeeze: bool
 
     @classmethod
     def of(cls, name: str, given: Any) -> Stage:
         """Read the entry of a stage, such as `first_conv` or `mb1`, in upstream's `supernet_cfg`."""
         needed = ("c", "d", "k", "t", "s") if name.startswith("mb") else ("c",)
-        missing = [key for key in needed if not isinstance(given, Mapping) or key not in given]
-        if missing:
-            raise SpecError(f"attentivenas: supernet_cfg[{name!r}] needs {', '.join(missing)}, got {given!r}")
-        activation = str(given.get("act_func", "swish"))
-        if activation not in ACTIVATIONS:
+        activation = given.get("act_func", "swish") if isinstance(given, Mapping) else None
+        if not isinstance(given, Mapping) or not set(needed) <= set(given) or activation not in ACTIVATIONS:
             raise SpecError(
-                f"attentivenas: unknown act_func {[activation]}; choose from {', '.join(ACTIVATIONS)}"
+                f"attentivenas: supernet_cfg[{name!r}] needs {', '.join(needed)}, and an act_func out of "
+                f"{', '.join(ACTIVATIONS)}, got {given!r}"
             )
         return cls(
-            choices(given["c"]),
-            choices(given.get("d", 1)),
-            choices(given.get("k", 1)),
-            choices(given.get("t", 1)),
-            int(given.get("s", 2 if name == "first_conv" else 1)),
-            activation,
-            bool(given.get("se", False)),
+            *(choices(given.get(key, 1)) for key in ("c", "d", "k", "t")),
+            stride=int(given.get("s", 2 if name == "first_conv" else 1)),
+            activation=ACTIVATIONS[activation],
+            squeeze=bool(given.get("se", False)),
         )
 
 
@@ -141,18 +134,13 @@ class AttentiveNASLayout(Layout):
         )
 
     @property
-    def full_widths(self) -> list[int]:
-        """The largest widths of the stem, of every stage and of the head."""
-        return [stage.widths[-1] for stage in self.stages.values()]
-
-    @property
     def blocks(self) -> list[BlockSlot]:
         """All block slots, in order."""
-        found = []
-        for index, stage in enumerate(list(self.stages.values())[1:-1], start=1):
+        found, stages = [], list(self.stages.values())
+        for index, stage in enumerate(stages[1:-1], start=1):
             for position in range(stage.depths[-1]):
                 before = index if position else index - 1
-                in_ = self.full_widths[before]
+                in_ = stages[before].widths[-1]
                 mid = None if stage.expands[-1] == 1 else round(in_ * stage.expands[-1])
                 squeeze = make_divisible((mid or in_) // 4, minimum=1) if stage.squeeze else None
                 found.append(BlockSlot(stage, index, before, position, in_, mid, squeeze))
@@ -247,37 +235,6 @@ class ShortcutBlock(MBConv):
         return self.transform(x) + self.shortcut(shortcut)  # type: ignore[no-any-return]
 
 
-class AttentiveNet(MobileNet):
-    """The full network, which scales its input first."""
-
-    def __init__(self, layout: AttentiveNASLayout, n_classes: int, bn: Mapping[str, float]) -> None:
-        first, *_, before, last = layout.full_widths
-        blocks = [
-            ShortcutBlock(
-                block.in_,
-                block.mid,
-                block.stage.widths[-1],
-                block.stage.kernels,
-                1 if block.position else block.stage.stride,
-                ACTIVATIONS[block.stage.activation],
-                bn,
-                block.squeeze,
-            )
-            for block in layout.blocks
-        ]
-        final = HEAD_EXPANSION * before if layout.v3_head else None
-        ends = layout.stages["first_conv"], layout.stages["last_conv"]
-        stem, head = (ACTIVATIONS[stage.activation] for stage in ends)
-        super().__init__(
-            blocks, (first, before, last), final, (stem, head), n_classes, bn, stride=ends[0].stride
-        )
-        self.resize = Resize(layout.resolutions[-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images (N, 3, H, W) to logits (N, n_classes)."""
-        return self.classify(self.resize(x))
-
-
 def build(
     supernet_cfg: Mapping[str, Any] | None = None,
     n_classes: int = 1000,
@@ -293,33 +250,45 @@ def build(
     """
     layout = AttentiveNASLayout.of(DEFAULT if supernet_cfg is None else supernet_cfg)
     bn = {"momentum": bn_param[0], "eps": bn_param[1]}
-    return layout.built(AttentiveNet(layout, n_classes, bn))
-
-
-def rename(key: str) -> str:
-    """Return the plain network's name for a name in upstream's state_dict."""
-    key = re.sub(r"^last_conv\.(final_expand_layer|feature_mix_layer)\.", r"\1.", key)
-    return re.sub(r"^last_conv\.(conv|bn)\.", r"mix_\1.", mobile.rename(key))
-
-
-def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete a given `supernet_cfg` with `use_v3_head`, which the names of the tensors reveal."""
-    config = given.get("supernet_cfg")
-    if config is None or "use_v3_head" in config:
-        return dict(given)
-    two = any("last_conv.final_expand_layer." in key for key in tensors)
-    return {**given, "supernet_cfg": {**config, "use_v3_head": two}}
+    blocks = [
+        ShortcutBlock(
+            block.in_,
+            block.mid,
+            block.stage.widths[-1],
+            block.stage.kernels,
+            1 if block.position else block.stage.stride,
+            block.stage.activation,
+            bn,
+            block.squeeze,
+        )
+        for block in layout.blocks
+    ]
+    first, *_, before, last = layout.stages.values()
+    network = MobileNet(
+        blocks,
+        (first.widths[-1], before.widths[-1], last.widths[-1]),
+        HEAD_EXPANSION * before.widths[-1] if layout.v3_head else None,
+        (first.activation, last.activation),
+        n_classes,
+        bn,
+        stride=first.stride,
+        resize=Resize(layout.resolutions[-1]),
+    )
+    return layout.built(network)
 
 
 FAMILY = Family(
     build,
-    rename,
+    (
+        (r"^last_conv\.(final_expand_layer|feature_mix_layer)\.", r"\1."),
+        *NAMES,
+        (r"^last_conv\.(conv|bn)\.", r"mix_\1."),
+    ),
     source="facebookresearch/AttentiveNAS, facebookresearch/AlphaNet",
     licence="CC-BY-NC-4.0",
-    recognises=lambda keys: keys.some(r"^last_conv\.") and keys.some(r"^blocks\.0\.mobile_inverted_conv\."),
+    recognises=lambda keys: keys.have(r"^last_conv\.", r"^blocks\.0\.mobile_inverted_conv\."),
     checkpoints=("attentive_nas_pretrained.pth.tar", "alphanet_pretrained.pth.tar"),
     unused=r"\.bn_tracking\.",
-    infer=infer,
     calibration=CUMULATIVE_UNBIASED,
     encodings={"acc_predictor": raw_features},
 )

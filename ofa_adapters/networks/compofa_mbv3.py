@@ -5,15 +5,14 @@ Source: CompOFA (Sahni et al., ICLR 2021); gatech-sysml/CompOFA, a fork of mit-h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ofa_adapters.family import Built, Family, Keys
+from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import choices, is_list
-from ofa_adapters.networks.mobile import rename
-from ofa_adapters.networks.ofa_mbv3 import WIDTHS, MobileNetV3Layout
+from ofa_adapters.networks.mobile import NAMES
+from ofa_adapters.networks.ofa_mbv3 import ENDS, WIDTHS, MobileNetV3Layout
 from subnetact.errors import IllegalChoice, SpecError
 from subnetact.space import Axis, AxisValues, make_divisible
 
@@ -60,29 +59,23 @@ class CompoundLayout(MobileNetV3Layout):
         depths = given["d"] if is_list(given["d"]) else [given["d"]] * len(self.stages)
         legal = len(depths) == len(self.stages) and all(depth in self.depths for depth in depths)
         for key, axis, fixed in (("ks", "kernel", self.fixed_kernels), ("e", "expand", self.ratios)):
+            stated = given.get(key)
+            if not fixed and stated is None:
+                raise SpecError(f"{self.family}: a configuration needs the key {key!r}")
             if not fixed:
-                if given.get(key) is None:
-                    raise SpecError(f"{self.family}: a configuration needs the key {key!r}")
-                values[axis] = given[key]
-            elif given.get(key) is not None and legal:  # The space refuses other depths.
-                self._agree(axis, given[key], depths)
+                values[axis] = stated
+            elif stated is not None and legal:  # The space refuses other depths.
+                slots = stated if is_list(stated) else [stated] * len(self.blocks)
+                implied = self.implied(depths)[axis]
+                used = [position < depths[stage] for stage, position in self.blocks]
+                if len(slots) != len(used) or any(
+                    one and value != right for one, value, right in zip(used, slots, implied, strict=True)
+                ):
+                    raise IllegalChoice(
+                        f"{self.family}: the depths {depths} imply {axis}, one value per block; leave out "
+                        f"{key!r}, or choose from {list(implied)}, got {stated}"
+                    )
         return values
-
-    def _agree(self, axis: str, stated: Any, depths: Sequence[int]) -> None:
-        slots = stated if is_list(stated) else [stated] * len(self.blocks)
-        if len(slots) != len(self.blocks):
-            raise SpecError(f"{self.family}: {axis} has {len(self.blocks)} slots, got {len(slots)} values")
-        implied = self.implied(depths)[axis]
-        for i, (stage, position) in enumerate(self.blocks):
-            if position < depths[stage] and not _equal(slots[i], implied[i]):
-                raise IllegalChoice(
-                    f"{self.family}: {axis}[{i}] (block{i}): {slots[i]!r} is not a choice; "
-                    f"choose from {implied[i]}, which depth {depths[stage]} of stage{stage + 1} implies"
-                )
-
-
-def _equal(value: Any, implied: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isclose(value, implied)
 
 
 def build(
@@ -130,22 +123,15 @@ def build(
         fixed,
         dict(zip(depths, expands, strict=True)) if compound else None,
     )
-    matrices = kernel_transform_mode is not None
-    return layout.built(layout.network(n_classes, bn_param, dropout_rate, matrices))
-
-
-def _recognises(keys: Keys) -> bool:
-    """Return whether the names are OFA's old names without kernel matrices."""
-    ends = keys.some(r"^first_conv\.") and keys.some(r"^final_expand_layer\.")
-    return ends and keys.some(r"\.mobile_inverted_conv\.") and not keys.some(r"_matrix$")
+    return layout.build(n_classes, bn_param, dropout_rate, kernel_transform_mode)
 
 
 FAMILY = Family(
     build,
-    rename,
+    NAMES,
     source="gatech-sysml/CompOFA",
     licence="Apache-2.0",
-    recognises=_recognises,
+    recognises=lambda keys: keys.have(*ENDS, r"\.mobile_inverted_conv\.") and not keys.have(r"_matrix$"),
     unused=r"_matrix$",
     checkpoints=("model_best_compofa_simple.pth.tar", "model_best_compofa_simple_elastic.pth.tar"),
 )

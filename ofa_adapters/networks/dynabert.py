@@ -1,6 +1,7 @@
 """DynaBERT: a BERT or RoBERTa classifier of elastic width (heads and neurons) and depth.
 
-A BERT that was only fine-tuned needs `ofa_adapters.rewire_` before narrow subnets are useful.
+The checkpoints that DynaBERT published have their most important heads and neurons first. A BERT that was only
+fine-tuned needs `subnetact.reorder_(supernet, "taylor", batches=...)` before narrow subnets are useful.
 
 Source: DynaBERT (Hou et al., NeurIPS 2020); huawei-noah/Pretrained-Language-Model, DynaBERT/transformers.
 """
@@ -218,45 +219,10 @@ class DynaBertLayout(Layout):
         return elastic
 
 
-_NAMES = {
-    "embeddings.word_embeddings.": "words.",
-    "embeddings.position_embeddings.": "positions.",
-    "embeddings.token_type_embeddings.": "types.",
-    "embeddings.LayerNorm.": "norm.",
-    "pooler.dense.": "pooler.",
-    "classifier.dense.": "pooler.",
-    "classifier.out_proj.": "classifier.",
-}
-_IN_LAYER = {
-    "attention.self.": "",
-    "attention.output.dense.": "attention_output.",
-    "attention.output.LayerNorm.": "attention_norm.",
-    "intermediate.dense.": "intermediate.",
-    "output.dense.": "output.",
-    "output.LayerNorm.": "output_norm.",
-}
-UNUSED = r"position_ids$|^cls\.|^lm_head\.|^roberta\.pooler\."
-
-
-def rename(key: str) -> str:
-    """Return the plain network's name for a name in a Hugging Face BERT or RoBERTa, old or new."""
-    if re.search(UNUSED, key):
-        return key
-    key = key.removeprefix("bert.").removeprefix("roberta.")
-    key = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", key)
-    key = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", key)
-    found = re.match(r"encoder\.layer\.(\d+)\.(.*)", key)
-    start, rest, names = (f"layers.{found[1]}.", found[2], _IN_LAYER) if found else ("", key, _NAMES)
-    for theirs, ours in names.items():
-        if rest.startswith(theirs):
-            return f"{start}{ours}{rest.removeprefix(theirs)}"
-    return f"{start}{rest}"
-
-
 def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the constructor arguments that were given with sizes from the tensors."""
-    own = renamed(tensors, rename)
-    found: dict[str, Any] = sizes_in(
+    own = renamed(FAMILY, tensors)
+    found = sizes_in(
         own,
         {
             "vocab_size": ("words.weight", 0),
@@ -279,13 +245,29 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
 
 FAMILY = Family(
     build,
-    rename,
+    (
+        (r"^bert\.|^roberta\.(?!pooler\.)", ""),
+        (r"LayerNorm\.gamma$", "LayerNorm.weight"),
+        (r"LayerNorm\.beta$", "LayerNorm.bias"),
+        (r"^embeddings\.word_embeddings\.", "words."),
+        (r"^embeddings\.position_embeddings\.", "positions."),
+        (r"^embeddings\.token_type_embeddings\.", "types."),
+        (r"^embeddings\.LayerNorm\.", "norm."),
+        (r"^(pooler|classifier)\.dense\.", "pooler."),
+        (r"^classifier\.out_proj\.", "classifier."),
+        (r"^encoder\.layer\.", "layers."),
+        (r"\.attention\.self\.", "."),
+        (r"\.attention\.output\.dense\.", ".attention_output."),
+        (r"\.attention\.output\.LayerNorm\.", ".attention_norm."),
+        (r"\.(intermediate|output)\.dense\.", r".\1."),
+        (r"\.output\.LayerNorm\.", ".output_norm."),
+    ),
     source="huawei-noah/Pretrained-Language-Model, DynaBERT",
     licence="Apache-2.0",
-    recognises=lambda keys: keys.some(r"encoder\.layer\.\d+\.attention\.self\.query\."),
+    recognises=lambda keys: keys.have(r"encoder\.layer\.\d+\.attention\.self\.query\."),
     ordinary="a BERT or RoBERTa",
     checkpoints=("a directory of pytorch_model.bin or model.safetensors, and config.json",),
-    unused=UNUSED,
+    unused=r"position_ids$|^cls\.|^lm_head\.|^roberta\.pooler\.",
     infer=infer,
     input_shape=(128,),
     input_dtype="int64",

@@ -24,12 +24,12 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ofa_adapters.checkpoint import parsed_config, renamed
+from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, is_list
-from subnetact.errors import CheckpointError, IllegalChoice, MissingExtra, SpecError
+from subnetact.errors import CheckpointError, MissingExtra, SpecError
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, UsedWhen
 from subnetact.spec import shown
@@ -81,19 +81,11 @@ class Gemma3nLayout(Layout):
             return config
         count = len(self.widths)
         skipped, widths = _numbers(SKIPPED, config.get(SKIPPED)), _numbers(DIMS, config[DIMS])
-        for i in skipped:
-            if not 0 <= i < count:
-                raise SpecError(f"gemma3n: {SKIPPED}: layer {i} does not exist; choose 0 to {count - 1}")
-            if i in self.storing:
-                raise IllegalChoice(
-                    f"gemma3n: layer {i} cannot be skipped, because later layers read its keys and values; "
-                    f"skip none of {', '.join(map(str, self.storing))}"
-                )
         kept = [i for i in range(count) if i not in skipped]
-        if len(set(skipped)) < len(skipped) or len(widths) != len(kept):
+        if sorted([*skipped, *kept]) != [*range(count)] or len(widths) != len(kept):
             raise SpecError(
                 f"gemma3n: {DIMS} has {len(widths)} numbers and {SKIPPED} {shown(skipped)}; give one number "
-                f"for each of the {count} layers that are not skipped, and every layer once"
+                f"for each of the layers 0 to {count - 1} that are not skipped, and every layer once"
             )
         given = dict(zip(kept, widths, strict=True))
         return {
@@ -168,21 +160,6 @@ def _widths(full: list[int], given: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def rename(key: str) -> str:
-    """Return the plain network's name for a name in a checkpoint of the language model or the whole model."""
-    return re.sub(r"^(model\.language_model\.|language_model\.model\.)", "model.", key).replace(
-        "language_model.lm_head.", "lm_head."
-    )
-
-
-def tied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the output layer, which published checkpoints leave out as it is tied."""
-    own = renamed(tensors, rename)
-    if "lm_head.weight" not in own and "model.embed_tokens.weight" in own:
-        return {**tensors, "lm_head.weight": own["model.embed_tokens.weight"]}
-    return dict(tensors)
-
-
 def settings(directory: str | PathLike[str]) -> dict[str, Any]:
     """Return the configuration in a directory that transformers saved, of the language or the whole model."""
     content = parsed_config(directory)
@@ -195,16 +172,16 @@ def settings(directory: str | PathLike[str]) -> dict[str, Any]:
 
 FAMILY = Family(
     build,
-    rename,
+    (
+        (r"^(model\.language_model|language_model\.model)\.", "model."),
+        (r"^language_model\.lm_head\.", "lm_head."),
+    ),
     source="huggingface/transformers, google-gemini/gemma-cookbook",
     licence="Apache-2.0",
-    recognises=lambda keys: (
-        keys.some(r"\.altup\.prediction_coefs\.") and keys.some(r"embed_tokens_per_layer\.weight$")
-    ),
+    recognises=lambda keys: keys.have(r"\.altup\.prediction_coefs\.", r"embed_tokens_per_layer\.weight$"),
     checkpoints=("google/gemma-3n-E4B", "google/gemma-3n-E4B-it"),
     unused=r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.|\.self_attn\.(k|v)_(proj|norm)\.",
     settings=settings,
-    complete=tied,
     input_shape=(8,),
     input_dtype="int64",
 )

@@ -14,22 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
+import numpy as np
 from torch import Tensor, nn
 
 from ofa_adapters.checkpoint import layers_in, renamed, sizes_in
-from ofa_adapters.family import Built, Family, Keys
+from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, choices
 from ofa_adapters.networks.vision_transformer import (
     HEAD_FEATURES,
-    PARAMETERS,
+    NAMES,
     TransformerBlock,
     VisionTransformer,
-    drop_path_rates,
+    require_sizes,
     transformer_elastic,
 )
 from subnetact.errors import SpecError
-from subnetact.operators import Elastic, ParameterSlice, Segments
+from subnetact.operators import Elastic, Segments
 from subnetact.space import Axis, AxisValues
 
 MLP_RATIO = 4
@@ -45,7 +45,6 @@ class HydraViTLayout(Layout):
     heads: tuple[int, ...]
     width: int
     depth: int
-    scaled: bool
 
     family = "hydravit"
     keys: ClassVar = {"heads": "heads"}
@@ -60,24 +59,7 @@ class HydraViTLayout(Layout):
 
     def elastic(self) -> dict[str, Elastic]:
         qkv = Segments(*[("features", self.width)] * 3)
-        elastic = transformer_elastic("features", [(qkv, "features", "neurons")] * self.depth)
-        scales = [f"blocks.{i}.{name}" for i in range(self.depth) for name in ("ls1", "ls2") if self.scaled]
-        return elastic | {name: ParameterSlice.on(features="features") for name in scales}
-
-
-class HydraViTBlock(TransformerBlock):
-    """A block in which the number of heads follows from the number of query features."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.head_features = HEAD_FEATURES  # TorchScript reads attributes, but no globals.
-
-    def mix(self, x: Tensor) -> Tensor:
-        """Map (N, T, width) to the concatenated results of all heads, (N, T, width)."""
-        split = self.qkv(x).view(x.shape[0], x.shape[1], 3, -1, self.head_features).permute(2, 0, 3, 1, 4)
-        q, k, v = split.unbind(0)
-        dropped = self.attn_drop if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropped).transpose(1, 2).flatten(2)
+        return transformer_elastic("features", [(qkv, "features", "neurons")] * self.depth)
 
 
 def build(
@@ -88,7 +70,6 @@ def build(
     embed_dim: int = 768,
     depth: int = 12,
     num_heads: int = 12,
-    init_values: float | None = None,
     drop_rate: float = 0.0,
     pos_drop_rate: float = 0.0,
     proj_drop_rate: float = 0.0,
@@ -101,47 +82,34 @@ def build(
     If a checkpoint is loaded, sizes that are not given are read from its tensors.
 
     Args:
-        init_values: the initial value of the learned scales of the branches. If None, there are no scales.
         pos_drop_rate: dropout rate after the position embedding.
         proj_drop_rate: dropout rate after the projections of a block.
         heads: the trained numbers of heads. If None, all from 3 to `num_heads`.
     """
     arguments = dict(locals())
-    if embed_dim != HEAD_FEATURES * num_heads or img_size % patch_size:
-        raise SpecError(
-            f"hydravit: a head has {HEAD_FEATURES} features, so embed_dim must be {HEAD_FEATURES} * "
-            f"num_heads, got {embed_dim} and {num_heads}; img_size {img_size} must be a multiple of "
-            f"patch_size {patch_size}"
-        )
+    require_sizes("hydravit", arguments)
     trained = choices(range(min(FEWEST_HEADS, num_heads), num_heads + 1) if heads is None else heads)
     if any(type(h) is not int or not 1 <= h <= num_heads for h in trained):
         raise SpecError(f"hydravit: heads are whole numbers from 1 to {num_heads}, got {trained}")
     blocks = [
-        HydraViTBlock(
+        TransformerBlock(
             nn.Linear(embed_dim, 3 * embed_dim),
             MLP_RATIO * embed_dim,
             EPS,
             proj_drop_rate,
             attn_drop_rate,
             rate,
-            init_values,
         )
-        for rate in drop_path_rates(drop_path_rate, depth)
+        for rate in np.linspace(0, drop_path_rate, depth).tolist()
     ]
-    layout = HydraViTLayout(trained, embed_dim, depth, scaled=bool(init_values))
+    layout = HydraViTLayout(trained, embed_dim, depth)
     return layout.built(VisionTransformer(blocks, arguments, EPS, pos_drop_rate, drop_rate))
-
-
-def rename(key: str) -> str:
-    """Return the plain network's name for a name in upstream's state_dict, which is that of timm's ViT."""
-    key = key.replace("patch_embed.proj.", "patch_embed.").replace(".attn.", ".").replace(".mlp.", ".")
-    return PARAMETERS.get(key, key)
 
 
 def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the constructor arguments that were given with sizes from the tensors."""
-    own = renamed(tensors, rename)
-    found: dict[str, Any] = sizes_in(
+    own = renamed(FAMILY, tensors)
+    found = sizes_in(
         own,
         {
             "embed_dim": ("patch_embed.weight", 0),
@@ -158,25 +126,16 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
         found["img_size"] = math.isqrt(positions - 1) * found["patch_size"]
     if layers := layers_in(own, "blocks"):
         found["depth"] = layers
-    if "blocks.0.ls1.gamma" in own:
-        found["init_values"] = 1e-5
     return {**found, **given}
-
-
-def _recognises(keys: Keys) -> bool:
-    """Return whether the names are those of timm's vision transformer with a class token."""
-    layers = keys.some(r"^blocks\.\d+\.attn\.qkv\.") and keys.some(r"^patch_embed\.proj\.")
-    return layers and "cls_token" in keys
 
 
 FAMILY = Family(
     build,
-    rename,
+    ((r"^patch_embed\.proj\.", "patch_embed."), (r"\.(attn|mlp)\.", "."), *NAMES),
     source="ds-kiel/HydraViT",
     licence="MIT",
-    recognises=_recognises,
+    recognises=lambda keys: keys.have(r"^blocks\.\d+\.attn\.qkv\.", r"^patch_embed\.proj\.", r"^cls_token$"),
     ordinary="a vision transformer of timm",
     checkpoints=("the files of doi.org/10.5281/zenodo.14300201",),
     infer=infer,
-    image_sizes=(224,),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -10,19 +9,20 @@ from typing import Any, ClassVar, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.layout import Layout, block_slot, conv_norm
+from ofa_adapters.family import Built
+from ofa_adapters.layout import Layout, block_axis, conv_norm
 from subnetact.operators import Elastic, ElasticKernel, KernelConv2d, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
 
 __all__ = [
+    "NAMES",
     "Activation",
     "MBConv",
     "MobileLayout",
     "MobileNet",
     "MobileStage",
     "mbconv_elastic",
-    "rename",
 ]
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
@@ -93,9 +93,11 @@ class MobileNet(nn.Module):
         bn: Mapping[str, Any],
         dropout: float = 0.0,
         stride: int = 2,
+        resize: nn.Module | None = None,
     ) -> None:
         super().__init__()
         first, last, mixed = widths
+        self.resize = resize
         self.first_conv = nn.Conv2d(3, first, 3, stride, 1, bias=False)
         self.first_bn = nn.BatchNorm2d(first, **bn)
         self.blocks = nn.Sequential(*blocks)
@@ -107,8 +109,10 @@ class MobileNet(nn.Module):
         self.classifier = nn.Linear(mixed, n_classes)
         self.first_activation, self.head_activation = activations
 
-    def classify(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map images (N, 3, H, W) to logits (N, n_classes)."""
+        if self.resize is not None:
+            x = self.resize(x)
         x = self.blocks(self.first_activation(self.first_bn(self.first_conv(x))))
         act = self.head_activation
         if self.final_conv is not None and self.final_bn is not None:
@@ -117,10 +121,6 @@ class MobileNet(nn.Module):
         elif self.mix_bn is not None:
             x = act(self.mix_bn(self.mix_conv(x))).mean((2, 3))
         return self.classifier(self.dropout(x))  # type: ignore[no-any-return]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images (N, 3, H, W) to logits (N, n_classes)."""
-        return self.classify(x)
 
 
 @dataclass(frozen=True)
@@ -182,23 +182,19 @@ class MobileLayout(Layout):
             clipped: dict[Value, Value] = {d: legal[-1] for d in self.depths if d > legal[-1]}
             depth.append(Slot(f"stage{s + 1}", legal, aliases=clipped))
 
-        def per_block(name: str, legal: Sequence[float]) -> Axis:
-            slots = (
-                block_slot(f"block{i}", legal, depth[stage].choices, position + 1, stage)
-                for i, (stage, position) in enumerate(self.blocks)
-            )
-            return Axis(name, tuple(slots))
-
+        depths = Axis("depth", tuple(depth))
+        places = [(stage, position + 1) for stage, position in self.blocks]
         return [
-            Axis("depth", tuple(depth)),
-            per_block("kernel", self.kernels),
-            per_block("expand", self.expands),
+            depths,
+            block_axis("kernel", self.kernels, depths, places),
+            block_axis("expand", self.expands, depths, places),
         ]
 
-    def network(
-        self, n_classes: int, bn_param: tuple[float, float], dropout: float, matrices: bool
-    ) -> MobileNet:
-        """Return the full network; with `matrices`, smaller kernels are made by learned matrices."""
+    def build(
+        self, n_classes: int, bn_param: tuple[float, float], dropout: float, kernel_transform_mode: int | None
+    ) -> Built:
+        """Return what a family's `build` returns."""
+        matrices = kernel_transform_mode is not None
         bn = {"momentum": bn_param[0], "eps": bn_param[1]}
         stem, first, *_ = self.widths
         stem_act, first_act, head_act = self.activations
@@ -213,14 +209,9 @@ class MobileLayout(Layout):
                 MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, residual, matrices)
             )
         last, *final, mixed = self.widths[1 + len(self.stages) :]
-        return MobileNet(
-            blocks,
-            (stem, last, mixed),
-            final[0] if final else None,
-            (stem_act, head_act),
-            n_classes,
-            bn,
-            dropout,
+        widths, activations = (stem, last, mixed), (stem_act, head_act)
+        return self.built(
+            MobileNet(blocks, widths, final[0] if final else None, activations, n_classes, bn, dropout)
         )
 
     def elastic(self) -> dict[str, Elastic]:
@@ -257,17 +248,16 @@ def mbconv_elastic(
     return elastic
 
 
-_PARTS = {"inverted_bottleneck": "expand", "depth_conv": "depth", "point_linear": "project"}
-_LAYERS = {"first_conv": "first", "final_expand_layer": "final", "feature_mix_layer": "mix"}
-
-
-def rename(key: str) -> str:
-    """Return the plain network's name for a name in an upstream network (dynamic, extracted, old)."""
-    key = re.sub(r"^(blocks\.\d+)\.(?:mobile_inverted_conv|conv)\.", r"\1.", key)
-    key = re.sub(r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1.", key)
-    for theirs, ours in _PARTS.items():
-        key = re.sub(rf"^(blocks\.\d+)\.{theirs}\.(conv|bn)\.", rf"\1.{ours}_\2.", key)
-    key = re.sub(r"^(blocks\.\d+)\.depth_conv\.se\.fc\.(reduce|expand)\.", r"\1.squeeze_\2.", key)
-    for theirs, ours in _LAYERS.items():
-        key = re.sub(rf"^{theirs}\.(conv|bn)\.", rf"{ours}_\1.", key)
-    return key.replace("classifier.linear.", "classifier.")
+NAMES = (
+    (r"^(blocks\.\d+)\.(?:mobile_inverted_conv|conv)\.", r"\1."),
+    (r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1."),
+    (r"\.inverted_bottleneck\.(conv|bn)\.", r".expand_\1."),
+    (r"\.depth_conv\.(conv|bn)\.", r".depth_\1."),
+    (r"\.point_linear\.(conv|bn)\.", r".project_\1."),
+    (r"\.depth_conv\.se\.fc\.(reduce|expand)\.", r".squeeze_\1."),
+    (r"^first_conv\.(conv|bn)\.", r"first_\1."),
+    (r"^final_expand_layer\.(conv|bn)\.", r"final_\1."),
+    (r"^feature_mix_layer\.(conv|bn)\.", r"mix_\1."),
+    (r"^classifier\.linear\.", "classifier."),
+)
+"""The names in upstream networks: dynamic ones, extracted ones, and old ones."""

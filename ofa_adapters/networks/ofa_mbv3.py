@@ -12,11 +12,13 @@ from typing import Any
 import torch.nn.functional as F
 
 from ofa_adapters.family import Built, Family, Keys
-from ofa_adapters.features import ARCH_ENCODER_SIZES, mobile_features, tutorial_features
+from ofa_adapters.features import mobile_features, tutorial_features
 from ofa_adapters.layout import choices
-from ofa_adapters.networks.mobile import MobileLayout, MobileStage, rename
+from ofa_adapters.networks.mobile import NAMES, MobileLayout, MobileStage
 from subnetact.space import make_divisible
 
+ENDS = (r"^first_conv\.", r"^final_expand_layer\.")
+"""Names that a MobileNetV3 has."""
 WIDTHS = (16, 16, 24, 40, 80, 112, 160, 960, 1280)
 
 
@@ -49,22 +51,20 @@ def build(
     """Build the family with the arguments of upstream's `OFAMobileNetV3`."""
     widths = tuple(make_divisible(width * width_mult) for width in WIDTHS)
     layout = MobileNetV3Layout(widths, choices(ks_list), choices(expand_ratio_list), choices(depth_list))
-    matrices = kernel_transform_mode is not None
-    return layout.built(layout.network(n_classes, bn_param, dropout_rate, matrices))
+    return layout.build(n_classes, bn_param, dropout_rate, kernel_transform_mode)
 
 
 def _recognises(keys: Keys) -> bool:
-    ends = keys.some(r"^first_conv\.") and keys.some(r"^final_expand_layer\.")
-    return ends and (keys.some(r"\.(7to5|5to3)_matrix$") or not keys.some(r"\.mobile_inverted_conv\."))
+    matrices = keys.have(r"\.(7to5|5to3)_matrix$")
+    return keys.have(*ENDS) and (matrices or not keys.have(r"\.mobile_inverted_conv\."))
 
 
 FAMILY = Family(
     build,
-    rename,
+    NAMES,
     source="mit-han-lab/once-for-all",
     licence="MIT",
     recognises=_recognises,
     checkpoints=("ofa_mbv3_d234_e346_k357_w1.0", "ofa_mbv3_d234_e346_k357_w1.2"),
-    image_sizes=ARCH_ENCODER_SIZES,
     encodings={"arch_encoder": mobile_features, "tutorial": tutorial_features},
 )

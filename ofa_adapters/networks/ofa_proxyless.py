@@ -12,9 +12,9 @@ from typing import Any
 import torch.nn.functional as F
 
 from ofa_adapters.family import Built, Family
-from ofa_adapters.features import ARCH_ENCODER_SIZES, mobile_features
+from ofa_adapters.features import mobile_features
 from ofa_adapters.layout import choices
-from ofa_adapters.networks.mobile import MobileLayout, MobileStage, rename
+from ofa_adapters.networks.mobile import NAMES, MobileLayout, MobileStage
 from subnetact.errors import SpecError
 from subnetact.space import make_divisible
 
@@ -59,17 +59,15 @@ def build(
         raise SpecError(f"base_stage_width: {base_stage_width!r} is neither None, 'google' nor nine widths")
     widths = tuple(make_divisible(width * width_mult) for width in base)
     layout = ProxylessLayout(widths, choices(ks_list), choices(expand_ratio_list), choices(depth_list))
-    matrices = kernel_transform_mode is not None
-    return layout.built(layout.network(n_classes, bn_param, dropout_rate, matrices))
+    return layout.build(n_classes, bn_param, dropout_rate, kernel_transform_mode)
 
 
 FAMILY = Family(
     build,
-    rename,
+    NAMES,
     source="mit-han-lab/once-for-all",
     licence="MIT",
-    recognises=lambda keys: keys.some(r"^first_conv\.") and keys.some(r"^feature_mix_layer\.bn\."),
+    recognises=lambda keys: keys.have(r"^first_conv\.", r"^feature_mix_layer\.bn\."),
     checkpoints=("ofa_proxyless_d234_e346_k357_w1.3",),
-    image_sizes=ARCH_ENCODER_SIZES,
     encodings={"arch_encoder": mobile_features},
 )

@@ -6,7 +6,6 @@ ofa/imagenet_classification/elastic_nn/networks/ofa_resnets.py.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family
-from ofa_adapters.features import ARCH_ENCODER_SIZES, resnet_features
-from ofa_adapters.layout import Layout, block_slot, choices, conv_norm, is_list
+from ofa_adapters.features import resnet_features
+from ofa_adapters.layout import Layout, block_axis, choices, conv_norm, is_list
 from subnetact.errors import IllegalChoice
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
@@ -131,16 +130,13 @@ class ResNet50Layout(Layout):
     def axes(self) -> list[Axis]:
         ends = tuple(dict.fromkeys((self.depths[0], self.depths[-1])))
         stem = Slot("stem", ends, aliases=dict.fromkeys(self.depths[1:-1], ends[0]))
-        stages = [Slot(f"stage{s + 1}", self.depths) for s in range(len(STAGE_WIDTHS))]
-        expand = [
-            block_slot(f"block{i}", self.expands, self.depths, needed, 1 + stage)
-            for i, (stage, _, needed) in enumerate(self.blocks)
-        ]
-        widths = ["stem.mid", "stem.out", *(slot.name for slot in stages)]
+        stages = [f"stage{s + 1}" for s in range(len(STAGE_WIDTHS))]
+        depth = Axis("depth", (stem, *(Slot(name, self.depths) for name in stages)))
+        places = [(1 + stage, needed) for stage, _, needed in self.blocks]
         return [
-            Axis("depth", (stem, *stages)),
-            Axis("expand", tuple(expand)),
-            Axis.uniform("width", widths, self.widths),
+            depth,
+            block_axis("expand", self.expands, depth, places),
+            Axis.uniform("width", ["stem.mid", "stem.out", *stages], self.widths),
         ]
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
@@ -223,21 +219,17 @@ def build(
     return layout.built(ResNet(stem, blocks, before, n_classes, dropout_rate))
 
 
-def rename(key: str) -> str:
-    """Return the plain network's name for a name in upstream's supernet or in a network extracted from it."""
-    key = re.sub(r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1.", key)
-    key = re.sub(r"\.conv(\d)\.conv\.", r".conv\1.", key)
-    key = re.sub(r"\.conv(\d)\.bn\.", r".bn\1.", key)
-    return key.replace(".conv.bn.", ".bn.").replace("classifier.linear.", "classifier.")
-
-
 FAMILY = Family(
     build,
-    rename,
+    (
+        (r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1."),
+        (r"\.conv(\d)\.(conv|bn)\.", r".\2\1."),
+        (r"\.conv\.bn\.", ".bn."),
+        (r"^classifier\.linear\.", "classifier."),
+    ),
     source="mit-han-lab/once-for-all",
     licence="MIT",
-    recognises=lambda keys: keys.some(r"^input_stem\.\d"),
+    recognises=lambda keys: keys.have(r"^input_stem\.\d"),
     checkpoints=("ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0",),
-    image_sizes=ARCH_ENCODER_SIZES,
     encodings={"arch_encoder": resnet_features},
 )

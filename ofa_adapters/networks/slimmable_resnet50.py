@@ -7,11 +7,10 @@ neither.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -50,16 +49,8 @@ class WidthLayout(Layout):
         """Return the size of every other dimension."""
         raise NotImplementedError
 
-    def plain_elastic(self) -> dict[str, Elastic]:
-        """Return the elastic description of the full network with ordinary BatchNorms."""
-        raise NotImplementedError
-
-    def norm(self, channels: int, widths: Sequence[int]) -> nn.Module:
-        """Return a norm of the full network's channels that knows all listed widths."""
-        raise NotImplementedError
-
-    def norm_entry(self, channels: str) -> Elastic:
-        """Return the entry of such a norm in the elastic description."""
+    def norm(self, channels: str, full: int, widths: Sequence[int]) -> tuple[nn.Module, Elastic]:
+        """Return a norm that knows all listed widths, and its entry, for a dimension of channels."""
         raise NotImplementedError
 
     def axes(self) -> list[Axis]:
@@ -69,23 +60,18 @@ class WidthLayout(Layout):
         (multiplier,) = values["width"]
         return {"position": self.multipliers.index(multiplier) + 1, **self.widths(multiplier)}
 
-    def _norms(self) -> dict[str, str]:
-        """Return the dimension of every BatchNorm."""
-        entries = self.plain_elastic().items()
-        return {path: e.dimensions()["channels"] for path, e in entries if e.operator is SubnetNorm}
-
-    def elastic(self) -> dict[str, Elastic]:
-        return self.plain_elastic() | {
-            path: self.norm_entry(channels) for path, channels in self._norms().items()
-        }
-
     def built(self, network: nn.Module) -> Built:
         """Return what a family's `build` returns, for a full network with ordinary BatchNorms."""
+        _, space, elastic = super().built(network)
         sizes = [self.widths(multiplier) for multiplier in self.multipliers]
-        for path, channels in self._norms().items():
-            plain: Any = network.get_submodule(path)
-            network.set_submodule(path, self.norm(plain.num_features, [row[channels] for row in sizes]))
-        return super().built(network)
+        replaced: dict[str, Elastic] = {}
+        for path, entry in elastic.items():
+            if entry.operator is SubnetNorm:
+                channels, plain = entry.dimensions()["channels"], network.get_submodule(path)
+                widths = [row[channels] for row in sizes]
+                norm, replaced[path] = self.norm(channels, plain.get_parameter("weight").numel(), widths)
+                network.set_submodule(path, norm)
+        return network, space, {**elastic, **replaced}
 
 
 @dataclass(frozen=True)
@@ -110,17 +96,15 @@ class SlimmableResNetLayout(WidthLayout):
         sizes = {"stem": int(STEM * multiplier), **{f"stage{s}": width for s, width in enumerate(stages)}}
         return sizes | {f"mid{s}": width // 4 for s, width in enumerate(stages)}
 
-    def plain_elastic(self) -> dict[str, Elastic]:
+    def elastic(self) -> dict[str, Elastic]:
         elastic = conv_norm("input_stem.conv", "input_stem.bn", None, "stem")
         for i, (before, s, first) in enumerate(self.blocks):
             elastic |= bottleneck_elastic(f"blocks.{i}", before, f"mid{s}", f"stage{s}", first)
         return {**elastic, "classifier": WeightSlice.on(in_=f"stage{len(STAGES) - 1}")}
 
-    def norm(self, channels: int, widths: Sequence[int]) -> nn.Module:  # noqa: ARG002
-        return SwitchableModule(*map(nn.BatchNorm2d, widths), default=widths.index(max(widths)))
-
-    def norm_entry(self, channels: str) -> Elastic:  # noqa: ARG002
-        return ModuleSwitch.on(choice="position")
+    def norm(self, channels: str, full: int, widths: Sequence[int]) -> tuple[nn.Module, Elastic]:  # noqa: ARG002
+        norms = SwitchableModule(*map(nn.BatchNorm2d, widths), default=widths.index(max(widths)))
+        return norms, ModuleSwitch.on(choice="position")
 
 
 def build(
@@ -150,28 +134,25 @@ def build(
     return layout.built(ResNet(nn.Sequential(stem), blocks, width, num_classes, dropout=0))
 
 
-_BODY = {"0": "conv1", "1": "bn1", "3": "conv2", "4": "bn2", "6": "conv3", "7": "bn3"}
-_SHORTCUT = {"0": "downsample.conv", "1": "downsample.bn"}
-
-
-def rename(key: str) -> str:
-    """Return the plain network's name for a name in upstream's state_dict."""
-    key = key.replace("classifier.0.", "classifier.").replace(".bn.", ".")
-    key = re.sub(r"^features\.0\.0\.", "input_stem.conv.", key)
-    key = re.sub(r"^features\.0\.1\.", "input_stem.bn.", key)
-    for kind, names in (("body", _BODY), ("shortcut", _SHORTCUT)):
-        found = re.match(rf"features\.(\d+)\.{kind}\.(\d+)\.(.*)", key)
-        if found and found[2] in names:
-            return f"blocks.{int(found[1]) - 1}.{names[found[2]]}.{found[3]}"
-    return key
-
+BLOCK = (r"^features\.(\d+)\.", lambda found: f"blocks.{int(found[1]) - 1}.")
+"""The name of a block, which upstream counts from the stem on."""
 
 FAMILY = Family(
     build,
-    rename,
+    (
+        (r"^classifier\.0\.", "classifier."),
+        (r"\.bn\.", "."),
+        (r"^features\.0\.0\.", "input_stem.conv."),
+        (r"^features\.0\.1\.", "input_stem.bn."),
+        BLOCK,
+        *((rf"\.body\.{3 * i}\.", f".conv{i + 1}.") for i in range(3)),
+        *((rf"\.body\.{3 * i + 1}\.", f".bn{i + 1}.") for i in range(3)),
+        (r"\.shortcut\.0\.", ".downsample.conv."),
+        (r"\.shortcut\.1\.", ".downsample.bn."),
+    ),
     source="JiahuiYu/slimmable_networks",
     licence="CC-BY-NC-4.0",
-    recognises=lambda keys: keys.some(r"^features\.1\.shortcut\.") and keys.some(r"\.bn\.0\.weight$"),
+    recognises=lambda keys: keys.have(r"^features\.1\.shortcut\.", r"\.bn\.0\.weight$"),
     checkpoints=("s_resnet50_0.25_0.5_0.75_1.0.pt",),
     calibration=CUMULATIVE_UNBIASED,
     listed_statistics=True,

@@ -8,17 +8,16 @@ neither.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import nn
 
-from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family, Keys
+from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family
 from ofa_adapters.layout import conv_norm
 from ofa_adapters.networks.mobile import MBConv, MobileNet, mbconv_elastic
-from ofa_adapters.networks.slimmable_resnet50 import WidthLayout
+from ofa_adapters.networks.slimmable_resnet50 import BLOCK, WidthLayout
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, PerWidthBatchNorm2d, PerWidthNorm, WeightSlice
 from subnetact.space import make_divisible
@@ -63,11 +62,6 @@ class SlimmableMobileNetLayout(WidthLayout):
         return make_divisible(STEM * self.top, minimum=1)
 
     @property
-    def tail(self) -> int:
-        """Output channels of the last convolution, which are the same at every width."""
-        return make_divisible(TAIL * self.top, minimum=1) if self.top > 1 else TAIL
-
-    @property
     def blocks(self) -> list[BlockSlot]:
         """All blocks at full size."""
         found: list[BlockSlot] = []
@@ -96,7 +90,7 @@ class SlimmableMobileNetLayout(WidthLayout):
             )
         return width
 
-    def plain_elastic(self) -> dict[str, Elastic]:
+    def elastic(self) -> dict[str, Elastic]:
         elastic = conv_norm("first_conv", "first_bn", None, "stem")
         for i, block in enumerate(self.blocks):
             names, expand = (f"blocks.{i}", f"block{i}"), block.expansion != 1
@@ -105,11 +99,8 @@ class SlimmableMobileNetLayout(WidthLayout):
             elastic["mix_conv"] = WeightSlice.on(in_=out)
         return elastic
 
-    def norm(self, channels: int, widths: Sequence[int]) -> nn.Module:
-        return PerWidthBatchNorm2d(channels, widths)
-
-    def norm_entry(self, channels: str) -> Elastic:
-        return PerWidthNorm.on(channels=channels, position="position")
+    def norm(self, channels: str, full: int, widths: Sequence[int]) -> tuple[nn.Module, Elastic]:
+        return PerWidthBatchNorm2d(full, widths), PerWidthNorm.on(channels=channels, position="position")
 
 
 PUBLISHED_WIDTHS = tuple(round(0.35 + 0.025 * i, 3) for i in range(27))
@@ -139,44 +130,34 @@ def build(
         mid = None if block.expansion == 1 else block.mid
         residual = block.stride == 1 and block.in_ == block.out
         blocks.append(MBConv(block.in_, mid, block.out, (3,), block.stride, F.relu6, {}, residual=residual))
-    widths = (layout.stem, layout.blocks[-1].out, layout.tail)
+    tail = make_divisible(TAIL * max(layout.top, 1), minimum=1)  # The same at every width.
+    widths = (layout.stem, layout.blocks[-1].out, tail)
     return layout.built(MobileNet(blocks, widths, None, (F.relu6, F.relu6), num_classes, {}))
 
 
-_PARTS = ("expand_conv", "expand_bn", "depth_conv", "depth_bn", "project_conv", "project_bn")
-_INDICES = ("0", "1", "3", "4", "6", "7")
-_BODY = dict(zip(_INDICES, _PARTS, strict=True))
-_FIRST_BODY = dict(zip(_INDICES[:4], _PARTS[2:], strict=True))
-_LAYERS = {"0.0.": "first_conv.", "0.1.": "first_bn.", "18.0.": "mix_conv.", "18.1.": "mix_bn."}
-
-
-def rename(key: str) -> str:
-    """Return the plain network's name for a name in upstream's state_dict."""
-    key = key.replace("classifier.0.", "classifier.")
-    key = re.sub(r"\.bn\.(\d+)\.(running_mean|running_var|num_batches_tracked)$", r".\2_\1", key)
-    rest = key.removeprefix("features.")
-    for theirs, ours in _LAYERS.items():
-        if rest != key and rest.startswith(theirs):
-            return ours + rest.removeprefix(theirs)
-    found = re.match(r"features\.(\d+)\.body\.(\d+)\.(.*)", key)
-    names = _FIRST_BODY if found and found[1] == "1" else _BODY
-    if found and found[2] in names:
-        return f"blocks.{int(found[1]) - 1}.{names[found[2]]}.{found[3]}"
-    return key
-
-
-def _recognises(keys: Keys) -> bool:
-    """Return whether the names have one weight for all widths in every norm."""
-    per_width = keys.some(r"^features\.\d+\.body\.1\.bn\.0\.running_mean$")
-    return per_width and not keys.some(r"\.bn\.0\.weight$")
-
+PARTS = ("expand_conv", "expand_bn", "depth_conv", "depth_bn", "project_conv", "project_bn")
 
 FAMILY = Family(
     build,
-    rename,
+    (
+        (r"^classifier\.0\.", "classifier."),
+        (r"\.bn\.(\d+)\.(running_mean|running_var|num_batches_tracked)$", r".\2_\1"),
+        (r"^features\.0\.0\.", "first_conv."),
+        (r"^features\.0\.1\.", "first_bn."),
+        (r"^features\.18\.0\.", "mix_conv."),
+        (r"^features\.18\.1\.", "mix_bn."),
+        *(
+            (rf"^features\.1\.body\.{i}\.", f"blocks.0.{part}.")
+            for i, part in zip("0134", PARTS[2:], strict=True)
+        ),
+        BLOCK,
+        *((rf"\.body\.{i}\.", f".{part}.") for i, part in zip("013467", PARTS, strict=True)),
+    ),
     source="JiahuiYu/slimmable_networks",
     licence="CC-BY-NC-4.0",
-    recognises=_recognises,
+    recognises=lambda keys: (
+        keys.have(r"^features\.\d+\.body\.1\.bn\.0\.running_mean$") and not keys.have(r"\.bn\.0\.weight$")
+    ),
     checkpoints=("us_mobilenet_v2_calibrated.pt",),
     calibration=CUMULATIVE_UNBIASED,
     listed_statistics=True,

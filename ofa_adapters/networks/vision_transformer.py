@@ -1,4 +1,4 @@
-"""The pre-norm vision transformer that AutoFormer and HydraViT share."""
+"""The pre-norm vision transformer that AutoFormer and HydraViT share; all heads have 64 features."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerNormSlice, ParameterSlice, Segments, WeightSlice
 
-__all__ = ["HEAD_FEATURES", "TransformerBlock", "VisionTransformer", "drop_path_rates", "transformer_elastic"]
+__all__ = [
+    "HEAD_FEATURES",
+    "NAMES",
+    "TransformerBlock",
+    "VisionTransformer",
+    "require_sizes",
+    "transformer_elastic",
+]
 
 HEAD_FEATURES = 64
-PARAMETERS = {"cls_token": "cls_token.token", "pos_embed": "pos_embed.embedding"}
+NAMES = ((r"^cls_token$", "cls_token.token"), (r"^pos_embed$", "pos_embed.embedding"))
 """Upstream's names of parameters that have modules of their own here."""
 
 
@@ -38,37 +46,35 @@ class PositionEmbedding(nn.Module):
         self.embedding = nn.Parameter(torch.randn(1, positions, width) * 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, T, width) to (N, T, width)."""
         return x + self.embedding
-
-
-class LayerScale(nn.Module):
-    """Multiplies every feature of a branch with a learned number."""
-
-    def __init__(self, width: int, initial: float) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((width,), initial))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, T, width) to (N, T, width)."""
-        return x * self.gamma
 
 
 def survive(branch: Tensor, rate: float, training: bool) -> Tensor:
     """Return a residual branch (N, T, width); in training, with a probability of `rate`, samples are zero."""
     if not training or not rate:
         return branch
-    keep = 1 - rate
-    return branch * (torch.rand(len(branch), 1, 1, device=branch.device) < keep) / keep
+    return branch * F.dropout(branch.new_ones((len(branch), 1, 1)), rate)
 
 
-def drop_path_rates(last: float, depth: int) -> list[float]:
-    """Return the stochastic depth rate of every block, which grows linearly to that of the last one."""
-    return [last * i / max(depth - 1, 1) for i in range(depth)]
+def require_sizes(family: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse constructor arguments with which patches or heads do not fill the network."""
+    embed_dim, num_heads, img_size, patch_size = (
+        arguments[name] for name in ("embed_dim", "num_heads", "img_size", "patch_size")
+    )
+    if embed_dim != HEAD_FEATURES * num_heads or img_size % patch_size:
+        raise SpecError(
+            f"{family}: a head has {HEAD_FEATURES} features, so embed_dim must be {HEAD_FEATURES} * "
+            f"num_heads, got {embed_dim} and {num_heads}; img_size {img_size} must be a multiple of "
+            f"patch_size {patch_size}"
+        )
 
 
 class TransformerBlock(nn.Module):
-    """One pre-norm block, whose family defines `mix`; `scale` is the initial value of its LayerScales."""
+    """One pre-norm block, in which the number of heads follows from the number of query features.
+
+    `qkv` may return queries, keys and values on one axis or on two. `position` extends them by features of
+    relative positions.
+    """
 
     def __init__(
         self,
@@ -78,34 +84,38 @@ class TransformerBlock(nn.Module):
         drop: float,
         attn_drop: float,
         drop_path: float,
-        scale: float | None = None,
+        position: nn.Module | None = None,
     ) -> None:
         super().__init__()
         width = qkv.in_features
         self.norm1 = nn.LayerNorm(width, eps)
         self.qkv = qkv
+        self.position: Any = position
         self.proj = nn.Linear(width, width)
-        self.ls1 = LayerScale(width, scale) if scale else None
         self.norm2 = nn.LayerNorm(width, eps)
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
-        self.ls2 = LayerScale(width, scale) if scale else None
         self.drop, self.attn_drop, self.drop_path = float(drop), float(attn_drop), drop_path
+        self.head_features = HEAD_FEATURES  # TorchScript reads attributes, but no globals.
 
     def mix(self, x: Tensor) -> Tensor:
         """Map (N, T, width) to the concatenated results of all heads, (N, T, features)."""
-        raise NotImplementedError
+        split = self.qkv(x).view(x.shape[0], x.shape[1], 3, -1, self.head_features).permute(2, 0, 3, 1, 4)
+        q, k, v = split.unbind(0)
+        if self.position is not None:
+            q, k, v = self.position.extend(q, k, v)
+        dropped = self.attn_drop if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, scale=self.head_features**-0.5)
+        if self.position is not None:
+            y = self.position.collect(y)
+        return y.transpose(1, 2).flatten(2)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, T, width) to (N, T, width)."""
         branch = F.dropout(self.proj(self.mix(self.norm1(x))), self.drop, self.training)
-        if self.ls1 is not None:
-            branch = self.ls1(branch)
         x = x + survive(branch, self.drop_path, self.training)
         branch = F.dropout(F.gelu(self.fc1(self.norm2(x))), self.drop, self.training)
         branch = F.dropout(self.fc2(branch), self.drop, self.training)
-        if self.ls2 is not None:
-            branch = self.ls2(branch)
         return x + survive(branch, self.drop_path, self.training)
 
 
@@ -152,13 +162,11 @@ class VisionTransformer(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def transformer_elastic(
-    width: str, blocks: Sequence[tuple[str | Segments | None, str | None, str]]
-) -> dict[str, Elastic]:
-    """Return the entries of a VisionTransformer without LayerScales whose features follow one dimension.
+def transformer_elastic(width: str, blocks: Sequence[tuple[str | Segments, str, str]]) -> dict[str, Elastic]:
+    """Return the entries of a VisionTransformer whose features follow one dimension.
 
     Every block has the dimensions of its queries, keys and values together, of the outputs of its heads, and
-    of its neurons; those that are None are not elastic.
+    of its neurons.
     """
     elastic = {
         "patch_embed": WeightSlice.on(out=width),

@@ -22,7 +22,6 @@ from subnetact.space import Axis, AxisValues, SubnetSpace
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "autoformer"
 FACTS = json.loads((GOLDEN / "cases.json").read_text())
-SUPER = 128
 
 
 def state(**change: Any) -> dict[str, torch.Tensor]:
@@ -54,13 +53,9 @@ def reference(
         b, h = f"blocks.{i}", config["num_heads"][i]
         y = norm(f"{b}.attn_layer_norm", x)
         weight, bias = s[f"{b}.attn.qkv.weight"], s.get(f"{b}.attn.qkv.bias")
-        if variant.get("change_qkv", True):
-            q_rows, scale = 64 * h, 64**-0.5
-            weight = torch.cat([weight[j : 3 * q_rows : 3, :e] for j in range(3)])
-            bias = None if bias is None else bias[: 3 * q_rows]
-        else:
-            q_rows, scale = SUPER, (e // h) ** -0.5
-            weight = weight[:, :e]
+        q_rows, scale = 64 * h, 64**-0.5
+        weight = torch.cat([weight[j : 3 * q_rows : 3, :e] for j in range(3)])
+        bias = None if bias is None else bias[: 3 * q_rows]
         q, k, v = F.linear(y, weight, bias).reshape(n, tokens, 3, h, q_rows // h).permute(2, 0, 3, 1, 4)
         scores = torch.einsum("nhqd,nhkd->nhqk", q, k) * scale
         both = {}
@@ -96,12 +91,9 @@ def reference(
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"gp": False},
-    {"change_qkv": False, "relative_position": False},
-    {"change_qkv": False, "relative_position": False, "gp": False, "abs_pos": False},
-    {"change_qkv": False},
+    {"relative_position": False, "gp": False, "abs_pos": False},
     {"relative_position": False},
     {"qkv_bias": False},
-    {"qkv_bias": False, "change_qkv": False},
 ]
 
 
@@ -170,15 +162,6 @@ def test_gradients_of_the_relative_positions_are_those_of_the_tables(reach: int)
     ):
         torch.testing.assert_close(found, wanted)
         assert wanted.abs().max() > 1e-2
-
-
-def test_without_change_qkv_heads_split_all_features() -> None:
-    variant = {"change_qkv": False, "relative_position": False}
-    supernet = load("autoformer", state(**variant), **{**FACTS["constructor"], **variant, "num_heads": 4})
-    heads = next(axis for axis in supernet.space.axes if axis.name == "heads")
-    assert heads.slots[0].choices == (1, 2, 4)
-    both = load("autoformer", state(), **{**FACTS["constructor"], "change_qkv": False})
-    assert next(a for a in both.space.axes if a.name == "heads").slots[0].choices == (2,)
 
 
 def test_the_given_search_space_is_the_space() -> None:

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from ofa_adapters import identify, importance, load, rewire_
+from ofa_adapters import identify, load
 from ofa_adapters.networks.dynabert import kept_layers
-from subnetact.errors import CheckpointError, SpecError
+from subnetact.errors import CheckpointError
+from subnetact.insertion.reorder import reorder_
 from subnetact.supernet.supernet import Supernet
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "dynabert"
@@ -209,86 +210,24 @@ def test_live_transformers() -> None:
         torch.testing.assert_close(logits, expected, atol=5e-5, rtol=1e-5)
 
 
-# -- rewiring ----------------------------------------------------------------------------------------
+# -- the most important heads and neurons first --------------------------------------------------------
 
 
-def masked_gradients(supernet: Supernet, layer: int) -> torch.Tensor:
-    """Compute the absolute gradients of a mask on each head, batch by batch, by brute force."""
-    network: Any = supernet.extract(supernet.space.largest()).eval()
-    total = torch.zeros(4)
-    for inputs, labels in batches():
-        mask = torch.ones(4, requires_grad=True)
-        hook = network.layers[layer].attention_output.register_forward_pre_hook(
-            lambda _, x, mask=mask: (x[0] * mask.repeat_interleave(16),)
-        )
-        F.cross_entropy(network(**inputs), labels).backward()
-        hook.remove()
-        assert mask.grad is not None
-        total += mask.grad.abs()
-    return total
-
-
-def test_head_importance_is_the_gradient_of_a_mask() -> None:
-    supernet = vanilla()
-    scores = importance(supernet, batches())
-    assert [(s.heads.shape, s.neurons.shape) for s in scores] == [((4,), (128,))] * 6
-    for layer in (0, 5):
-        torch.testing.assert_close(
-            scores[layer].heads, masked_gradients(supernet, layer), atol=1e-5, rtol=1e-3
-        )
-
-
-def test_neuron_importance_is_weight_times_gradient() -> None:
-    supernet = vanilla()
-    scores = importance(supernet, batches(1))
-    network: Any = supernet.extract(supernet.space.largest()).eval()
-    (inputs, labels) = batches(1)[0]
-    F.cross_entropy(network(**inputs), labels).backward()
-    for layer, score in zip(network.layers, scores, strict=True):
-        up, down = layer.intermediate, layer.output
-        expected = torch.stack(
-            [
-                ((up.weight[i] * up.weight.grad[i]).sum() + up.bias[i] * up.bias.grad[i]).abs()
-                + (down.weight[:, i] * down.weight.grad[:, i]).sum().abs()
-                for i in range(len(up.bias))
-            ]
-        )
-        torch.testing.assert_close(score.neurons, expected, atol=1e-6, rtol=1e-4)
-
-
-def test_rewiring_keeps_the_network_and_sorts_it() -> None:
+def test_a_bert_that_was_only_fine_tuned_is_sorted_by_importance() -> None:
+    """Every layer gets an order of its own, and heads move as a whole."""
     supernet = vanilla()
     largest, smallest = supernet.space.largest(), supernet.space.smallest()
     view = supernet.subnet(largest)
     before, narrow = view(**INPUTS), supernet.subnet(smallest)(**INPUTS)
-    scores = importance(supernet, batches())
-    assert any((s.heads.diff() > 0).any() for s in scores)
-    tops = [s.neurons.topk(32).values.sum() for s in scores]
-    best = [s.heads.max() for s in scores]
-    rewire_(supernet, scores)
+    former = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+    report = reorder_(supernet, "taylor", batches=batches())
+    assert sorted(report.reordered.values()) == [4] * 6 + [128] * 6
     torch.testing.assert_close(view(**INPUTS), before, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(supernet.subnet(smallest)(**INPUTS), narrow, atol=1e-3)
-    after = importance(supernet, batches())
-    for new, old, top, head in zip(after, scores, tops, best, strict=True):
-        torch.testing.assert_close(new.heads, old.heads.sort(descending=True).values, atol=1e-5, rtol=1e-3)
-        torch.testing.assert_close(
-            new.neurons, old.neurons.sort(descending=True).values, atol=1e-5, rtol=1e-3
-        )
-        torch.testing.assert_close(new.neurons[:32].sum(), top, atol=1e-5, rtol=1e-3)
-        torch.testing.assert_close(new.heads[0], head, atol=1e-5, rtol=1e-3)
-
-
-def test_rewiring_refuses_what_it_cannot_rewire() -> None:
-    supernet = vanilla()
-    scores = importance(supernet, batches(1))
-    before = supernet.fingerprint()
-    with pytest.raises(SpecError, match="do not fit layers of"):
-        rewire_(supernet, scores[:-1])
-    with pytest.raises(SpecError, match="needs at least one batch"):
-        importance(supernet, [])
-    other = load("us_mobilenet_v2", None, width_mult_list=[0.5, 1.0], width_mult_range=[0.25, 0.5])
-    with pytest.raises(SpecError, match="only a BERT has heads"):
-        importance(other, batches(1))
-    with pytest.raises(SpecError, match="only a BERT has heads"):
-        rewire_(other, scores)
-    assert supernet.fingerprint() == before
+    once = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+    for i in range(6):
+        name = f"layers.{i}.query.weight"
+        moved = [part.tobytes() for part in once[name].numpy().reshape(4, -1)]
+        assert sorted(moved) == sorted(part.tobytes() for part in former[name].numpy().reshape(4, -1))
+    reorder_(supernet, "taylor", batches=batches())
+    assert all(torch.equal(once[name], tensor) for name, tensor in supernet.state_dict().items())

@@ -229,9 +229,7 @@ def test_switching_every_token_in_the_tail_equals_running_alone(supernet: subnet
 def test_layers_that_store_keys_and_values_cannot_be_skipped(supernet: subnetact.Supernet) -> None:
     space = supernet.space
     for layer in (4, 5):
-        with pytest.raises(
-            IllegalChoice, match=rf"layer {layer} cannot be skipped, because later layers read"
-        ):
+        with pytest.raises(IllegalChoice, match=rf"layer {layer}, whose keys and values later layers read"):
             space.parse({DIMS: [24] * 9, SKIPPED: [layer]})
         keep = [int(i != layer) for i in range(10)]
         with pytest.raises(
@@ -287,7 +285,7 @@ def test_checkpoints_of_the_language_model_and_of_the_whole_model(
         ofa_adapters.load("gemma3n", tmp_path / "text")
     index = tmp_path / "text" / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"is no \.safetensors file beside it"):
+    with pytest.raises(CheckpointError, match=r"names something else than \.safetensors files beside it"):
         ofa_adapters.checkpoint.read(tmp_path / "text")
 
 
@@ -305,31 +303,17 @@ def test_slices_are_read_and_written(supernet: subnetact.Supernet, tmp_path: Pat
     assert found["Main model"] == Slice(space.largest(), 3.98, 62.3)
     assert space.format(found["Small"].spec) == {DIMS: [24] * 4 + [12] * 4, SKIPPED: [6, 8]}
     assert (found["Bare"].billions, found["Bare"].accuracy) == (None, None)
-    write_slices(tmp_path / "again.csv", space, found, supernet.network)
+    write_slices(tmp_path / "again.csv", space, found)
     again = read_slices(tmp_path / "again.csv", space)
-    assert [s.spec for s in again.values()] == [s.spec for s in found.values()]
-    assert again["Small"] == found["Small"]
+    assert again == found
     assert (tmp_path / "again.csv").read_text().startswith("name,# Layers,# Effective Params (B),MMLU PT acc")
-
-
-def test_effective_parameters_are_the_published_ones() -> None:
-    with torch.device("meta"):
-        network, space, _ = ofa_adapters.registry.family_of("gemma3n").build()
-    count = ofa_adapters.slices.effective_parameters
-    small = space.parse({DIMS: [8192] * 30, SKIPPED: [20, 21, 22, 23, 24]})
-    assert (
-        space.parse({DIMS: "[" + ", ".join(["2_048 * 4"] * 30) + "]", SKIPPED: "[20, 21, 22, 23, 24]"})
-        == small
-    )
-    assert count(network, space, space.largest()) / 1e9 == pytest.approx(3.98, abs=0.005)
-    assert count(network, space, small) / 1e9 == pytest.approx(1.91, abs=0.005)
 
 
 @pytest.mark.parametrize(
     ("row", "error", "message"),
     [
         ({DIMS: [24] * 9}, SpecError, "FFN Hidden Dims has 9 numbers"),
-        ({DIMS: [24] * 9, SKIPPED: [10]}, SpecError, "layer 10 does not exist; choose 0 to 9"),
+        ({DIMS: [24] * 9, SKIPPED: [10]}, SpecError, "each of the layers 0 to 9 that are not skipped"),
         ({DIMS: [24] * 8, SKIPPED: [1, 1]}, SpecError, "every layer once"),
         ({DIMS: [25] * 10}, IllegalChoice, "25 is not a choice"),
         ({DIMS: "[24, __import__('os')]"}, SpecError, "expected a list of whole numbers"),

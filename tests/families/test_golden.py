@@ -203,21 +203,6 @@ def test_parameters_of_published_autoformers(case: dict[str, Any]) -> None:
     assert sum(p.numel() for p in view.parameters()) == case["sampled_params_numel"]
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "parameters"),
-    [
-        ("AutoFormer-T", {}, 5_867_944),
-        ("AutoFormer-S", {"embed_dim": 448, "num_heads": 7}, 22_891_432),
-        ("AutoFormer-B", {"embed_dim": 640, "num_heads": 10, "depth": 16}, 53_691_688),
-    ],
-)
-def test_released_autoformers_by_name(name: str, sizes: dict[str, int], parameters: int) -> None:
-    with torch.device("meta"):
-        supernet = load("autoformer", None, **sizes)
-        view = supernet.subnet(supernet.space.parse(name))
-    assert sum(p.numel() for p in view.parameters()) == parameters
-
-
 # -- encodings of upstream's accuracy predictors ------------------------------------------------------
 
 FEATURES = [

@@ -16,7 +16,7 @@ from subnetact.errors import SpecError
 D, DEPTH, PATCH, SIDE = 768, 2, 8, 24
 
 
-def state(scaled: bool = False) -> dict[str, Tensor]:
+def state() -> dict[str, Tensor]:
     """Return random weights under the names of timm's vision transformer."""
     generator = torch.Generator().manual_seed(0)
 
@@ -41,9 +41,6 @@ def state(scaled: bool = False) -> dict[str, Tensor]:
         ):
             found[f"blocks.{i}.{name}.weight"] = random(out, in_)
             found[f"blocks.{i}.{name}.bias"] = random(out)
-        if scaled:
-            found[f"blocks.{i}.ls1.gamma"] = random(D, std=1.0)
-            found[f"blocks.{i}.ls2.gamma"] = random(D, std=1.0)
     found["norm.weight"], found["norm.bias"] = 1 + random(D), random(D)
     found["head.weight"], found["head.bias"] = random(7, D), random(7)
     return found
@@ -69,19 +66,17 @@ def reference(s: dict[str, Tensor], heads: int, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (heads, 64)).transpose(1, 2) for part in qkv.chunk(3, -1))
         attended = ((q @ k.transpose(-1, -2)) / 8).softmax(-1) @ v
         branch = linear(f"{b}.attn.proj", attended.transpose(1, 2).reshape(len(x), -1, p), p, p)
-        y = y + branch * (s[f"{b}.ls1.gamma"][:p] if f"{b}.ls1.gamma" in s else 1)
+        y = y + branch
         branch = F.gelu(linear(f"{b}.mlp.fc1", norm(f"{b}.norm2", y), 4 * p, p))
-        branch = linear(f"{b}.mlp.fc2", branch, p, 4 * p)
-        y = y + branch * (s[f"{b}.ls2.gamma"][:p] if f"{b}.ls2.gamma" in s else 1)
+        y = y + linear(f"{b}.mlp.fc2", branch, p, 4 * p)
     return norm("norm", y)[:, 0] @ s["head.weight"][:, :p].T + s["head.bias"]
 
 
 X = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_all_ten_subnets_equal_the_reference(scaled: bool) -> None:
-    weights = state(scaled)
+def test_all_ten_subnets_equal_the_reference() -> None:
+    weights = state()
     supernet = load("hydravit", weights)
     outputs = []
     for heads in range(3, 13):
@@ -96,7 +91,7 @@ def test_all_ten_subnets_equal_the_reference(scaled: bool) -> None:
 
 
 def test_sizes_are_read_from_the_tensors() -> None:
-    supernet = load("hydravit", state(scaled=True))
+    supernet = load("hydravit", state())
     assert supernet.origin == {
         "name": "hydravit",
         "constructor": {
@@ -107,7 +102,6 @@ def test_sizes_are_read_from_the_tensors() -> None:
             "img_size": SIDE,
             "num_classes": 7,
             "depth": DEPTH,
-            "init_values": 1e-5,
         },
     }
     assert identify(state()) is None  # any vision transformer of timm has these names
