@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from subnetact.files.documents import parse_json
 from subnetact.files.tensors import read_tensors
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["fill", "layers_in", "match", "parsed_config", "read", "renamed", "sizes_in", "unwrap"]
+__all__ = ["fill", "match", "parsed_config", "read", "sizes_in", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
@@ -69,8 +69,8 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(str(error)) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(
-            f"{path}: truncated, or holds more than tensors ({error}); fetch it again, or save the state_dict "
-            "alone (torch.save({'state_dict': model.state_dict()}, ...)) and load that"
+            f"{path}: truncated, or holds more than tensors ({error}); fetch it again, or load a file of the "
+            "state_dict alone (torch.save({'state_dict': model.state_dict()}, ...))"
         ) from error
     tensors = unwrap(content, str(path))
     claimed, size = sum(tensor.nbytes for tensor in tensors.values()), file.stat().st_size
@@ -137,24 +137,21 @@ def _fault(tensor: Tensor) -> str | None:
     return next((fault for fault, found in faults.items() if found), None)
 
 
-def renamed(family: Family, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the network's names."""
-    return {family.rename(key.removeprefix("module.")): tensor for key, tensor in tensors.items()}
-
-
-def sizes_in(tensors: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
-    """Return sizes by name, each read from an axis of a tensor; those of missing tensors are left out."""
-    return {
-        name: tensors[key].shape[axis]
+def sizes_in(
+    family: Family, tensors: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]], **stacks: str
+) -> dict[str, Any]:
+    """Return the sizes of axes of tensors, and of stacks of layers, by name; what is missing is left out."""
+    own = {family.rename(key.removeprefix("module.")): tensor for key, tensor in tensors.items()}
+    found = {
+        name: own[key].shape[axis]
         for name, (key, axis) in axes.items()
-        if key in tensors and tensors[key].dim() > axis
+        if key in own and own[key].dim() > axis
     }
-
-
-def layers_in(names: Iterable[str], stack: str) -> int:
-    """Return the number of layers in a stack, such as `blocks`."""
-    found = [re.match(rf"{stack}\.(\d+)\.", name) for name in names]
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    for name, stack in stacks.items():
+        layers = [int(at[1]) for key in own if (at := re.match(rf"{stack}\.(\d+)\.", key))]
+        if layers:
+            found[name] = max(layers) + 1
+    return found
 
 
 def match(

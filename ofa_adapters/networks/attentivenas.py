@@ -74,18 +74,16 @@ class Stage:
     def of(cls, name: str, given: Any) -> Stage:
         """Read the entry of a stage, such as `first_conv` or `mb1`, in upstream's `supernet_cfg`."""
         needed = ("c", "d", "k", "t", "s") if name.startswith("mb") else ("c",)
-        activation = given.get("act_func", "swish") if isinstance(given, Mapping) else None
+        activation: Any = given.get("act_func", "swish") if isinstance(given, Mapping) else None
         if not isinstance(given, Mapping) or not set(needed) <= set(given) or activation not in ACTIVATIONS:
             raise SpecError(
                 f"attentivenas: supernet_cfg[{name!r}] needs {', '.join(needed)}, and an act_func out of "
                 f"{', '.join(ACTIVATIONS)}, got {given!r}"
             )
-        return cls(
-            *(choices(given.get(key, 1)) for key in ("c", "d", "k", "t")),
-            stride=int(given.get("s", 2 if name == "first_conv" else 1)),
-            activation=ACTIVATIONS[activation],
-            squeeze=bool(given.get("se", False)),
-        )
+        widths, depths, kernels, expands = (choices(given.get(key, 1)) for key in ("c", "d", "k", "t"))
+        stride = int(given.get("s", 2 if name == "first_conv" else 1))
+        squeeze = bool(given.get("se", False))
+        return cls(widths, depths, kernels, expands, stride, ACTIVATIONS[activation], squeeze)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, block_axis, choices, is_list
 from ofa_adapters.networks.vision_transformer import (
     HEAD_FEATURES,
-    NAMES,
     TransformerBlock,
     VisionTransformer,
     require_sizes,
@@ -57,7 +56,6 @@ class AutoFormerLayout(Layout):
     mlp_ratio: tuple[float, ...]
     depth: tuple[int, ...]
     blocks: int
-    abs_pos: bool
 
     family = "autoformer"
     keys: ClassVar = {"layer_num": "depth", "embed_dim": "embed", "num_heads": "heads", "mlp_ratio": "mlp"}
@@ -116,8 +114,6 @@ class AutoFormerLayout(Layout):
         names = [f"block{i}" for i in range(self.blocks)]
         elastic = transformer_elastic("embed", [(f"{b}.qkv", f"{b}.attention", f"{b}.mlp") for b in names])
         elastic["blocks"] = LayerSelect.on(**{str(i): f"{b}.keep" for i, b in enumerate(names)})
-        if not self.abs_pos:
-            del elastic["pos_embed"]
         return elastic
 
 
@@ -239,7 +235,7 @@ def build(
             raise SpecError(f"autoformer: search_space has the keys {', '.join(CHOICES)}, got {got}")
         lists = [search_space[name] for name in CHOICES]
     embeds, heads, ratios, depths = map(choices, lists)
-    layout = AutoFormerLayout(embeds, heads, ratios, depths, depth, abs_pos)
+    layout = AutoFormerLayout(embeds, heads, ratios, depths, depth)
     side, reach = img_size // patch_size, max_relative_position
     blocks = [
         TransformerBlock(
@@ -267,7 +263,6 @@ FAMILY = Family(
         (r"\.attn\.(qkv|proj)\.", r".\1."),
         (r"\.attn_layer_norm\.", ".norm1."),
         (r"\.ffn_layer_norm\.", ".norm2."),
-        *NAMES,
     ),
     source="microsoft/Cream, AutoFormer",
     licence="MIT",

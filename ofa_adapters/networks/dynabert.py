@@ -1,7 +1,7 @@
 """DynaBERT: a BERT or RoBERTa classifier of elastic width (heads and neurons) and depth.
 
-The checkpoints that DynaBERT published have their most important heads and neurons first. A BERT that was only
-fine-tuned needs `subnetact.reorder_(supernet, "taylor", batches=...)` before narrow subnets are useful.
+Published checkpoints have their most important heads and neurons first. A BERT that was only fine-tuned needs
+`subnetact.reorder_(supernet, "taylor", batches=...)` before narrow subnets are useful.
 
 Source: DynaBERT (Hou et al., NeurIPS 2020); huawei-noah/Pretrained-Language-Model, DynaBERT/transformers.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.checkpoint import layers_in, renamed, sizes_in
+from ofa_adapters.checkpoint import sizes_in
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, choices
 from subnetact.errors import SpecError
@@ -221,9 +221,9 @@ class DynaBertLayout(Layout):
 
 def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the constructor arguments that were given with sizes from the tensors."""
-    own = renamed(FAMILY, tensors)
     found = sizes_in(
-        own,
+        FAMILY,
+        tensors,
         {
             "vocab_size": ("words.weight", 0),
             "hidden_size": ("words.weight", 1),
@@ -232,9 +232,8 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
             "intermediate_size": ("layers.0.intermediate.weight", 0),
             "num_labels": ("classifier.weight", 0),
         },
+        num_hidden_layers="layers",
     )
-    if layers := layers_in(own, "layers"):
-        found["num_hidden_layers"] = layers
     if any(re.match(r"(module\.)?(roberta\.|classifier\.out_proj\.)", key) for key in tensors):
         found.update(model_type="roberta", layer_norm_eps=1e-5)
     hidden = given.get("hidden_size", found.get("hidden_size", 0))

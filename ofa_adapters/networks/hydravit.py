@@ -17,12 +17,11 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
-from ofa_adapters.checkpoint import layers_in, renamed, sizes_in
+from ofa_adapters.checkpoint import sizes_in
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, choices
 from ofa_adapters.networks.vision_transformer import (
     HEAD_FEATURES,
-    NAMES,
     TransformerBlock,
     VisionTransformer,
     require_sizes,
@@ -108,30 +107,29 @@ def build(
 
 def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the constructor arguments that were given with sizes from the tensors."""
-    own = renamed(FAMILY, tensors)
     found = sizes_in(
-        own,
+        FAMILY,
+        tensors,
         {
             "embed_dim": ("patch_embed.weight", 0),
             "in_chans": ("patch_embed.weight", 1),
             "patch_size": ("patch_embed.weight", 3),
-            "positions": ("pos_embed.embedding", 1),
+            "positions": ("pos_embed", 1),
             "num_classes": ("head.weight", 0),
         },
+        depth="blocks",
     )
     if "embed_dim" in found:
         found["num_heads"] = found["embed_dim"] // HEAD_FEATURES
     positions = found.pop("positions", 0)
     if positions > 1 and "patch_size" in found:
         found["img_size"] = math.isqrt(positions - 1) * found["patch_size"]
-    if layers := layers_in(own, "blocks"):
-        found["depth"] = layers
     return {**found, **given}
 
 
 FAMILY = Family(
     build,
-    ((r"^patch_embed\.proj\.", "patch_embed."), (r"\.(attn|mlp)\.", "."), *NAMES),
+    ((r"^patch_embed\.proj\.", "patch_embed."), (r"\.(attn|mlp)\.", ".")),
     source="ds-kiel/HydraViT",
     licence="MIT",
     recognises=lambda keys: keys.have(r"^blocks\.\d+\.attn\.qkv\.", r"^patch_embed\.proj\.", r"^cls_token$"),

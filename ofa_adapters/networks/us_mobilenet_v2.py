@@ -146,10 +146,8 @@ FAMILY = Family(
         (r"^features\.0\.1\.", "first_bn."),
         (r"^features\.18\.0\.", "mix_conv."),
         (r"^features\.18\.1\.", "mix_bn."),
-        *(
-            (rf"^features\.1\.body\.{i}\.", f"blocks.0.{part}.")
-            for i, part in zip("0134", PARTS[2:], strict=True)
-        ),
+        # The first block has no expansion.
+        (r"^features\.1\.body\.(\d)\.", lambda found: f"features.1.body.{int(found[1]) + 3}."),
         BLOCK,
         *((rf"\.body\.{i}\.", f".{part}.") for i, part in zip("013467", PARTS, strict=True)),
     ),

@@ -14,7 +14,6 @@ from subnetact.operators import Elastic, LayerNormSlice, ParameterSlice, Segment
 
 __all__ = [
     "HEAD_FEATURES",
-    "NAMES",
     "TransformerBlock",
     "VisionTransformer",
     "require_sizes",
@@ -22,31 +21,6 @@ __all__ = [
 ]
 
 HEAD_FEATURES = 64
-NAMES = ((r"^cls_token$", "cls_token.token"), (r"^pos_embed$", "pos_embed.embedding"))
-"""Upstream's names of parameters that have modules of their own here."""
-
-
-class ClassToken(nn.Module):
-    """Adds the learned class token before the patches."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, patches, width) to (N, 1 + patches, width)."""
-        return torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
-
-
-class PositionEmbedding(nn.Module):
-    """Adds a learned position embedding."""
-
-    def __init__(self, positions: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.randn(1, positions, width) * 0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.embedding
 
 
 def survive(branch: Tensor, rate: float, training: bool) -> Tensor:
@@ -140,8 +114,8 @@ class VisionTransformer(nn.Module):
         width, size = arguments["embed_dim"], arguments["patch_size"]
         patches = (arguments["img_size"] // size) ** 2
         self.patch_embed = nn.Conv2d(arguments["in_chans"], width, size, size)
-        self.cls_token = ClassToken(width)
-        self.pos_embed = PositionEmbedding(1 + patches, width) if positions else None
+        self.cls_token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+        self.pos_embed = nn.Parameter(torch.randn(1, 1 + patches, width) * 0.02) if positions else None
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width, eps)
         self.head = nn.Linear(width, arguments["num_classes"])
@@ -150,9 +124,10 @@ class VisionTransformer(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Map images (N, in_chans, img_size, img_size) to pooled features (N, embed_dim)."""
-        x = self.cls_token(self.patch_embed(x).flatten(2).transpose(1, 2))
+        x = self.patch_embed(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
         if self.pos_embed is not None:
-            x = self.pos_embed(x)
+            x = x + self.pos_embed
         x = self.norm(self.blocks(F.dropout(x, self.pos_drop, self.training)))
         return x[:, 1:].mean(1) if self.mean else x[:, 0]
 
@@ -169,9 +144,8 @@ def transformer_elastic(width: str, blocks: Sequence[tuple[str | Segments, str, 
     of its neurons.
     """
     elastic = {
+        "": ParameterSlice.on(features=width),
         "patch_embed": WeightSlice.on(out=width),
-        "cls_token": ParameterSlice.on(features=width),
-        "pos_embed": ParameterSlice.on(features=width),
         "norm": LayerNormSlice.on(features=width),
         "head": WeightSlice.on(in_=width),
     }

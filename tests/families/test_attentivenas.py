@@ -289,7 +289,7 @@ def test_configurations_and_features(supernet: Supernet) -> None:
         space.parse({**arch, "width": [16, 16, 16, 17, *arch["width"][4:]]})
     with pytest.raises(SpecError, match="exactly the keys resolution, width"):
         space.parse({"depth": 1})
-    with pytest.raises(IllegalChoice, match="image_size: 33 is not a choice .* choose from 48"):
+    with pytest.raises(IllegalChoice, match=r"image_size: 33 is not a choice .* choose from 48"):
         encode(space, space.largest(), 33)
 
 
