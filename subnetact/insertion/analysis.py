@@ -1,10 +1,8 @@
 """Analysis of the traced graph: which parts of which modules have to be narrowed together, and why not.
 
-This is the only module that knows the package behind it (torch-kirigami, the extra `auto`). The package
-captures the forward of a model with torch.fx and relates the coordinates of all tensors. Here the upper half
-of the outputs of a layer is removed, and what goes with it is read off: if a suffix of one axis goes in every
-tensor, what stays is a prefix, and a group is found. If something else goes, the layer is refused with the
-reason.
+Only this module knows the package that relates the coordinates of all tensors (torch-kirigami, the extra
+`auto`). The upper half of the outputs of a layer is removed, and what goes with it is read off: if that is a
+suffix of one axis of every tensor, a group is found; if something else goes, the layer is refused.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.fx import Graph, Node
@@ -42,11 +38,8 @@ __all__ = ["TracedModel"]
 MOST_SEGMENTS = 256
 """If more segments than these would be kept of one part, its channels are interleaved."""
 
-MOST_PARTS = 512
-"""Selections of more intervals than these are not followed; to follow thousands of them takes minutes."""
-
-FEW_PARTS = 16
-"""Selections of more parts than these are merged here and not by the package."""
+MOST_REGIONS = 128
+"""Selections of more regions than these are not followed; to follow thousands of them takes minutes."""
 
 MOST_FOLLOWED = 30_000
 """After so many tensors were followed, the layers that are left stay as they are."""
@@ -60,42 +53,24 @@ SILENT_IN_EVALUATION = ("stochastic_depth", "drop_path", "drop_block_2d", "drop_
 """Functions that return their first argument outside of training."""
 
 
-@dataclass(frozen=True)
-class _Removed:
-    """What goes with a removed half, per part of a module: (start, stop) of the removed runs."""
-
-    runs: Mapping[tuple[str, str], tuple[tuple[int, int], ...]]
-    operators: Mapping[str, type[Operator]]
+_Runs = tuple[tuple[int, int], ...]
+"""(start, stop) of every run of removed entries."""
 
 
 class _Refused(Exception):
-    """A layer cannot be narrowed; the message is the reason.
-
-    Attributes:
-        alike: the layers that cannot be narrowed either, because their outputs go with those of this one.
-    """
+    """A layer cannot be narrowed, and the layers in `alike`, whose outputs go with its own, cannot either."""
 
     alike: tuple[str, ...] = ()
 
 
 class TracedModel:
-    """The graph of a model's forward, with the relations between its tensors.
-
-    Args:
-        model: the model; it is not changed.
-        args: the inputs by position.
-        kwargs: the inputs by name.
-
-    Raises:
-        MissingExtra: torch-kirigami is not installed.
-        InsertError: the model cannot be traced.
-    """
+    """The graph of a model's forward, with the relations between its tensors."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         kirigami = _package()
         self._span = kirigami.IndexSet.span
         try:
-            with _few_parts(), warnings.catch_warnings():
+            with _few_regions(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._graph = kirigami.DependencyGraph.build(
                     _with_named_numbers(model), args=args, kwargs=dict(kwargs), operators=_rules()
@@ -109,7 +84,6 @@ class TracedModel:
         self._followed = 0
         self._modules = dict(model.named_modules())
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
-        self._parameters = dict(model.named_parameters())
 
     def graph(self) -> Graph:
         """Return a copy of the traced graph, whose nodes know their shapes."""
@@ -117,48 +91,37 @@ class TracedModel:
         return found
 
     def groups(self, layers: Sequence[str]) -> Iterator[Group | tuple[str, str]]:
-        """Yield what follows the outputs of each layer."""
+        """Yield the groups that the outputs of layers form, and for other layers a name and a reason."""
         known: set[tuple[str, str]] = set()
-        refused: dict[str, str] = {}
-        with _few_parts():
-            found = self._groups(layers, known, refused)
-        yield from found
-        yield from ((layer, why) for layer, why in refused.items() if (layer, "out") not in known)
-
-    # -- inner parts -------------------------------------------------------------------------------
-
-    def _groups(
-        self, layers: Sequence[str], known: set[tuple[str, str]], refused: dict[str, str]
-    ) -> list[Group]:
-        checked = self._graph._queries_checked.set(True)  # nothing changes the model between these queries
         found: list[Group] = []
-        alike: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        checked = self._graph._queries_checked.set(True)  # nothing changes the model between these queries
         try:
             for layer in layers:
-                if (layer, "out") in known:
-                    continue
-                if layer in alike:
-                    refused[layer] = alike[layer]
+                if (layer, "out") in known or layer in refused:
                     continue
                 if self._followed > MOST_FOLLOWED:
                     refused[layer] = f"the layers before it reach {MOST_FOLLOWED:,} tensors; use only="
                     continue
                 try:
-                    group = self._group(layer)
+                    with _few_regions():
+                        group = self._group(layer)
                     _check_apart(group, found)
                 except _Refused as reason:
-                    refused[layer] = str(reason)
-                    alike |= dict.fromkeys(reason.alike, str(reason))
+                    refused |= dict.fromkeys((layer, *reason.alike), str(reason))
                     continue
                 known |= {(member.module, member.part) for member in group.members}
                 found.append(group)
         finally:
             self._graph._queries_checked.reset(checked)
-        return found
+        yield from found
+        left = (layer for layer in layers if layer in refused and (layer, "out") not in known)
+        yield from ((layer, refused[layer]) for layer in left)
+
+    # -- inner parts -------------------------------------------------------------------------------
 
     def _group(self, layer: str) -> Group:
-        module = self._modules[layer]
-        axis = traits_of(module).axes["weight"].index("out")
+        axis = _out_axis(self._modules[layer])
         reference = self._graph.parameter(f"{layer}.weight")
         outputs = int(reference.shape[axis])
         if outputs < 2:
@@ -200,14 +163,14 @@ class TracedModel:
             raise
         members = [
             member
-            for (path, part), runs in removed.runs.items()
-            for member in self._members(path, part, removed.operators[path], runs, kept, full)
+            for (path, part), (kind, runs) in removed.items()
+            for member in self._members(path, part, kind, runs, kept, full)
         ]
         if not any((m.module, m.part) == (layer, "out") for m in members):
             raise _Refused("its outputs are not sliced on their own")
         members += dict.fromkeys(self._numbers(impact, full))  # several reshapes may read one number
-        kind = "stream" if self._is_shared(impact) else _kind(self._modules, members)
-        return Group(f"{layer}.{kind}", kind, full, tuple(members), unit)
+        axis_kind = "stream" if self._is_shared(impact) else _kind(self._modules, members)
+        return Group(f"{layer}.{axis_kind}", axis_kind, full, tuple(members), unit)
 
     def _is_shared(self, impact: Any) -> bool:
         """Tell whether the channels are added to those of other layers, or concatenated with them."""
@@ -226,7 +189,8 @@ class TracedModel:
                         return True
         return False
 
-    def _removed(self, impact: Any) -> _Removed:
+    def _removed(self, impact: Any) -> dict[tuple[str, str], tuple[type[Operator], _Runs]]:
+        """Return module and part of the operator -> the operator, and what goes of the part."""
         for diagnostic in impact.diagnostics:
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
                 raise _Refused(_reason(diagnostic))
@@ -235,8 +199,7 @@ class TracedModel:
         for requirement in impact.requirements:
             if self._is_mean(requirement, impact.selections):
                 raise _Refused(f"the forward averages over its outputs, at {requirement.target}")
-        runs: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
-        operators: dict[str, type[Operator]] = {}
+        removed: dict[tuple[str, str], tuple[type[Operator], _Runs]] = {}
         for selection in (*impact.parameters, *impact.buffers):
             if len(selection.tensor.paths) > 1:
                 raise _Refused(f"{' and '.join(selection.tensor.paths)} are one tied tensor")
@@ -245,17 +208,15 @@ class TracedModel:
             for dim, length in enumerate(selection.tensor.shape):
                 indices = selection.fully_selected_indices(dim)
                 whole *= length - len(indices)
-                if not indices:
+                if not indices or self._is_free(path, name, dim):
                     continue
-                if self._is_free(path, name, dim):
-                    continue
-                operators[path], part = _part(self._modules[path], path, name, dim)
-                found = tuple((int(a), int(b)) for a, b in indices.intervals)
-                if runs.setdefault((path, part), found) != found:
+                kind, part = _part(self._modules[path], path, name, dim)
+                found = kind, tuple((int(a), int(b)) for a, b in indices.intervals)
+                if removed.setdefault((path, part), found) != found:
                     raise _Refused(f"different channels of the tensors of {path} go with it")
             if selection.count != math.prod(selection.tensor.shape) - whole:
                 raise _Refused(f"single elements of {selection.tensor.paths[0]} go with it")
-        return _Removed(runs, operators)
+        return removed
 
     def _alike(self, impact: Any, full: int) -> Iterator[str]:
         """Yield the layers with `full` outputs of which the upper half goes with what was removed.
@@ -265,7 +226,7 @@ class TracedModel:
         for selection in impact.parameters:
             path, _, name = selection.tensor.paths[0].rpartition(".")
             if computes_channels(self._modules[path]) and name == "weight":
-                axis = traits_of(self._modules[path]).axes["weight"].index("out")
+                axis = _out_axis(self._modules[path])
                 indices = selection.fully_selected_indices(axis)
                 if selection.tensor.shape[axis] == full and indices.intervals == ((full // 2, full),):
                     yield path
@@ -295,7 +256,7 @@ class TracedModel:
         path: str,
         part: str,
         kind: type[Operator],
-        runs: tuple[tuple[int, int], ...],
+        runs: _Runs,
         kept: int,
         full: int,
     ) -> Iterator[Member]:
@@ -317,13 +278,10 @@ class TracedModel:
 
     def _is_free(self, path: str, name: str, dim: int) -> bool:
         """Tell whether an axis is the heads of a MultiheadAttention, which need not follow the width."""
-        owner = path.removesuffix(".out_proj") if dim == 1 else path if name.startswith("in_proj") else ""
-        return (
-            dim < 2
-            and owner != ""
-            and isinstance(self._modules.get(owner), nn.MultiheadAttention)
-            and (path != owner or dim == 0)
-        )
+        if name.startswith("in_proj"):
+            return dim == 0 and isinstance(self._modules[path], nn.MultiheadAttention)
+        owner = self._modules.get(path.removesuffix(".out_proj"))
+        return dim == 1 and path.endswith(".out_proj") and isinstance(owner, nn.MultiheadAttention)
 
     def _numbers(self, impact: Any, full: int) -> Iterator[Member]:
         """Yield the attributes that a forward reads to reshape what goes, if they hold the full size."""
@@ -372,6 +330,10 @@ def computes_channels(module: nn.Module) -> bool:
     """Tell whether a layer has a weight with an axis of outputs, which an operator slices."""
     weight = traits_of(module).axes.get("weight", ())
     return "out" in weight and slicer_of(module) is not None
+
+
+def _out_axis(module: nn.Module) -> int:
+    return traits_of(module).axes["weight"].index("out")
 
 
 def _part(module: nn.Module, path: str, name: str, axis: int) -> tuple[type[Operator], str]:
@@ -441,10 +403,9 @@ _TURN = threading.RLock()
 
 
 @contextmanager
-def _few_parts() -> Iterator[None]:
-    """Let the package refuse selections of many parts early, because no segments describe them.
+def _few_regions() -> Iterator[None]:
+    """Join regions before the package compares all pairs of them, and refuse many early.
 
-    Selections with more than a few parts are merged by `_merged`, because the package compares all pairs.
     Threads that analyse take turns, and calls of other threads are the package's own.
     """
     from torch_kirigami.dep_graph import selection
@@ -452,62 +413,32 @@ def _few_parts() -> Iterator[None]:
     with _TURN:
         normalize, thread = selection.normalize, threading.get_ident()
 
-        def merged(regions: Iterable[Any]) -> tuple[Any, ...]:
-            given = list(regions)
-            own = len(given) > FEW_PARTS and threading.get_ident() == thread
-            found: tuple[Any, ...] = _merged(given) if own else normalize(given)
+        def joined(regions: Iterable[Any]) -> tuple[Any, ...]:
+            own = threading.get_ident() == thread
+            found: tuple[Any, ...] = normalize(_joined(regions) if own else regions)
             return found
 
-        selection.normalize = merged
+        selection.normalize = joined
         try:
             yield
         finally:
             selection.normalize = normalize
 
 
-def _merged(regions: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what `normalize` of the package returns: disjoint regions with the union of the given ones."""
+def _joined(regions: Iterable[Any]) -> list[Any]:
+    """Return fewer regions that cover the same: those that differ on one axis only become one."""
+    from torch_kirigami.dep_graph.selection import IndexSet, Region
     from torch_kirigami.errors import AnalysisLimitError
-    from torch_kirigami.settings import config
 
-    most = min(config.max_parts, MOST_PARTS)
-    found: list[Any] = []
-    given = sorted({region for region in regions if not region.empty}, key=_intervals)
-    bounds = np.empty((0, len(given[0].axes) if given else 0, 2), int)  # start and stop per axis
-    for region in given:
-        box = np.array([(axis.intervals[0][0], axis.intervals[-1][1]) for axis in region.axes]).reshape(-1, 2)
-        pieces = [region]
-        near = ((bounds[:, :, 0] < box[:, 1]) & (box[:, 0] < bounds[:, :, 1])).all(1)
-        for other in np.flatnonzero(near):
-            pieces = [rest for piece in pieces for rest in piece.subtract(found[other])]
-            if len(pieces) + len(found) > most:
-                break
-        if found and len(pieces) + len(found) > most:
-            raise AnalysisLimitError("Too many Cartesian regions")
-        found += pieces
-        bounds = np.concatenate([bounds, np.repeat(box[None], len(pieces), 0)])
-    numbers: dict[Any, int] = {}
-    table = np.array([[numbers.setdefault(axis, len(numbers)) for axis in region.axes] for region in found])
-    at = 0
-    while at < len(found):  # two regions that differ on one axis become one, the first ones first
-        similar = np.flatnonzero((table != table[at]).sum(1) == 1)
-        if not len(similar):
-            at += 1
-            continue
-        first, second = sorted((at, int(similar[0])))
-        axis = int(np.flatnonzero(table[first] != table[second])[0])
-        axes = list(found[first].axes)
-        axes[axis] = axes[axis].union(found[second].axes[axis])
-        found[first] = type(found[first])(tuple(axes))
-        table[first, axis] = numbers.setdefault(axes[axis], len(numbers))
-        table = np.delete(table, second, 0)
-        del found[second]
-        at = first
-    return tuple(sorted(found, key=_intervals))
-
-
-def _intervals(region: Any) -> Any:
-    return tuple(axis.intervals for axis in region.axes)
+    found = [region.axes for region in {*regions} if not region.empty]
+    for axis in range(len(found[0]) if len(found) > 1 else 0):
+        lines: dict[Any, list[tuple[int, int]]] = {}
+        for axes in found:
+            lines.setdefault((axes[:axis], axes[axis + 1 :]), []).extend(axes[axis].intervals)
+        found = [(*before, IndexSet(tuple(line)), *after) for (before, after), line in lines.items()]
+    if len(found) > MOST_REGIONS:
+        raise AnalysisLimitError("Too many Cartesian regions")
+    return list(map(Region, found))
 
 
 @cache
@@ -537,29 +468,18 @@ def _rules() -> Any:
                 return super().tensor_effects(node, module)
             return self.inner.tensor_effects(node, module)
 
-    class Rules(OperatorRegistry):
-        """The rules of the package, and those of this module."""
+    def lookup(node: Any, module: Any) -> Any:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") in SILENT_IN_EVALUATION:
+            return dropout
+        if node.op == "call_method" and node.target == "norm" and "dim" in node.kwargs:
+            return reduction
+        found = known(node, module)
+        return unknown if found is None and _only_reads(node) else found
 
-        def copy(self) -> Any:
-            copied = super().copy()
-            copied.__class__ = Rules
-            return copied
-
-        def lookup(self, node: Any, module: Any) -> Any:
-            if node.op == "call_function":
-                if node.target in comparisons:
-                    return comparisons[node.target]
-                if getattr(node.target, "__name__", "") in SILENT_IN_EVALUATION:
-                    return dropout
-            if node.op == "call_method" and node.target == "norm" and "dim" in node.kwargs:
-                return reduction
-            found = super().lookup(node, module)
-            return unknown if found is None and _only_reads(node) else found
-
-    rules = OperatorRegistry.default()
-    rules.__class__ = Rules
+    rules: Any = OperatorRegistry.default()
+    known, unknown = rules.lookup, WithoutTensors()
+    rules.lookup, rules.copy = lookup, lambda: rules
     dropout, pointwise, reduction = (rules.functions[f] for f in (F.dropout, torch.add, torch.mean))
-    unknown = WithoutTensors()
     for name in ("addcmul", "addcdiv", "lerp"):
         rules.register(getattr(torch, name), pointwise, opaque=False)
         rules.register_method(name, pointwise)
@@ -567,7 +487,7 @@ def _rules() -> Any:
         rules.register_method(name, rules.methods["flatten"])
     compared = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
     scalars = (*compared, operator.and_, operator.or_, operator.not_, torch._assert, int, bool, max, min)
-    comparisons = {target: WithoutTensors(rules.functions.get(target)) for target in scalars}
+    rules._functions.update({target: WithoutTensors(rules.functions.get(target)) for target in scalars})
     return rules
 
 

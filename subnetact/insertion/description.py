@@ -1,15 +1,8 @@
 """Description: what can be elastic in a model, in one form for everything that finds it.
 
-A source, which is the analysis of a traced graph or a declaration of the model, says what it has found in
-groups and stages:
-
-- A `Group` is one independent size: the hidden channels of a block, the neurons of a feed-forward network,
-  the heads of an attention. Its members are the parts of modules that follow the size, each a whole number
-  of times: an attention with 64 features per head has members that follow its heads 64 times.
-- A `Stage` is a run of blocks that a subnet may skip, in the order of their importance.
-
-A `Description` makes the search space and the elastic description for `insert_` from them. Every group and
-every stage is one slot of the space, in the axis of its kind.
+The analysis of a traced graph and the declarations of a model say what they found in `Group`s, each one
+independent size, and `Stage`s, each a run of blocks that a subnet may skip. A `Description` makes the search
+space and the elastic description for `insert_` from them.
 """
 
 from __future__ import annotations
@@ -17,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from itertools import groupby
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from subnetact import operators
 from subnetact.errors import FileFormatError, InsertError
@@ -57,11 +52,9 @@ class Member:
         part: the part of the operator, `out` of a WeightSlice for example, or the name of an attribute.
         operator: the operator that replaces the module.
         multiple: how often the part follows the size: the rows per head for a group of heads.
-        start: if the part consists of several segments, the position in the full part at which the segment
-            of this group begins. It is as long as the full size of the group times `multiple`, and a subnet
-            keeps the beginning of it. If None, the part consists of this group alone.
-        total: the full size of a part that consists of several segments. If None, it ends with its last
-            segment that belongs to a group.
+        start: where the segment of this group, of the full size times `multiple`, begins in a part of several
+            segments. A subnet keeps the beginning of it. If None, the part consists of this group alone.
+        total: the full size of a part of several segments. If None, it ends with its last segment.
     """
 
     module: str
@@ -74,7 +67,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """One independent size of a model, and everything that follows it.
+    """One independent size of a model, such as the heads of an attention, and everything that follows it.
 
     Attributes:
         name: the name of the slot and of the dimension, "layer1.0.conv1.width" for example.
@@ -82,8 +75,7 @@ class Group:
         full: the size in the model.
         members: the parts of modules that follow the size.
         unit: every size is a multiple of this number.
-        sizes: choice of the slot -> size, from the smallest to the full one. A choice is a share of the full
-            size (0.5 for example) or a size.
+        sizes: choice of the slot (a share of the full size, or a size) -> size, ascending.
     """
 
     name: str
@@ -110,23 +102,18 @@ class Stage:
         name: the name of the slot, "layer1.depth" for example.
         blocks: the names of the blocks, the most important first. A subnet with n blocks keeps the first n.
         sizes: choice of the slot -> number of kept blocks, from the smallest to all blocks.
-        axis: always "depth".
     """
 
     name: str
     blocks: tuple[str, ...]
     sizes: Mapping[float, int] = field(default_factory=dict)
-    axis: str = "depth"
+
+    axis: ClassVar[str] = "depth"
 
     @property
     def full(self) -> int:
         """The number of blocks."""
         return len(self.blocks)
-
-    @property
-    def unit(self) -> int:
-        """The number of blocks by which sizes differ, which is 1."""
-        return 1
 
     def dimensions(self, size: int) -> dict[str, int]:
         """Return, for every block, 1 if a subnet with `size` blocks keeps it and 0 if not."""
@@ -134,30 +121,14 @@ class Stage:
 
 
 def sizes_of_choices(
-    full: int,
-    choices: Sequence[float],
-    unit: int = 1,
-    smallest: int | None = None,
-    divisor: int | None = None,
+    full: int, choices: Sequence[float], unit: int = 1, least: int | None = None, divisor: int | None = None
 ) -> dict[float, int]:
-    """Turn choices into sizes.
+    """Return choice -> size, ascending; the full size is added.
 
-    Args:
-        full: the full size.
-        choices: shares of the full size, or sizes, in any order. If all of them are integers, they are sizes
-            and must be multiples of `unit`. Otherwise they are shares from 0.0 to 1.0, which are rounded to
-            multiples of `unit`, to the smaller one in case of a tie. The full size is added if it is missing.
-        unit: see `choices`.
-        smallest: the smallest size; if None, `unit`.
-        divisor: a multiple of `unit`; if None, `unit`.
-
-    Returns:
-        Choice -> size, in ascending order of size.
-
-    Raises:
-        InsertError: a choice is no share between 0 and 1 and no size between `smallest` and `full`.
+    Integers alone are sizes: multiples of `unit`, from `least` (or `unit`). Otherwise choices are shares,
+    rounded to multiples of `divisor` (or `unit`), to the smaller one in case of a tie.
     """
-    least = unit if smallest is None else smallest
+    least = unit if least is None else least
     given: Any = choices
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise InsertError(f"{choices!r} are no choices; give a list of shares (0.5) or of sizes ({full})")
@@ -171,10 +142,9 @@ def sizes_of_choices(
         wrong = [size for size in found if not least <= size <= full or (size % unit and size != full)]
         allowed = f"sizes from {least} to {full}" + (f" in steps of {unit}" if unit > 1 else "")
     else:
-        shares = sorted({*map(float, choices), 1.0})
-        wrong = [share for share in shares if not 0 <= share <= 1]
+        shares, step = {*map(float, choices), 1.0}, divisor or unit
+        wrong = sorted(share for share in shares if not 0 <= share <= 1)
         allowed = "shares from 0.0 to 1.0"
-        step = divisor or unit
         rounded = {} if wrong else {s: math.ceil(s * full / step - 0.5) * step for s in shares}
         found = {share: min(full, max(least, size)) for share, size in rounded.items()} | {1.0: full}
     if wrong:
@@ -198,13 +168,7 @@ class Description:
         vocabulary: how transformers names the sizes of the layers. The space then reads and writes
             `per_layer_config`. If None, its notation is the values of its axes.
 
-    Attributes:
-        name: as given.
-        groups: as given, by name.
-        stages: as given, by name.
-        refused: as given.
-        overrides: as given.
-        vocabulary: as given.
+    The attributes are the arguments; `groups` and `stages` are dictionaries by name.
 
     Raises:
         InsertError: two groups or stages have the same name, or a part of a module follows two groups.
@@ -247,39 +211,27 @@ class Description:
     @property
     def space(self) -> SubnetSpace:
         """The search space: an axis per kind of size, and a slot per group and per stage."""
-        slots = list(self.slots.values())
-        axes = [
-            Axis(axis, tuple(_slot(slot) for slot in slots if slot.axis == axis))
-            for axis in AXES
-            if any(slot.axis == axis for slot in slots)
-        ]
-        sizes, words = _Sizes(tuple(slots)), self.vocabulary
-        if words is None:
-            return SubnetSpace(self.name, axes, sizes)
-        reader, writer = LayerConfigReader(words, tuple(slots)), LayerConfigWriter(words, tuple(slots))
-        return SubnetSpace(self.name, axes, sizes, reader, writer)
+        own, words = tuple(self.slots.values()), self.vocabulary
+        axes = [Axis(axis, tuple(map(_slot, slots))) for axis, slots in groupby(own, lambda slot: slot.axis)]
+        notation = () if words is None else (LayerConfigReader(words, own), LayerConfigWriter(words, own))
+        return SubnetSpace(self.name, axes, _Sizes(own), *notation)
 
     @property
     def elastic(self) -> dict[str, Elastic]:
         """The elastic description for `insert_`: name of a module -> operator, and what its parts follow."""
         found: dict[str, Elastic] = {}
         for module, members in self._members().items():
-            operator = members[0][1].operator
-            parts = list(dict.fromkeys(member.part for _, member in members))
-            found[module] = Elastic(
-                operator, {part: _followed([x for x in members if x[1].part == part]) for part in parts}
-            )
+            parts: dict[str, list[tuple[Group, Member]]] = {}
+            for group, member in members:
+                parts.setdefault(member.part, []).append((group, member))
+            found[module] = Elastic(members[0][1].operator, {p: _followed(own) for p, own in parts.items()})
         stacks: dict[str, dict[str, str]] = {}
         for stage in self.stages.values():
             for block in stage.blocks:
                 stack, _, layer = block.rpartition(".")
                 stacks.setdefault(stack, {})[layer] = f"{block}.keep"
         found |= {stack: LayerSelect.on(**follows) for stack, follows in stacks.items()}
-        for module, entry in self.overrides.items():
-            found.pop(module, None)
-            if entry is not None:
-                found[module] = entry
-        return found
+        return {n: entry for n, entry in {**found, **self.overrides}.items() if entry is not None}
 
     # -- editing -----------------------------------------------------------------------------------
 
@@ -308,20 +260,8 @@ class Description:
             InsertError: no group or stage has such a name.
         """
         names = self.matching(pattern)
-        return self._edited(lambda slot: None if slot.name in names else slot, dict.fromkeys(names, reason))
-
-    def merged(self, other: Description) -> Description:
-        """Return a description with the groups and stages of another one added.
-
-        Args:
-            other: the other description; where both have a group or stage of a name, this one counts.
-        """
-        groups = {**self.groups, **other.groups}
-        stages = {**self.stages, **other.stages}
-        refused = {n: why for n, why in {**self.refused, **other.refused}.items() if n not in groups}
-        overrides = {**self.overrides, **other.overrides}
-        same = self.vocabulary if self.vocabulary == other.vocabulary else None
-        return Description(self.name, groups.values(), stages.values(), refused, overrides, same)
+        refused = dict.fromkeys(names, reason)
+        return self._edited(lambda slot: None if slot.name in names else slot, refused)
 
     def override(self, elastic: Mapping[str, Elastic | None]) -> Description:
         """Return a description in which hand-written entries replace found ones.
@@ -333,15 +273,7 @@ class Description:
         Example:
             >>> description.override({"layer1.0.conv1": WeightSlice.on(out="layer1.0.conv1.width")})
         """
-        overrides = {**self.overrides, **elastic}
-        return Description(
-            self.name,
-            self.groups.values(),
-            self.stages.values(),
-            self.refused,
-            overrides,
-            self.vocabulary,
-        )
+        return self._edited(overrides=elastic)
 
     def matching(self, pattern: str) -> list[str]:
         """Return the names of the groups and stages that a pattern means.
@@ -365,7 +297,16 @@ class Description:
 
     def to_json(self) -> str:
         """Return the description as a JSON document, which `from_json` reads."""
-        return json.dumps({**FORMAT.header, **self._facts()}, indent=1, allow_nan=False)
+        facts = {
+            **FORMAT.header,
+            "name": self.name,
+            "groups": [asdict(group) for group in self.groups.values()],
+            "stages": [asdict(stage) for stage in self.stages.values()],
+            "refused": self.refused,
+            "overrides": {module: entry and asdict(entry) for module, entry in self.overrides.items()},
+            "vocabulary": self.vocabulary and asdict(self.vocabulary),
+        }
+        return json.dumps(facts, indent=1, allow_nan=False, default=lambda operator: operator.__name__)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Description:
@@ -386,39 +327,23 @@ class Description:
             raise FileFormatError(f"the description is not JSON ({error}); {FORMAT.next_step}") from error
         FORMAT.check(document, "the description")
         with FORMAT.fields("the description", passing=(), damaged=(InsertError,)):
-            return cls(
-                _text(document["name"]),
-                [_group(facts) for facts in document["groups"]],
-                [
-                    Stage(
-                        _text(facts["name"]), tuple(map(_text, facts["blocks"])), _read_sizes(facts["sizes"])
-                    )
-                    for facts in document["stages"]
-                ],
-                {_text(name): _text(why) for name, why in document["refused"].items()},
-                {module: _entry(facts) for module, facts in document["overrides"].items()},
-                _vocabulary(document.get("vocabulary")),
-            )
+            found = cls(**{name: _decoded(kind, document[name]) for name, kind in _FIELDS.items()})
+            for group in found.groups.values():
+                if not all((group.full, group.unit, *(member.multiple for member in group.members))):
+                    raise ValueError(f"{group.name} has a size of zero")
+            if not all(slot.sizes for slot in found.slots.values()):
+                raise ValueError("a group or stage has no sizes")
+        return found
 
     def __str__(self) -> str:
         slots = list(self.slots.values())
         rows = [("name", "axis", "sizes", "members")]
-        rows += [
-            (
-                slot.name,
-                slot.axis,
-                " ".join(map(str, dict.fromkeys(slot.sizes.values()))),
-                ", ".join(slot.blocks)
-                if isinstance(slot, Stage)
-                else ", ".join(f"{m.module}.{m.part}" for m in slot.members),
-            )
-            for slot in slots
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
-            for row in rows
-        ]
+        for slot in slots:
+            sizes = " ".join(map(str, dict.fromkeys(slot.sizes.values())))
+            parts = slot.blocks if isinstance(slot, Stage) else [f"{m.module}.{m.part}" for m in slot.members]
+            rows.append((slot.name, slot.axis, sizes, ", ".join(parts)))
+        *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = ["  ".join(map(str.ljust, row, (*widths, 0))) for row in rows]
         lines += [f"refused: {name}: {why}" for name, why in self.refused.items()]
         return "\n".join(lines)
 
@@ -442,55 +367,28 @@ class Description:
                 if whole.count(member.part) > 1 or (member.start is not None and member.part in whole):
                     raise InsertError(f"{self.name}: {module}.{member.part} follows several groups")
 
-    def _edited(self, edit: Callable[[Any], Any], refused: Mapping[str, str] | None = None) -> Description:
-        groups = [g for g in map(edit, self.groups.values()) if g is not None]
-        stages = [s for s in map(edit, self.stages.values()) if s is not None]
-        why = {**self.refused, **(refused or {})}
-        return Description(self.name, groups, stages, why, self.overrides, self.vocabulary)
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "groups": [
-                {
-                    "name": g.name,
-                    "axis": g.axis,
-                    "full": g.full,
-                    "unit": g.unit,
-                    "sizes": list(g.sizes.items()),
-                    "members": [
-                        [m.module, m.part, m.operator.__name__, m.multiple, m.start, m.total]
-                        for m in g.members
-                    ],
-                }
-                for g in self.groups.values()
-            ],
-            "stages": [
-                {"name": s.name, "blocks": list(s.blocks), "sizes": list(s.sizes.items())}
-                for s in self.stages.values()
-            ],
-            "refused": self.refused,
-            "overrides": {
-                module: None if e is None else [e.operator.__name__, _written(e)]
-                for module, e in self.overrides.items()
-            },
-            "vocabulary": None if self.vocabulary is None else asdict(self.vocabulary),
-        }
+    def _edited(
+        self,
+        edit: Callable[[Any], Any] = lambda slot: slot,
+        refused: Mapping[str, str] = MappingProxyType({}),
+        overrides: Mapping[str, Elastic | None] = MappingProxyType({}),
+    ) -> Description:
+        groups, stages = (filter(None, map(edit, own.values())) for own in (self.groups, self.stages))
+        why, others = {**self.refused, **refused}, {**self.overrides, **overrides}
+        return Description(self.name, groups, stages, why, others, self.vocabulary)
 
 
+@dataclass(frozen=True)
 class _Sizes:
     """Axis values -> sizes. It is an object and not a closure, so that spaces can be pickled."""
 
-    def __init__(self, slots: tuple[Group | Stage, ...]) -> None:
-        self.slots = slots
+    slots: tuple[Group | Stage, ...]
 
     def __call__(self, values: AxisValues) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        position = dict.fromkeys(AXES, 0)
+        choices = {axis: iter(chosen) for axis, chosen in values.items()}
         for slot in self.slots:
-            choice = values[slot.axis][position[slot.axis]]
-            position[slot.axis] += 1
-            sizes.update(slot.dimensions(slot.sizes[choice]))
+            sizes.update(slot.dimensions(slot.sizes[next(choices[slot.axis])]))
         return sizes
 
 
@@ -522,12 +420,52 @@ def _followed(members: list[tuple[Group, Member]]) -> str | Segments:
 
 
 def _resized(slot: Group | Stage, choices: Sequence[float]) -> Group | Stage:
-    smallest = 0 if isinstance(slot, Stage) else None
-    divisor = math.lcm(slot.unit, 8) if isinstance(slot, Group) and slot.full >= 32 else None
+    unit, least = (1, 0) if isinstance(slot, Stage) else (slot.unit, slot.unit)
+    divisor = math.lcm(unit, 8) if isinstance(slot, Group) and slot.full >= 32 else unit
     try:
-        return replace(slot, sizes=sizes_of_choices(slot.full, choices, slot.unit, smallest, divisor))
+        return replace(slot, sizes=sizes_of_choices(slot.full, choices, unit, least, divisor))
     except InsertError as error:
         raise InsertError(f"{slot.name}: {error}") from None
+
+
+_FIELDS = {
+    "name": str,
+    "groups": tuple[Group, ...],
+    "stages": tuple[Stage, ...],
+    "refused": Mapping[str, str],
+    "overrides": Mapping[str, Elastic | None],
+    "vocabulary": LayerVocabulary | None,
+}
+"""Field of a document -> its type."""
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """Return what a JSON document says of a value of a type; whole numbers are not negative."""
+    args, home = get_args(kind), get_origin(kind)
+    if isinstance(kind, UnionType):  # something or None, or a name or segments
+        if value is None and NoneType in args:
+            return None
+        return _decoded(Segments if Segments in args and not isinstance(value, str) else args[0], value)
+    if home is type:
+        return _operator(value)
+    if home is tuple:
+        kinds = args[:1] * len(value) if Ellipsis in args else args
+        return tuple(_decoded(inner, item) for inner, item in zip(kinds, value, strict=True))
+    if home is Mapping:
+        return {_decoded(args[0], name): _decoded(args[1], item) for name, item in value.items()}
+    if kind is Segments:
+        return Segments(*map(tuple, value["segments"]))
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{part.name: _decoded(hints[part.name], value[part.name]) for part in fields(kind)})
+    if kind is float:  # a choice, which is the name of its size
+        value = json.loads(value)
+        fits = type(value) in (int, float) and math.isfinite(value)
+    else:
+        fits = type(value) is kind and (kind is not int or value >= 0)
+    if not fits:
+        raise ValueError(f"{value!r} is no {kind.__name__}")
+    return value
 
 
 def _operator(name: str) -> type[Operator]:
@@ -535,66 +473,3 @@ def _operator(name: str) -> type[Operator]:
     if not (isinstance(found, type) and issubclass(found, Operator)):
         raise InsertError(f"{name!r} is no operator")
     return found
-
-
-def _read_sizes(pairs: Iterable[Sequence[Any]]) -> dict[float, int]:
-    found = {choice: int(size) for choice, size in pairs}
-    if not found or not all(isinstance(choice, int | float) and math.isfinite(choice) for choice in found):
-        raise ValueError(f"sizes: {pairs!r} are no pairs of a choice and a size")
-    return found
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is no positive integer")
-    return value
-
-
-def _vocabulary(facts: Mapping[str, Any] | None) -> LayerVocabulary | None:
-    if facts is None:
-        return None
-    fields = [None if facts[f] is None else (str(facts[f][0]), int(facts[f][1])) for f in _FIELDS]
-    return LayerVocabulary(str(facts["stack"]), int(facts["layers"]), *fields)
-
-
-_FIELDS = ("neurons", "queries", "pairs")
-
-
-def _group(facts: Mapping[str, Any]) -> Group:
-    members = tuple(
-        Member(
-            _text(m[0]), _text(m[1]), _operator(_text(m[2])), _count(m[3]), _position(m[4]), _position(m[5])
-        )
-        for m in facts["members"]
-    )
-    return Group(
-        _text(facts["name"]),
-        _text(facts["axis"]),
-        _count(facts["full"]),
-        members,
-        _count(facts["unit"]),
-        _read_sizes(facts["sizes"]),
-    )
-
-
-def _position(value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f"{value!r} is no position")
-    return value
-
-
-def _entry(facts: Any) -> Elastic | None:
-    if facts is None:
-        return None
-    follows = {p: f if isinstance(f, str) else Segments.from_json(f) for p, f in facts[1].items()}
-    return Elastic(_operator(facts[0]), follows)
-
-
-def _written(entry: Elastic) -> dict[str, Any]:
-    return {part: f.to_json() if isinstance(f, Segments) else f for part, f in entry.follows.items()}

@@ -1,8 +1,4 @@
-"""Importance: scores that say which channels, heads and neurons narrow subnets should keep.
-
-A unit is what `reorder_` moves as a whole: a channel, a neuron, or a head. Its score is a sum over the
-weights that belong to it. Narrow subnets keep the units with the highest scores.
-"""
+"""Importance: scores that say which units (channels, heads or neurons) narrow subnets should keep."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["MEASURES", "ChannelGroup", "Importance", "UnitWeights", "by_batch_norm", "by_l1", "by_taylor"]
+__all__ = ["MEASURES", "ChannelGroup", "Measure", "UnitWeights", "by_batch_norm", "by_l1", "by_taylor"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +23,7 @@ class UnitWeights:
         role: `writes` if the entries compute the units, `reads` if they take them as inputs, `keeps` if the
             module passes each unit on by itself, as BatchNorm does.
         values: the entries, of shape (units, entries per unit).
-        gradient: the gradient of the loss with respect to the entries, of the same shape; None unless the
-            measure is "taylor".
+        gradient: of the loss, of the same shape; None unless the measure is "taylor".
     """
 
     module: str
@@ -61,15 +56,12 @@ class ChannelGroup:
         return tuple(dict.fromkeys(weight.module for weight in self.weights))
 
 
-Importance: TypeAlias = Callable[[ChannelGroup], Tensor | None]
+Measure: TypeAlias = Callable[[ChannelGroup], Tensor | None]
 """Returns the score of every unit of a group, of shape (units,), or None to leave the group as it is."""
 
 
 def by_l1(group: ChannelGroup) -> Tensor | None:
     """Return the sum of the absolute weights that compute a unit or read it, without biases.
-
-    Args:
-        group: the group.
 
     Source: Pruning Filters for Efficient ConvNets (Li et al., ICLR 2017).
     """
@@ -80,9 +72,6 @@ def by_l1(group: ChannelGroup) -> Tensor | None:
 def by_batch_norm(group: ChannelGroup) -> Tensor | None:
     """Return the absolute scale of a unit in the BatchNorms, or None if the group has no BatchNorm.
 
-    Args:
-        group: the group.
-
     Source: Network Slimming (Liu et al., ICCV 2017).
     """
     norms = [w for w in group.weights if w.operator == "SubnetNorm" and w.parameter == "weight"]
@@ -90,10 +79,7 @@ def by_batch_norm(group: ChannelGroup) -> Tensor | None:
 
 
 def by_taylor(group: ChannelGroup) -> Tensor | None:
-    """Return how much the loss changes, to first order, if the weights of a unit become zero.
-
-    Args:
-        group: the group, with gradients. The absolute changes are added over the weights.
+    """Return how much the loss changes, to first order, if a weight becomes zero, added over the weights.
 
     Source: Importance Estimation for Neural Network Pruning (Molchanov et al., CVPR 2019).
     """
@@ -104,5 +90,5 @@ def _total(scores: list[Tensor]) -> Tensor | None:
     return torch.stack(scores).sum(0) if scores else None
 
 
-MEASURES: Mapping[str, Importance] = {"l1": by_l1, "batch_norm": by_batch_norm, "taylor": by_taylor}
+MEASURES: Mapping[str, Measure] = {"l1": by_l1, "batch_norm": by_batch_norm, "taylor": by_taylor}
 """The measures that `reorder_` knows by name."""

@@ -5,23 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.comparison import EXACT, equal
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
-from subnetact.insertion.importance import MEASURES, ChannelGroup, Importance, UnitWeights
-from subnetact.insertion.proof import as_double
-from subnetact.insertion.units import Orders, UnitGroup, full_orders, permute_, unit_groups
-from subnetact.operators.view_module import owned
+from subnetact.insertion.importance import MEASURES, ChannelGroup, Measure, UnitWeights
+from subnetact.insertion.units import Orders, Trial, UnitGroup, full_orders, permute_, unit_groups
 from subnetact.space import SizeRow
-from subnetact.supernet.batches import as_batch, call_with, logits, map_tensors
+from subnetact.supernet.batches import as_batch, call_with, logits
 from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.unused_weights import fill_unused_, private_copy
 
@@ -50,7 +47,7 @@ class ReorderReport:
 
 def reorder_(
     supernet: Supernet,
-    importance: str | Importance = "l1",
+    importance: str | Measure = "l1",
     example: Any = None,
     *,
     batches: Iterable[tuple[Any, Any]] | None = None,
@@ -63,16 +60,13 @@ def reorder_(
     and not as a supernet, important ones are anywhere. Call this function after `insert_`, and before narrow
     subnets are trained, calibrated or served.
 
-    The largest subnet computes the same function as before, up to rounding: everything that reads a channel
-    is permuted in the same way, which is tried on a private copy first and checked at the end. Heads move as
-    a whole, and query heads with the keys and values that they share. What cannot be permuted without a
-    change of the output, because something that does not follow the dimension reads it, stays as it is, and
-    the report says why.
+    The largest subnet computes the same function as before, up to rounding, which is tried on a private copy
+    with random weights first. Heads move as a whole, and query heads with the keys and values that they
+    share. What something reads that does not follow the dimension stays, and the report says why.
 
-    Narrow subnets become other networks. Their BatchNorm statistics are dropped, with a warning; statistics
-    of subnets that are only shallower are permuted. The state of an optimiser (its momentum, for example)
-    belongs to the former order: make the optimiser after this call. While other threads run subnets, they may
-    see weights that are partly in the former order.
+    Narrow subnets become other networks. Their BatchNorm statistics are dropped, with a warning; those of
+    subnets that are only shallower are permuted. Make optimisers after this call, because their state belongs
+    to the former order. Other threads that run subnets meanwhile may see weights partly in the former order.
 
     Args:
         supernet: the supernet.
@@ -143,7 +137,7 @@ def _labelled(batches: Any) -> list[tuple[Any, Any]]:
     return [(as_batch(x), y) for x, y in given]
 
 
-def _measure(importance: str | Importance) -> Importance:
+def _measure(importance: str | Measure) -> Measure:
     if isinstance(importance, str):
         if importance not in MEASURES:
             raise SpecError(
@@ -181,7 +175,7 @@ def _scores(
     network: nn.Module,
     row: SizeRow,
     groups: list[UnitGroup],
-    measure: Importance,
+    measure: Measure,
     batches: list[tuple[Any, Any]],
     loss: Callable[[Any, Any], Tensor],
 ) -> dict[UnitGroup, Tensor]:
@@ -213,15 +207,11 @@ def _described(group: UnitGroup, network: nn.Module) -> ChannelGroup:
         operator = network.get_submodule(part.path)
         for (name, axis), table in part.tables.items():
             parameter = operator._parameters.get(name)
-            if parameter is None:
-                continue
-            values, gradient = (
-                None if t is None else _by_unit(t, axis, table, group.units)
-                for t in (parameter.detach(), parameter.grad)
-            )
-            if values is not None:
-                kind = type(operator).__name__
-                weights.append(UnitWeights(part.path, kind, name, part.role, values, gradient))
+            if parameter is not None:
+                taken = partial(_by_unit, axis=axis, table=table, units=group.units)
+                gradient = None if parameter.grad is None else taken(parameter.grad)
+                own = part.path, type(operator).__name__, name, part.role
+                weights.append(UnitWeights(*own, taken(parameter.detach()), gradient))
     return ChannelGroup(group.name, group.dimensions, group.units, tuple(weights))
 
 
@@ -247,38 +237,19 @@ def _check_score(score: Any, group: UnitGroup) -> None:
 def _permute(supernet: Supernet, row: SizeRow, units: Mapping[UnitGroup, Tensor], example: Any) -> None:
     """Bring the units of groups into an order, in place, if the outputs of the largest subnet stay."""
     orders = full_orders(supernet.network, units)
-    norms, table = supernet.norms, _statistics(supernet, row, units, orders)
-    before, original = _outputs(supernet, example), supernet.has_original_statistics()
-    changed = same = False
-
-    @torch.inference_mode(False)
-    def change(back: bool = False) -> None:
-        nonlocal changed
-        back_orders = {key: order.argsort() for key, order in orders.items()}
-        permute_(supernet.network, back_orders if back else orders)
-        supernet.norms = norms if back else table
-        changed = not back
-
-    try:
-        change()
-        same = equal(_outputs(supernet, example), before, EXACT)
-        if not same:  # some networks amplify rounding; in double precision it is not seen
-            after = _outputs(supernet, example, exact=True)
-            change(back=True)
-            same = bool(after) and equal(after, _outputs(supernet, example, exact=True), EXACT)
-            if same:
-                change()
-    finally:
-        if changed and not same:
-            change(back=True)
-        if original:
-            supernet.renew_original_statistics()
-    if not same:
-        raise InsertError(
-            "reorder_: the output of the largest subnet would change by more than rounding; something that "
-            "follows no dimension reads the order of channels. The supernet is unchanged; sort fewer "
-            "dimensions (dimensions=[...])"
-        )
+    table, original = _statistics(supernet, row, units, orders), supernet.has_original_statistics()
+    with torch.inference_mode(False), torch.no_grad():
+        trial = Trial(supernet.network, row, example)
+        if not trial.stays(units) and not (trial.exact() and trial.stays(units)):
+            raise InsertError(
+                "reorder_: the output of the largest subnet would change by more than rounding; something "
+                "that follows no dimension reads the order of channels. The supernet is unchanged; sort "
+                "fewer dimensions (dimensions=[...])"
+            )
+        permute_(supernet.network, orders)
+        supernet.norms = table
+    if original:
+        supernet.renew_original_statistics()
 
 
 def _statistics(
@@ -306,14 +277,3 @@ def _statistics(
     table = NormTable(supernet.space.id)
     table.update(rows)
     return table
-
-
-def _outputs(supernet: Supernet, example: Any, exact: bool = False) -> list[Tensor]:
-    """Return the outputs of the largest subnet; if `exact`, in double precision, or none if that fails."""
-    view, _ = supernet.private_view(supernet.space.largest())
-    if not exact:
-        return outputs_of(view, example)
-    try:
-        return outputs_of(owned(view).double(), map_tensors(as_double, example))
-    except RuntimeError:
-        return []

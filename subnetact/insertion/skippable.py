@@ -1,11 +1,8 @@
 """Blocks that a subnet may skip: residual blocks in stacks, found in a traced graph, and their importance.
 
-A block is skippable if the identity can stand in its place: it has matrices of weights, is a layer of a
-`Sequential`, a `ModuleList` or another module without own weights, takes one tensor and returns one of the
-same shape and type, and there is a way from its input to its output that passes additions and otherwise
-nothing but activations, norms and dropout. A block without such a shortcut, a convolution of equal widths for
-example, computes something that its successors rely on. A module without matrices, such as a norm with a
-shortcut, is a part of a block.
+A block is skippable if the identity can stand in its place: it has matrices of weights, its stack has no
+weights of its own, it takes one tensor and returns one of the same shape and type, and a way from its input
+to its output passes additions and otherwise nothing but activations, norms and dropout.
 """
 
 from __future__ import annotations
@@ -42,12 +39,7 @@ TRANSPARENT_FUNCTIONS = (
 
 
 def skippable_blocks(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Size]:
-    """Return the blocks that the identity can replace, with the shape of their input, in the order they run.
-
-    Args:
-        model: the model.
-        graph: its traced graph, whose nodes know their modules and shapes.
-    """
+    """Return the blocks that the identity can replace, in the order they run, with the shape of the input."""
     modules = dict(model.named_modules())
     nodes: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -55,16 +47,12 @@ def skippable_blocks(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Size]
             nodes.setdefault(path, []).append(node)
     found: dict[str, torch.Size] = {}
     for path, inside in nodes.items():
-        stack = modules.get(path.rpartition(".")[0]) if "." in path else None
-        if (
-            stack is not None
-            and _has_matrices(modules.get(path))
-            and not stack._parameters
-            and not stack._buffers
-        ):
-            shape = _residual_shape(inside, modules)
-            if shape is not None:
-                found[path] = shape
+        block, stack = modules.get(path), modules.get(path.rpartition(".")[0]) if "." in path else None
+        if block is None or stack is None or stack._parameters or stack._buffers:
+            continue
+        shape = _residual_shape(inside, modules) if any(p.dim() > 1 for p in block.parameters()) else None
+        if shape is not None:
+            found[path] = shape
     outer = {path for path in found for other in found if other.startswith(f"{path}.")}
     return {path: shape for path, shape in found.items() if path not in outer}
 
@@ -85,8 +73,7 @@ def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) 
 def block_influences(model: nn.Module, x: Any, blocks: Sequence[str]) -> dict[str, float]:
     """Run the model and return how much every block changes its input: one minus their cosine similarity.
 
-    Source:
-        The "block influence" of ShortGPT (Men et al., 2024).
+    Source: the "block influence" of ShortGPT (Men et al., 2024).
     """
     found: dict[str, float] = {}
     handles = []
@@ -129,28 +116,22 @@ def broken_chains(model: nn.Module, x: Any, blocks: Iterable[str]) -> dict[str, 
     return found
 
 
-def _has_matrices(module: nn.Module | None) -> bool:
-    return module is not None and any(parameter.dim() > 1 for parameter in module.parameters())
-
-
 def _residual_shape(inside: list[fx.Node], modules: Mapping[str, nn.Module]) -> torch.Size | None:
     """Return the shape of the input of a residual block that consists of some nodes, or None for others."""
     members = set(inside)
-    inputs = {n for node in inside for n in node.all_input_nodes if n not in members and _shape(n)}
+    inputs = {n for node in inside for n in node.all_input_nodes if n not in members and _kind(n)}
     outputs = {node for node in inside if any(user not in members for user in node.users)}
     if len(inputs) != 1 or len(outputs) != 1:
         return None
     (entry,), (end,) = inputs, outputs
-    shape = _shape(entry)
-    if shape is None or shape != _shape(end):
-        return None
-    return shape[0] if _shortcut(end, entry, members, modules) else None
+    same = _kind(entry) == _kind(end) and _shortcut(end, entry, members, modules)
+    return entry.meta["tensor_meta"].shape if same else None
 
 
-def _shape(node: fx.Node) -> tuple[torch.Size, torch.dtype] | None:
+def _kind(node: fx.Node) -> tuple[torch.Size, torch.dtype] | None:
+    """Return the shape and the type of a tensor, or None for other values."""
     facts = node.meta.get("tensor_meta")
-    shape = getattr(facts, "shape", None)
-    return None if shape is None else (shape, facts.dtype)  # type: ignore[union-attr]
+    return (facts.shape, facts.dtype) if hasattr(facts, "shape") else None
 
 
 def _shortcut(end: fx.Node, entry: fx.Node, members: set[fx.Node], modules: Mapping[str, nn.Module]) -> bool:

@@ -1,11 +1,8 @@
 """Units: which entries of which weights move together when channels, heads or neurons change places.
 
-A unit is what moves as a whole: a channel, a neuron, or a head. If `insert_` found out what is elastic, the
-groups of its description say what moves together. If the supernet was described by hand, groups are proposed
-from the dimensions that its operators share: from a layer that computes channels to those that read them, or
-everything that follows a dimension at once. Either way, a group is only used if the outputs of the largest
-subnet stay as they are when its units change places, which is tried on a private copy with random weights,
-so that no weight that happens to be zero hides anything.
+The groups of a `Description` say what moves together. If a supernet was described by hand, groups are
+proposed from the dimensions that its operators share. Either way, a group counts only if the outputs of the
+largest subnet stay when its units change places, which is tried on a private copy with random weights.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from subnetact.insertion.proof import as_double, disturbed_copy
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
-from subnetact.operators.segments import cut
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
@@ -36,7 +32,7 @@ from subnetact.supernet.proof import first_changed, outputs_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
-__all__ = ["Orders", "Part", "UnitGroup", "full_orders", "permute_", "tensor_of", "unit_groups"]
+__all__ = ["Orders", "Part", "Trial", "UnitGroup", "full_orders", "permute_", "unit_groups"]
 
 Orders = Mapping[tuple[str, str, int], Tensor]
 """(name of a module, name of a tensor, axis) -> for every position, the one whose entries it gets."""
@@ -52,15 +48,8 @@ ONE_BY_ONE = 6
 class Part:
     """A part of an operator, or a segment of a part, that follows a dimension.
 
-    Attributes:
-        path: the name of the module.
-        name: the name of the part or segment.
-        role: `writes` if its entries compute channels, `reads` if they take them, `keeps` if the layer does
-            not mix channels.
-        dimension: the dimension that it follows.
-        steps: how often the size can grow by its smallest step.
-        tables: (name of a tensor, axis) -> positions on this axis, of shape (steps, positions per step).
-        reason: why it cannot be permuted; None if it can.
+    The role is that of `UnitWeights`. The size grows in `steps`; `tables` has, by (name of a tensor, axis),
+    the positions that each adds, (steps, positions per step). The reason says why it cannot be permuted.
     """
 
     path: str
@@ -77,13 +66,7 @@ class Part:
 
 @dataclass(eq=False)
 class UnitGroup:
-    """Parts whose units change places together.
-
-    Attributes:
-        parts: the parts.
-        units: the number of units.
-        reason: why they cannot be permuted; None if they can.
-    """
+    """Parts whose units change places together; the reason says why they cannot."""
 
     parts: Sequence[Part]
     units: int
@@ -118,7 +101,7 @@ def unit_groups(supernet: Supernet, x: Any) -> list[UnitGroup]:
     row = space.resolve(space.largest())
     with torch.inference_mode(False), torch.no_grad():
         parts = _parts(supernet.network, row, space.dimensions)
-        trial = _Trial(supernet.network, row, x)
+        trial = Trial(supernet.network, row, x)
         known = getattr(supernet.description, "groups", {}).values()
         stated = [
             UnitGroup(own, group.full // group.unit)
@@ -143,7 +126,7 @@ def unit_groups(supernet: Supernet, x: Any) -> list[UnitGroup]:
 # -- trials ------------------------------------------------------------------------------------------
 
 
-class _Trial:
+class Trial:
     """Permutes a copy with random weights, and looks whether the outputs of the largest subnet stay."""
 
     def __init__(self, network: nn.Module, row: SizeRow, x: Any) -> None:
@@ -174,45 +157,36 @@ class _Trial:
             return False
         return True
 
-    def passing(self, proposals: Sequence[Sequence[UnitGroup]], again: bool = False) -> set[int]:
-        """Return the positions of the proposals whose units can change places."""
+    def stays(self, wanted: Mapping[UnitGroup, Tensor]) -> bool:
+        """Tell whether the outputs stay when the units of groups are brought into an order."""
+        found = self._permuted(wanted, lambda view: outputs_of(view, self._x))
+        # An output without any number equals itself whatever happens.
+        return equal(found, self._expected, EXACT) and any(bool(t.isfinite().any()) for t in found)
 
-        def search(positions: list[int]) -> set[int]:
-            together = [group for i in positions for group in proposals[i]]
-            if self._stays(together, again):
-                return set(positions)
-            if len(positions) == 1:
-                return set()
-            size = 1 if len(positions) <= ONE_BY_ONE else -(-len(positions) // 2)
-            pieces = [positions[at : at + size] for at in range(0, len(positions), size)]
-            return set().union(*map(search, pieces))
+    def passing(self, proposals: Sequence[Sequence[UnitGroup]], again: bool = False) -> list[UnitGroup]:
+        """Return the groups whose units can change places; all groups of a proposal pass, or none."""
 
-        fit = [i for i, own in enumerate(proposals) if own and all(group.lacks is None for group in own)]
-        return (
-            set()
-            if not fit
-            else search(sorted(fit, key=lambda i: sum(len(group.parts) for group in proposals[i])))
-        )
+        def search(some: Sequence[Sequence[UnitGroup]]) -> list[UnitGroup]:
+            together = [group for groups in some for group in groups]
+            if not together or self.stays(_shuffled(together, again)):
+                return together
+            if len(some) == 1:
+                return []
+            size = 1 if len(some) <= ONE_BY_ONE else -(-len(some) // 2)
+            return [g for at in range(0, len(some), size) for g in search(some[at : at + size])]
+
+        fit = [groups for groups in proposals if all(group.lacks is None for group in groups)]
+        return search(sorted(fit, key=lambda groups: sum(len(group.parts) for group in groups)))
 
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that the units of a group have changed places."""
         plain = shared_view(private_copy(self._copy), self._row)
-        where = self._permuted([group], False, lambda view: first_changed(view, plain, self._x))
+        where = self._permuted(_shuffled([group]), lambda view: first_changed(view, plain, self._x))
         if where is None:
             return "it reaches the output of the network"
         return f"the output would change, first at {where}, which does not follow the order of channels"
 
-    def _stays(self, groups: Sequence[UnitGroup], again: bool) -> bool:
-        found = self._permuted(groups, again, lambda view: outputs_of(view, self._x))
-        # An output without any number equals itself whatever happens.
-        return equal(found, self._expected, EXACT) and any(bool(t.isfinite().any()) for t in found)
-
-    def _permuted(self, groups: Sequence[UnitGroup], again: bool, run: Callable[[nn.Module], Any]) -> Any:
-        rng = random.Random(again)
-        wanted = {}
-        for at, group in enumerate(groups):
-            swapped = group.units > 2 or at % 2 == again  # Two units have one other order only.
-            wanted[group] = torch.tensor(_other_places(group.units, rng) if swapped else [0, 1])
+    def _permuted(self, wanted: Mapping[UnitGroup, Tensor], run: Callable[[nn.Module], Any]) -> Any:
         try:
             orders = full_orders(self._copy, wanted)
         except InsertError:  # Tied weights would need two orders.
@@ -222,6 +196,15 @@ class _Trial:
             return run(shared_view(self._copy, self._row))
         finally:
             permute_(self._copy, {key: order.argsort() for key, order in orders.items()})
+
+
+def _shuffled(groups: Sequence[UnitGroup], again: bool = False) -> dict[UnitGroup, Tensor]:
+    """Return random orders; `again` gives others, also to two units, which have one other order only."""
+    rng = random.Random(again)
+    return {
+        group: torch.tensor(_other_places(group.units, rng) if group.units > 2 or at % 2 == again else [0, 1])
+        for at, group in enumerate(groups)
+    }
 
 
 def _other_places(units: int, rng: random.Random) -> list[int]:
@@ -248,69 +231,51 @@ def _as_float(tensor: Tensor) -> Tensor:
 class _Search:
     """Divides parts into groups that pass their trials."""
 
-    def __init__(self, supernet: Supernet, trial: _Trial) -> None:
+    def __init__(self, supernet: Supernet, trial: Trial) -> None:
         space = supernet.space
         specs = [space.largest(), space.smallest(), *space.sample(0, min(SUBNETS, space.size()))]
-        columns = list(zip(*map(space.resolve, specs), strict=True))
+        sizes = dict(zip(space.dimensions, zip(*map(space.resolve, specs), strict=True), strict=True))
         self._trial = trial
-        self._shares = {
-            name: tuple(Fraction(size, max(1, column[0])) for size in column)
-            for name, column in zip(space.dimensions, columns, strict=True)
-        }
-        self._coarse = {
-            name: max(1, column[0] // max(1, math.gcd(*column)))
-            for name, column in zip(space.dimensions, columns, strict=True)
-        }
+        self._shares = {n: tuple(Fraction(size, max(1, own[0])) for size in own) for n, own in sizes.items()}
+        self._coarse = {n: max(1, own[0] // max(1, math.gcd(*own))) for n, own in sizes.items()}
 
     def divided(self, stated: list[UnitGroup], parts: list[Part]) -> tuple[list[UnitGroup], list[UnitGroup]]:
         """Return the groups that pass, those that are stated and those that parts form, and the others."""
-        right = self._trial.passing([[group] for group in stated])
-        found = [stated[at] for at in sorted(right)]
+        found = self._trial.passing([[group] for group in stated])
         refused = [group for group in stated if group not in found]
         for key in (
             lambda part: part.dimension,
             lambda part: self._shares[part.dimension],
             lambda part: part.steps,  # a shortcut of the largest subnet may join dimensions of equal sizes
         ):
-            bundles = _by(key, parts)
-            for propose in (
-                lambda parts: [_finest(run) for run in _runs(parts)],
-                lambda parts: [_finest(parts)],
-            ):
-                groups, bundles = self._accepted(bundles, propose)
+            for propose in (self._all_runs, self._whole, self._coarse_runs, self._whole, self._coarser):
+                groups = propose(_by(key, parts))
                 found += groups
-            heads = self._coarser([run for parts in bundles for run in _runs(parts)])[0]
-            taken = {part for group in heads for part in group.parts}
-            bundles = [[part for part in parts if part not in taken] for parts in bundles]
-            streams, bundles = self._accepted(bundles, lambda parts: [_finest(parts)])
-            others, bundles = self._coarser(bundles)
-            found += [*heads, *streams, *others]
-            parts = [part for parts in bundles for part in parts]
+                taken = {part for group in groups for part in group.parts}
+                parts = [part for part in parts if part not in taken]
         for together in _by(lambda part: self._shares[part.dimension], parts):
             refused += map(_finest, _runs(together))
         right = self._trial.passing([[group] for group in found], again=True)
-        refused += [group for at, group in enumerate(found) if at not in right]
-        return [found[at] for at in sorted(right)], refused
+        return right, [*refused, *(group for group in found if group not in right)]
 
-    def _accepted(
-        self, bundles: list[list[Part]], propose: Callable[[list[Part]], list[UnitGroup]]
-    ) -> tuple[list[UnitGroup], list[list[Part]]]:
-        """Return the groups that are proposed for bundles of parts and pass, and the other bundles."""
-        proposals = [propose(parts) if parts else [] for parts in bundles]
-        right = self._trial.passing(proposals)
-        found = [group for at in sorted(right) for group in proposals[at]]
-        return found, [parts for at, parts in enumerate(bundles) if parts and at not in right]
+    def _all_runs(self, bundles: list[list[Part]]) -> list[UnitGroup]:
+        return self._trial.passing([list(map(_finest, _runs(parts))) for parts in bundles])
 
-    def _coarser(self, bundles: list[list[Part]]) -> tuple[list[UnitGroup], list[list[Part]]]:
-        """Return those that pass in units of several channels, the smallest such units, and the others."""
+    def _whole(self, bundles: list[list[Part]]) -> list[UnitGroup]:
+        return self._trial.passing([[_finest(parts)] for parts in bundles])
 
-        def coarsest(parts: list[Part]) -> list[UnitGroup]:
+    def _coarse_runs(self, bundles: list[list[Part]]) -> list[UnitGroup]:
+        return self._coarser([run for parts in bundles for run in _runs(parts)])
+
+    def _coarser(self, bundles: list[list[Part]]) -> list[UnitGroup]:
+        """Return those that pass in units of several channels, in the smallest such units."""
+        proposals = []
+        for parts in bundles:
             most = _finest(parts).units
-            units = math.gcd(most, *(self._coarse[part.dimension] for part in parts))
-            return [UnitGroup(parts, units)] if units < most else []
-
-        coarse, rest = self._accepted(bundles, coarsest)
+            least = math.gcd(most, *(self._coarse[part.dimension] for part in parts))
+            proposals += [[UnitGroup(parts, least)]] if least < most else []
         found: list[UnitGroup] = []
+        coarse = self._trial.passing(proposals)
         for alike in _by(lambda group: (group.units, _finest(group.parts).units), coarse):
             least, most = alike[0].units, _finest(alike[0].parts).units
             for units in (n for n in range(most // 2, least, -1) if most % n == 0 and n % least == 0):
@@ -319,7 +284,7 @@ class _Search:
                     alike = finer
                     break
             found += alike
-        return found, rest
+        return found
 
 
 def _by(key: Callable[[Any], Any], items: Sequence[Any]) -> list[list[Any]]:
@@ -411,18 +376,12 @@ def _kept(operator: Operator, name: str, size: int, axis: int) -> dict[str, Tens
     """Return which entries of an axis belong to the first `size` of a part, in every tensor with the axis."""
     alone: Any = object.__new__(type(operator))
     alone.__dict__.update(operator.__dict__, dims={name: 0}, checks=False)
-    if isinstance(operator, SubnetNorm):
-        if axis:
-            return {}
-        kept = cut(torch.arange(operator.full("channels")), {0: alone.kept_parts(alone.sizes((size,)))[0]})
-        own = {**operator._parameters, **operator._buffers}
-        found = {n: kept for n, tensor in own.items() if tensor is not None and tensor.dim() == 1}
-    else:
-        wide = {n: p for n, p in operator._parameters.items() if p is not None and p.dim() > axis}
-        tags = {n: _tags(p, axis) for n, p in wide.items()}  # Numbered entries are sliced instead of weights.
-        alone.__dict__["_parameters"] = {**operator._parameters, **tags}
-        made = alone.tensors(alone.sizes((size,)))
-        found = {n: _line(made[n], p.dim(), axis) for n, p in wide.items() if made.get(n) is not None}
+    own = {**operator._parameters, **(operator._buffers if isinstance(operator, SubnetNorm) else {})}
+    wide = {n: tensor for n, tensor in own.items() if tensor is not None and tensor.dim() > axis}
+    tags = {n: _tags(tensor, axis) for n, tensor in wide.items()}  # Numbered entries are sliced instead.
+    alone.__dict__["_parameters"] = {**operator._parameters, **tags}
+    made = alone.tensors(alone.sizes((size,)))
+    found = {n: _line(made[n], t.dim(), axis) for n, t in wide.items() if made.get(n) is not None}
     if name != _whole(operator, name) and size:  # What the other segments keep is no part of this one.
         others = _kept(operator, name, 0, axis)
         found = {n: entries[~torch.isin(entries, others[n])] for n, entries in found.items()}
@@ -442,13 +401,7 @@ def _line(tags: Tensor, dims: int, axis: int) -> Tensor:
 
 
 def _table(first: Tensor, last: Tensor, steps: int) -> Tensor | None:
-    """Return the entries that every step adds, of shape (steps, entries per step), or None if steps differ.
-
-    Args:
-        first: the entries of the smallest size, ascending.
-        last: those of the largest size, ascending.
-        steps: the number of sizes.
-    """
+    """Return the entries that each of `steps` sizes adds, (steps, entries per step); None if steps differ."""
     new = last[~torch.isin(last, first)]
     breaks = (new.diff() != 1).nonzero().flatten() + 1
     runs = [new[a:b] for a, b in pairwise([0, *breaks.tolist(), len(new)])]
@@ -461,8 +414,7 @@ def _table(first: Tensor, last: Tensor, steps: int) -> Tensor | None:
 # -- permutations ------------------------------------------------------------------------------------
 
 
-def tensor_of(network: nn.Module, path: str, name: str) -> Any:
-    """Return a parameter or buffer of a module, or None if it has none of this name."""
+def _tensor_of(network: nn.Module, path: str, name: str) -> Any:
     module = network.get_submodule(path)
     return module._parameters.get(name, module._buffers.get(name))
 
@@ -475,12 +427,12 @@ def full_orders(network: nn.Module, wanted: Mapping[UnitGroup, Tensor]) -> Order
             each = part.steps // group.units
             steps = (units[:, None] * each + torch.arange(each)).flatten()
             for (name, axis), table in part.tables.items():
-                length = tensor_of(network, part.path, name).shape[axis]
+                length = _tensor_of(network, part.path, name).shape[axis]
                 order = found.setdefault((part.path, name, axis), torch.arange(length))
                 order[table.flatten()] = table[steps].flatten()
     shared: dict[tuple[int, int], Tensor] = {}
     for (path, name, axis), order in found.items():
-        known = shared.setdefault((id(tensor_of(network, path, name)), axis), order)
+        known = shared.setdefault((id(_tensor_of(network, path, name)), axis), order)
         if not torch.equal(known, order):
             raise InsertError(
                 f"reorder_: {path} shares {name} with a module that would need another order; sort fewer "
@@ -494,7 +446,7 @@ def permute_(network: nn.Module, orders: Orders) -> None:
     done: set[tuple[int, int]] = set()
     with torch.inference_mode(False), torch.no_grad():
         for (path, name, axis), order in orders.items():
-            tensor = tensor_of(network, path, name)
+            tensor = _tensor_of(network, path, name)
             if (id(tensor), axis) not in done:
                 done.add((id(tensor), axis))
                 tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))

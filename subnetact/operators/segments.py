@@ -61,21 +61,6 @@ class Segments:
         """Return the dimensions by the names of the segments of a `part`: `out.0`, `out.1` and so on."""
         return {f"{part}.{i}": name for i, (name, _) in enumerate(self.segments) if name is not None}
 
-    def to_json(self) -> list[list[str | int | None]]:
-        """Return the segments as lists, for `from_json`."""
-        return [list(segment) for segment in self.segments]
-
-    @classmethod
-    def from_json(cls, content: Any) -> Segments:
-        """Return the segments that `to_json` described.
-
-        Raises:
-            InsertError: the content is no list of pairs of a dimension and a length.
-        """
-        if not isinstance(content, list):
-            raise InsertError(f"Segments: expected a list of segments, got {type(content).__name__}")
-        return cls(*content)
-
     def __str__(self) -> str:
         return " + ".join(f"{name or 'whole'}[{length}]" for name, length in self.segments)
 

@@ -20,7 +20,7 @@ from torch import nn
 import subnetact
 import subnetact.insertion
 from subnetact.errors import InsertError, MissingExtra
-from subnetact.insertion.analysis import TracedModel, _few_parts, _merged
+from subnetact.insertion.analysis import MOST_REGIONS, TracedModel, _few_regions, _joined
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.proof import Proof
 from subnetact.operators import ElasticAttribute, WeightSlice
@@ -907,48 +907,45 @@ def test_layers_of_one_stream_are_refused_together(monkeypatch: pytest.MonkeyPat
     assert reasons == ["its outputs are inputs or outputs of the model"] * 4
 
 
-def test_regions_are_merged_as_the_package_merges_them() -> None:
-    from torch_kirigami.dep_graph.selection import IndexSet, Region, normalize
+def test_joined_regions_cover_the_same() -> None:
+    from torch_kirigami.dep_graph.selection import IndexSet, Region
     from torch_kirigami.errors import AnalysisLimitError
-    from torch_kirigami.settings import config
 
     rng = random.Random(0)
-    changed = 0
+    fewer = 0
 
     def axis(size: int) -> Any:
         runs = [sorted((rng.randint(0, size), rng.randint(0, size))) for _ in range(rng.choice((1, 1, 1, 2)))]
         return IndexSet(tuple((a, b) for a, b in runs if a < b))
 
+    def covered(regions: list[Any]) -> set[tuple[int, ...]]:
+        return {place for region in regions for place in itertools.product(*region.axes)}
+
     for case in range(400):
-        rank, size = case % 4, rng.choice((3, 12))
-        regions = [Region(tuple(axis(size) for _ in range(rank))) for _ in range(rng.randint(0, 12))]
-        merged = _merged(regions)
-        assert merged == normalize(regions)
-        changed += len(merged) > 1 and set(merged) != set(regions)
-    assert changed > 100
-    apart = [Region((IndexSet(((2 * i, 2 * i + 1),)), IndexSet(((i, i + 1),)))) for i in range(20)]
-    assert len(_merged(apart)) == 20
-    before = config.max_parts
-    config.update(max_parts=19)
-    try:
-        with pytest.raises(AnalysisLimitError):
-            _merged(apart)
-    finally:
-        config.update(max_parts=before)
+        size = rng.choice((3, 12))
+        regions = [Region(tuple(axis(size) for _ in range(case % 4))) for _ in range(rng.randint(0, 12))]
+        joined = _joined(regions)
+        assert covered(joined) == covered(regions)
+        fewer += len(joined) < len({region for region in regions if not region.empty})
+    assert fewer > 100
+    rows = [Region((IndexSet(((i, i + 1),)), IndexSet(((0, 4),)))) for i in range(2 * MOST_REGIONS)]
+    assert _joined(rows) == [Region((IndexSet(((0, 2 * MOST_REGIONS),)), IndexSet(((0, 4),))))]
+    apart = [Region((IndexSet(((2 * i, 2 * i + 1),)), IndexSet(((i, i + 1),)))) for i in range(MOST_REGIONS)]
+    assert len(_joined(apart)) == MOST_REGIONS
+    with pytest.raises(AnalysisLimitError):
+        _joined([*apart, Region((IndexSet(((1, 2),)), IndexSet(((0, MOST_REGIONS),))))])
 
 
 def test_the_package_stays_as_it_is_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_kirigami.dep_graph import selection
-    from torch_kirigami.settings import config
 
-    normalize, before, used = selection.normalize, config.as_dict(), []
+    normalize, used = selection.normalize, []
     monkeypatch.setattr(
-        "subnetact.insertion.analysis._merged", lambda regions: used.append(0) or tuple(regions)
+        "subnetact.insertion.analysis._joined", lambda regions: used.append(0) or tuple(regions)
     )
     regions = [selection.Region((selection.IndexSet(((2 * i, 2 * i + 1),)),)) for i in range(20)]
     found: list[Any] = []
-    with _few_parts():
-        assert config.as_dict() == before
+    with _few_regions():
         thread = threading.Thread(target=lambda: found.append(selection.normalize(regions)))
         thread.start()
         thread.join(60)
@@ -961,11 +958,10 @@ def test_the_package_stays_as_it_is_for_others(monkeypatch: pytest.MonkeyPatch) 
     waiting.join(60)
     assert not waiting.is_alive()
     assert selection.normalize is normalize
-    assert config.as_dict() == before
 
 
 def _enter() -> None:
-    with _few_parts():
+    with _few_regions():
         pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -633,10 +634,11 @@ class Residual1d(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
-def test_a_changed_output_undoes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_would_change_the_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, supernet = convs()
     fingerprint, norms = supernet.fingerprint(), supernet.norms
-    monkeypatch.setattr("subnetact.insertion.reorder.equal", lambda *_: False)
+    wrong = SimpleNamespace(stays=lambda _: False, exact=lambda: True)
+    monkeypatch.setattr("subnetact.insertion.reorder.Trial", lambda *_: wrong)
     with pytest.raises(InsertError, match=r"would change by more than rounding.* The supernet is unchanged"):
         reorder_(supernet, "l1", IMAGES)
     assert supernet.fingerprint() == fingerprint
