@@ -110,13 +110,14 @@ def reorder_(
         raise SpecError("reorder_ runs the network; give a batch that it takes, example=x")
     example = labelled[0][0] if example is None else as_batch(example)
     row = supernet.space.resolve(supernet.space.largest())
-    chosen, kept = _chosen(unit_groups(supernet, example), dimensions)
+    trial = Trial(supernet.network, row, example)
+    chosen, kept = _chosen(unit_groups(supernet, trial), dimensions)
     scores = _scores(supernet.network, row, chosen, measure, labelled, loss)
     orders = {g: s.argsort(descending=True, stable=True).cpu() for g, s in scores.items()}
     kept.update({g.name: "its importance is not known" for g in chosen if g not in orders})
     moving = {g: order for g, order in orders.items() if not torch.equal(order, torch.arange(g.units))}
     before = len(supernet.norms)
-    _permute(supernet, row, moving, example)
+    _permute(supernet, moving, trial)
     dropped = before - len(supernet.norms)
     if dropped:
         warnings.warn(
@@ -234,12 +235,11 @@ def _check_score(score: Any, group: UnitGroup) -> None:
 # -- the change --------------------------------------------------------------------------------------
 
 
-def _permute(supernet: Supernet, row: SizeRow, units: Mapping[UnitGroup, Tensor], example: Any) -> None:
+def _permute(supernet: Supernet, units: Mapping[UnitGroup, Tensor], trial: Trial) -> None:
     """Bring the units of groups into an order, in place, if the outputs of the largest subnet stay."""
     orders = full_orders(supernet.network, units)
-    table, original = _statistics(supernet, row, units, orders), supernet.has_original_statistics()
+    table, original = _statistics(supernet, trial.row, units, orders), supernet.has_original_statistics()
     with torch.inference_mode(False), torch.no_grad():
-        trial = Trial(supernet.network, row, example)
         if not trial.stays(units) and not (trial.exact() and trial.stays(units)):
             raise InsertError(
                 "reorder_: the output of the largest subnet would change by more than rounding; something "

@@ -95,13 +95,10 @@ class UnitGroup:
         return None if self.units > 1 else "its parts have no common units"
 
 
-def unit_groups(supernet: Supernet, x: Any) -> list[UnitGroup]:
+def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
     """Find everything in a supernet that can be permuted, and in which units."""
-    space = supernet.space
-    row = space.resolve(space.largest())
     with torch.inference_mode(False), torch.no_grad():
-        parts = _parts(supernet.network, row, space.dimensions)
-        trial = Trial(supernet.network, row, x)
+        parts = _parts(supernet.network, trial.row, supernet.space.dimensions)
         known = getattr(supernet.description, "groups", {}).values()
         stated = [
             UnitGroup(own, group.full // group.unit)
@@ -129,9 +126,11 @@ def unit_groups(supernet: Supernet, x: Any) -> list[UnitGroup]:
 class Trial:
     """Permutes a copy with random weights, and looks whether the outputs of the largest subnet stay."""
 
+    @torch.inference_mode(False)
     def __init__(self, network: nn.Module, row: SizeRow, x: Any) -> None:
         self._copy = disturbed_copy(network)
-        self._row = row
+        self.row = row
+        self._failed: set[Any] = set()
         self._x = map_tensors(_as_float, x)
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in self._copy.parameters()):
             self._copy.float()
@@ -147,10 +146,11 @@ class Trial:
 
     def exact(self) -> bool:
         """Go on in double precision, and tell whether the network runs in it."""
+        self._failed.clear()
         single = self._copy, self._x
         self._copy, self._x = private_copy(self._copy).double(), map_tensors(as_double, self._x)
         try:
-            self._expected = outputs_of(shared_view(self._copy, self._row), self._x)
+            self._expected = outputs_of(shared_view(self._copy, self.row), self._x)
         except Exception as error:
             raise_if_out_of_memory(error)
             self._copy, self._x = single
@@ -171,16 +171,17 @@ class Trial:
             if not together or self.stays(_shuffled(together, again)):
                 return together
             if len(some) == 1:
+                self._failed.add(_key(some[0]))
                 return []
             size = 1 if len(some) <= ONE_BY_ONE else -(-len(some) // 2)
             return [g for at in range(0, len(some), size) for g in search(some[at : at + size])]
 
-        fit = [groups for groups in proposals if all(group.lacks is None for group in groups)]
+        fit = [g for g in proposals if all(one.lacks is None for one in g) and _key(g) not in self._failed]
         return search(sorted(fit, key=lambda groups: sum(len(group.parts) for group in groups)))
 
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that the units of a group have changed places."""
-        plain = shared_view(private_copy(self._copy), self._row)
+        plain = shared_view(private_copy(self._copy), self.row)
         where = self._permuted(_shuffled([group]), lambda view: first_changed(view, plain, self._x))
         if where is None:
             return "it reaches the output of the network"
@@ -193,9 +194,13 @@ class Trial:
             return None
         permute_(self._copy, orders)
         try:
-            return run(shared_view(self._copy, self._row))
+            return run(shared_view(self._copy, self.row))
         finally:
             permute_(self._copy, {key: order.argsort() for key, order in orders.items()})
+
+
+def _key(groups: Sequence[UnitGroup]) -> Any:
+    return tuple((tuple(group.parts), group.units) for group in groups)
 
 
 def _shuffled(groups: Sequence[UnitGroup], again: bool = False) -> dict[UnitGroup, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import subnetact
 from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice, reorder_
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
 from subnetact.insertion.importance import ChannelGroup
+from subnetact.insertion.units import Trial, UnitGroup, unit_groups
 from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, ParameterSlice, Segments
 from subnetact.supernet.supernet import Supernet
 
@@ -637,8 +637,13 @@ class Residual1d(nn.Module):
 def test_an_order_that_would_change_the_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, supernet = convs()
     fingerprint, norms = supernet.fingerprint(), supernet.norms
-    wrong = SimpleNamespace(stays=lambda _: False, exact=lambda: True)
-    monkeypatch.setattr("subnetact.insertion.reorder.Trial", lambda *_: wrong)
+
+    def found(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
+        groups = unit_groups(supernet, trial)
+        monkeypatch.setattr(Trial, "stays", lambda *_: False)
+        return groups
+
+    monkeypatch.setattr("subnetact.insertion.reorder.unit_groups", found)
     with pytest.raises(InsertError, match=r"would change by more than rounding.* The supernet is unchanged"):
         reorder_(supernet, "l1", IMAGES)
     assert supernet.fingerprint() == fingerprint
