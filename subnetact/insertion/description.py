@@ -454,7 +454,7 @@ def _decoded(kind: Any, value: Any) -> Any:
     if home is Mapping:
         return {_decoded(args[0], name): _decoded(args[1], item) for name, item in value.items()}
     if kind is Segments:
-        return Segments(*map(tuple, value["segments"]))
+        return Segments(*value["segments"])
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{part.name: _decoded(hints[part.name], value[part.name]) for part in fields(kind)})
