@@ -455,7 +455,7 @@ def _decoded(kind: Any, value: Any) -> Any:
         return {_decoded(args[0], name): _decoded(args[1], item) for name, item in value.items()}
     if kind is Segments:
         return Segments(*value["segments"])
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{part.name: _decoded(hints[part.name], value[part.name]) for part in fields(kind)})
     if kind is float:  # a choice, which is the name of its size

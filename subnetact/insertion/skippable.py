@@ -130,7 +130,7 @@ def _residual_shape(inside: list[fx.Node], modules: Mapping[str, nn.Module]) -> 
 
 def _kind(node: fx.Node) -> tuple[torch.Size, torch.dtype] | None:
     """Return the shape and the type of a tensor, or None for other values."""
-    facts = node.meta.get("tensor_meta")
+    facts: Any = node.meta.get("tensor_meta")
     return (facts.shape, facts.dtype) if hasattr(facts, "shape") else None
 
 
