@@ -103,7 +103,7 @@ def network(width: int, layers: int, tokens: int, size: int) -> dict[str, Callab
         frozen = torch.jit.freeze(torch.jit.trace(copy.deepcopy(encoder), x))  # type: ignore[no-untyped-call]
     found = {"view": lambda: encoder(x), "torchscript": lambda: frozen(x)}
     with torch.inference_mode(), suppress(ValueError):  # Nothing is packed on some machines.
-        fused = FusedProgram(copy.deepcopy(encoder), None, x)
+        fused = FusedProgram(copy.deepcopy(encoder), x)
         found["fused"] = lambda: fused(x)
     return found
 

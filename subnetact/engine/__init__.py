@@ -10,8 +10,9 @@ Which file answers which question:
 - `packed_linear.py`: the linear layers of fused programs.
 - `int8_conv.py`: the convolutions of fused programs of int8 subnets.
 - `cuda_graphs.py`, `compiler.py`: CUDA graphs; torch.compile without its silent fallback.
+- `blocks.py`: a subnet as parts that run one after the other.
 - `bundle.py`: what a bundle stores; `origins.py`: which supernets a bundle may name.
-- `inputs.py`, `outputs.py`: checking and stacking inputs; comparing and splitting outputs.
+- `inputs.py`, `input_shapes.py`, `outputs.py`: checking, stacking and padding inputs; splitting outputs.
 - `ready_subnet.py`, `stats.py`: what `Engine.ready` and `Engine.stats` return.
 """
 

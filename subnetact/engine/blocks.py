@@ -8,54 +8,113 @@ those of the whole subnet, bit for bit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx
 
+from subnetact.engine.fused_program import FusedProgram
+from subnetact.engine.graph_function import graph_function
+from subnetact.engine.outputs import unstack
+from subnetact.engine.ready_subnet import Bound
 from subnetact.operators import LayerSelect
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.trace import trace_
 
-__all__ = ["Block", "split_graph", "stacks_of"]
+__all__ = ["Block", "BlockRun", "SubnetBlocks"]
 
-State = Any
-"""What a block hands to the next one: a tensor, or a tuple of values if there are several."""
+Block = Callable[[Any], Any]
+"""Maps the batch, or what the block before returned, to what the next block takes or the output."""
 
 
-class Block:
-    """One part of a subnet. Calling the blocks of a subnet in order computes what the subnet computes.
+class BlockRun:
+    """A batch on its way through the blocks of a subnet. `Engine.start` returns one.
 
-    `name` is the layer of an elastic stack that the block begins with, "" for the first one. `call` is the
-    block for callers that are in inference mode already.
+    Nothing that the run needs is shared, so other batches may run between two steps, on any thread. Of a
+    batch of `size` samples, `count` are inputs. `position` of the `blocks` have run.
     """
 
-    __slots__ = ("call", "name")
+    def __init__(self, batch: Any, count: int, size: int, blocks: Sequence[Block]) -> None:
+        self.blocks = len(blocks)
+        self.position = 0
+        self._state = batch
+        self._count = count
+        self._size = size
+        self._calls = blocks
 
-    def __init__(self, name: str, call: Callable[[Any], Any]) -> None:
-        self.name = name
-        self.call = call
+    def step(self, blocks: int = 1, go_on: Callable[[float], bool] | None = None) -> bool:
+        """Run the next blocks, and tell whether all have run.
 
-    def __repr__(self) -> str:
-        return f"Block({self.name or 'start'})"
-
-    def __call__(self, state: State) -> State:
-        """Map the batch, or what the block before returned, to what the next block takes or the output."""
+        `go_on` is asked afterwards with the share of all blocks that have run; as long as it agrees, as many
+        blocks follow.
+        """
         with torch.inference_mode():
-            return self.call(state)
+            while self.position < self.blocks:
+                for call in self._calls[self.position : self.position + blocks]:
+                    self._state = call(self._state)
+                    self.position += 1
+                if go_on is None or not go_on(self.position / self.blocks):
+                    break
+        return self.position >= self.blocks
+
+    def outputs(self) -> Sequence[Any]:
+        """Return one output per input, on the CPU, as `Engine.run` does; all blocks must have run."""
+        return unstack(self._state, self._count, self._size)
 
 
-def stacks_of(network: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the elastic stacks of a network with operators."""
-    return tuple(path for path, module in network.named_modules() if isinstance(module, LayerSelect))
+class SubnetBlocks:
+    """The blocks of views and fused programs, made once for each; `bind` makes a private view."""
+
+    def __init__(self, supernet: Supernet, bind: Callable[[SubnetSpec], Bound]) -> None:
+        self._bind = bind
+        modules = supernet.network.named_modules()
+        self._stacks = tuple(path for path, module in modules if isinstance(module, LayerSelect))
+        self._of_view: dict[SubnetSpec, tuple[Bound, list[Block], Any]] = {}
+        self._lock = Lock()
+
+    def of_program(self, program: FusedProgram) -> list[Block]:
+        """Return the blocks of a fused program; they run its own packed convolutions."""
+        with self._lock:
+            if program.blocks is None:
+                program.blocks = [program.forward]  # what cannot be traced runs as one block
+                if program.graph is not None:
+                    program.blocks = _split(program.graph, program.values, self._stacks, program.paths)
+            return program.blocks
+
+    def of_view(self, spec: SubnetSpec) -> tuple[Bound, list[Block]]:
+        """Return a private view of a subnet and its blocks; a single block if it cannot be traced."""
+        with self._lock:
+            known = self._of_view.get(spec)
+            if known is not None and known[0].current and known[0].moment() == known[2]:
+                return known[:2]
+            bound = self._bind(spec)
+            moment = bound.moment()  # A graph holds the packed copies that it reads itself.
+            tensors: dict[str, Tensor] = {}
+            try:
+                graph, leaves = trace_(bound.view, tensors=tensors)
+                blocks = _split(graph, {**leaves, **tensors}, self._stacks, {})
+            except Exception:  # what cannot be traced runs as one block
+                blocks = [bound.view]
+            self._of_view[spec] = bound, blocks, moment
+            return bound, blocks
+
+    def drop(self, spec: SubnetSpec) -> None:
+        """Forget the blocks of a subnet."""
+        with self._lock:
+            self._of_view.pop(spec, None)
 
 
-def split_graph(
-    graph: fx.Graph, modules: Mapping[str, Any], stacks: Sequence[str], paths: Mapping[str, str] | None = None
+def _split(
+    graph: fx.Graph, values: Mapping[str, Any], stacks: Sequence[str], paths: Mapping[str, str]
 ) -> list[Block]:
     """Cut a graph of one input into blocks; into a single one if there is nowhere to cut.
 
-    `modules` is what the graph calls and reads, by name. Without `stacks`, numbered containers count. `paths`
-    tells where in the network the modules with other names come from.
+    `values` are the layers and tensors that the graph names. Without `stacks`, numbered containers count.
+    `paths` tells where in the network the layers with other names come from.
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     (x,) = (n for n in graph.nodes if n.op == "placeholder")
@@ -64,27 +123,28 @@ def split_graph(
     last_use = {
         node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in [x, *nodes]
     }
-    layers = [_layer_of((paths or {}).get(str(n.target), str(n.target)), stacks) for n in nodes]
-    owners = [layer if node.op == "call_module" else None for node, layer in zip(nodes, layers, strict=True)]
-    cuts: list[tuple[int, str]] = []
+
+    def alive(cut: int) -> list[fx.Node]:
+        """Return the values that are made before a cut and used behind it."""
+        return [node for node in [x, *nodes[:cut]] if last_use[node] >= cut]
+
+    cuts = [0]
     before, seen = 0, ""
-    for at, owner in enumerate(owners):
-        if owner is None:
+    for at, node in enumerate(nodes):
+        path = str(node.target)
+        layer = _layer_of(paths.get(path, path), stacks) if node.op == "call_module" else None
+        if layer is None:
             continue
-        if owner != seen and at:
-            free = range(before + 1, at + 1)
-            alive = {cut: _alive(cut, x, nodes, last_use) for cut in free}
-            best = min(free, key=lambda cut: (len(alive[cut]), -cut))
-            cuts.append((best, owner))
-        before, seen = at, owner
+        if layer != seen and at:
+            cuts.append(min(range(before + 1, at + 1), key=lambda cut: (len(alive(cut)), -cut)))
+        before, seen = at, layer
     blocks = []
-    starts = [(0, ""), *cuts]
-    for i, (start, name) in enumerate(starts):
-        stop = starts[i + 1][0] if i + 1 < len(starts) else len(nodes)
-        if stop > start or len(starts) == 1:
-            given = [x] if not i else _alive(start, x, nodes, last_use)
-            kept = _alive(stop, x, nodes, last_use) if i + 1 < len(starts) else None
-            blocks.append(_block(name, nodes[start:stop], given, kept, end, modules))
+    for start, stop in itertools.pairwise([*cuts, len(nodes)]):
+        given, returned = [x] if not start else alive(start), end.args[0]
+        if stop < len(nodes):
+            kept = alive(stop)
+            returned = kept[0] if len(kept) == 1 else tuple(kept)
+        blocks.append(_block(nodes[start:stop], given, returned, values))
     return blocks
 
 
@@ -101,18 +161,8 @@ def _layer_of(path: str, stacks: Sequence[str]) -> str | None:
     return None if number is None else ".".join(parts[: number + 1])
 
 
-def _alive(cut: int, x: fx.Node, nodes: Sequence[fx.Node], last_use: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return the values that are made before a cut and used behind it."""
-    return [node for node in [x, *nodes[:cut]] if last_use[node] >= cut]
-
-
 def _block(
-    name: str,
-    nodes: Sequence[fx.Node],
-    given: Sequence[fx.Node],
-    kept: Sequence[fx.Node] | None,
-    end: fx.Node,
-    modules: Mapping[str, Any],
+    nodes: Sequence[fx.Node], given: Sequence[fx.Node], returned: Any, values: Mapping[str, Any]
 ) -> Block:
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"value_{i}") for i, node in enumerate(given)}
@@ -124,15 +174,6 @@ def _block(
 
     for node in nodes:
         copies[node] = graph.node_copy(node, copied)
-    if kept is None:
-        graph.output(fx.node.map_arg(end.args[0], copied))
-    else:
-        values = tuple(map(copied, kept))
-        graph.output(values[0] if len(values) == 1 else values)
-    used = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
-    module = fx.GraphModule({path: part for path, part in modules.items() if path in used}, graph)
-    module.graph.owning_module = None  # breaks a reference circle, as in fused programs
-    forward: Callable[..., Any] = module.forward
-    if len(given) == 1:
-        return Block(name, forward)
-    return Block(name, lambda state: forward(*state))
+    graph.output(fx.node.map_arg(returned, copied))
+    forward = graph_function(graph, values)
+    return forward if len(given) == 1 else lambda state: forward(*state)

@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from threading import Lock
+from typing import Any
 
-__all__ = ["Budget"]
+from subnetact.errors import EngineError
+
+__all__ = ["Budget", "budget_bytes"]
+
+BUDGET_PER_WEIGHT = 1.25
+"""Bytes of the default budget per byte of the weights: enough for the program of the largest subnet."""
+LARGEST_BUDGET = 2**30
+"""The default budget is at most so many bytes."""
+
+
+def budget_bytes(mebibytes: Any, weights: int = 0) -> int:
+    """Return a memory budget in bytes; None is the default for a supernet of so many bytes of weights."""
+    if mebibytes is None:
+        return min(int(BUDGET_PER_WEIGHT * weights), LARGEST_BUDGET)
+    if not isinstance(mebibytes, int | float) or not 0 <= mebibytes < 2**40:
+        raise EngineError(
+            f"memory_budget_mb: {mebibytes!r} must be a number of MiB of at least 0; 0 means views only, and "
+            "None the default"
+        )
+    return int(mebibytes * 2**20)
 
 
 class Budget:

@@ -65,7 +65,7 @@ def _write(
 ) -> dict[str, Any]:
     with supernet.generation.unchanged():  # Everything is of one checkpoint, whatever other threads load.
         if not config.allow_uncalibrated:
-            supernet.require_calibrated([s for i, s in enumerate(config.specs) if i not in config.removed])
+            supernet.require_calibrated(config.served)
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
         norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
     write_tensors(folder / WEIGHTS, tensors)
@@ -73,11 +73,15 @@ def _write(
     files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
     for file, name in files.items():
         tables[name].save(folder / file)
+    try:
+        origin = json.loads(json.dumps(supernet.origin))
+    except (TypeError, ValueError):
+        origin = None  # JSON cannot hold the arguments, so the caller of load_bundle gives the supernet.
     return {
         "subnetact": __version__,
         "space": space.id,
         "precision": None if precision is None else precision.to_json(),
-        "family": _portable(supernet.origin),
+        "family": origin,
         **config.to_json(),
         "tables": files,
     }
@@ -142,20 +146,13 @@ def _read(
             raise FileFormatError(f"{folder / NORMS}: is of space {norms.space}; write the bundle again")
         tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
     config = replace(stored, **options)
-    bare = [s for i, s in enumerate(config.specs) if s not in norms and i not in config.removed]
+    bare = [spec for spec in config.served if spec not in norms]
     if bare and not config.allow_uncalibrated and supernet.norm_operators():
         raise NotCalibrated(
             f"{index}: the bundle has no BatchNorm statistics of {bare[0]}; allow_uncalibrated=True uses "
             "the shared ones"
         )
     return (supernet, config, tables), tensors, norms, precision if enabled is None else None
-
-
-def _portable(origin: Any) -> Any:
-    try:
-        return json.loads(json.dumps(origin))
-    except (TypeError, ValueError):
-        return None  # JSON cannot hold the arguments, so the caller of load_bundle gives the supernet.
 
 
 def _rebuilt(origin: Any, index: Path, size: int) -> Supernet:

@@ -8,8 +8,7 @@ compilation raises `RecompileRefused`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -24,23 +23,25 @@ __all__ = ["Compiler"]
 
 
 class Compiler:
-    """Compiled callables by subnet and input shape, made by a backend of torch.compile."""
+    """Compiled callables by subnet and input shape, made by a backend of torch.compile.
+
+    Once it is `sealed`, it compiles only what is asked for by `compiles=True`.
+    """
 
     def __init__(self, backend: str) -> None:
         if backend not in torch.compiler.list_backends(()):
             known = ", ".join(torch.compiler.list_backends())
             raise EngineError(f"compile: this torch has no backend {backend!r}; choose from {known}")
+        self.sealed = False
         self._backend = backend
-        self._compiled: dict[int, tuple[Bound, Callable[[Tensor], Any]]] = {}
+        self._compiled: dict[int, tuple[Bound, Callable[..., Any]]] = {}
         self._compiling = threading.RLock()
-        self._sealed = False
-        self._here = threading.local()
 
     def __len__(self) -> int:
         """Return the number of subnets that have a callable."""
         return len(self._compiled)
 
-    def of(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
+    def of(self, subnet: int, bound: Bound) -> Callable[..., Any]:
         """Return the callable of a view; it compiles at the first call with a shape, or refuses if sealed."""
         known = self._compiled.get(subnet)
         if known is None or known[0] is not bound:
@@ -54,12 +55,12 @@ class Compiler:
         """Remove the callable of a subnet."""
         self._compiled.pop(subnet, None)
 
-    def _callable(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
+    def _callable(self, subnet: int, bound: Bound) -> Callable[..., Any]:
         shapes: dict[Any, Callable[[Tensor], Any]] = {}
         owns = [own for module in bound.view.modules() for own in (module._parameters, module._buffers)]
         copied = [own for own in owns if any(hasattr(tensor, "packed") for tensor in own.values())]
 
-        def run(x: Tensor) -> Any:
+        def run(x: Tensor, compiles: bool = False) -> Any:
             for own in copied:  # Compiled code reads packed copies as they are.
                 follow_(own)
             compiled = shapes.get((x.shape, x.dtype))
@@ -67,7 +68,14 @@ class Compiler:
                 if compiled is not None:
                     return compiled(x)
                 with self._compiling:  # The first call compiles.
-                    compiled = shapes.get((x.shape, x.dtype)) or self._compile(subnet, bound.view, x)
+                    compiled = shapes.get((x.shape, x.dtype))
+                    if compiled is None and self.sealed and not compiles:
+                        raise RecompileRefused(
+                            f"subnet {subnet}: input of shape {tuple(x.shape)} was not prepared, or weights "
+                            "or statistics were replaced; call "
+                            f"engine.prepare(batch_sizes=[{x.shape[0]}, ...]) again, or pad the batch"
+                        )
+                    compiled = compiled or self._compile(subnet, bound.view, x)
                     output = compiled(x)
                     shapes[x.shape, x.dtype] = compiled
                     return output
@@ -78,26 +86,7 @@ class Compiler:
 
         return run
 
-    @contextmanager
-    def allowed(self) -> Iterator[None]:
-        """Let the calling thread compile inside the context, whether the compiler is sealed or not."""
-        self._here.allowed = True
-        try:
-            yield
-        finally:
-            self._here.allowed = False
-
-    def seal(self) -> None:
-        """Refuse to compile from now on, except inside `allowed()`."""
-        self._sealed = True
-
     def _compile(self, subnet: int, view: nn.Module, x: Tensor) -> Callable[[Tensor], Any]:
-        if self._sealed and not getattr(self._here, "allowed", False):
-            raise RecompileRefused(
-                f"subnet {subnet}: input of shape {tuple(x.shape)} was not prepared, or weights or "
-                f"statistics were replaced; call engine.prepare(batch_sizes=[{x.shape[0]}, ...]) again, or "
-                "pad the batch"
-            )
         lookup: Any = torch._dynamo.lookup_backend
         backend = lookup(self._backend)
         compiled_once = False

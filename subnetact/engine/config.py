@@ -6,7 +6,6 @@ together with the supernet, and bundles hold what `to_json` returns. `Engine.fro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from subnetact.device import find_device
+from subnetact.engine.budget import budget_bytes
 from subnetact.engine.cuda_graphs import GraphBackend
 from subnetact.engine.input_shapes import Padding
 from subnetact.engine.inputs import sample_from_json, sample_to_json
@@ -23,7 +23,7 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["EngineConfig", "budget_bytes", "check_weights", "percentage"]
+__all__ = ["EngineConfig", "check_weights", "percentage"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +36,13 @@ class EngineConfig:
         removed: the ids that are not served any more.
         pinned: the ids of pinned subnets, in the order in which they were pinned.
         prepared: the batch sizes of the last call of `Engine.prepare`.
-        sample: one input without batch axis, the first of the example or of what ran; a list if the engine
-            serves several shapes.
+        sample: one input without batch axis, on the CPU, the first of the example or of what ran; a list if
+            the engine serves several shapes.
         padding: as in `Engine`, like all that follow.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
         device: where subnets run. If None, the supernet stays where it is.
         memory_budget_mb: MiB that fused programs and graphs may take. If None, the default.
         fuse: whether subnets may become fused programs.
-        fused_dtype: what fused programs compute in. If None, the dtype of the weights.
         compile: a torch.compile backend, or None.
         graph_backend: what captures graphs, or None.
     """
@@ -59,97 +58,79 @@ class EngineConfig:
     device: str | torch.device | None = None
     memory_budget_mb: float | None = None
     fuse: bool = True
-    fused_dtype: torch.dtype | None = None
     compile: str | None = None
     graph_backend: GraphBackend | None = None
 
-    def checked(self, supernet: Supernet) -> EngineConfig:
-        """Return the configuration with canonical specifications and numbers, if it fits a supernet.
+    @property
+    def served(self) -> list[SubnetSpec]:
+        """The subnets that are served."""
+        removed = set(self.removed)
+        return [spec for i, spec in enumerate(self.specs) if i not in removed]
 
-        Args:
-            supernet: the supernet.
+    def checked(self, supernet: Supernet) -> EngineConfig:
+        """Return the configuration with canonical specifications and numbers, if it fits a `supernet`.
 
         Raises:
             DeviceError: torch cannot use the device.
-            EngineError: an id is no position in `specs`, the budget is no number of MiB, or `fused_dtype` no
-                floating-point dtype.
+            EngineError: an id is no position in `specs`, or the budget is no number of MiB.
             SpecError: there are no specifications, one is repeated or of another space, the number of
                 accuracies differs from the number of subnets, or an accuracy is no percentage.
         """
-        specs = tuple(supernet.distinct(self.specs, "an engine"))
-        for i in (*self.removed, *self.pinned):
-            if type(i) is not int or not 0 <= i < len(specs):
-                raise EngineError(f"removed or pinned: {i!r} is no position of the {len(specs)} subnets")
-        budget_bytes(self.memory_budget_mb, 0)
+        budget_bytes(self.memory_budget_mb)
         if self.device is not None:
             find_device(self.device)
-        dtype: Any = self.fused_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise EngineError(
-                f"fused_dtype: {dtype!r} is no floating-point dtype of torch; give torch.bfloat16 for "
-                "example, or None for the dtype of the weights"
+        found = replace(self, specs=tuple(supernet.distinct(self.specs, "an engine")))._with_numbers()
+        warn_of_fractions([percent for percent in found.accuracy or () if percent is not None])
+        return found
+
+    def _with_numbers(self) -> EngineConfig:
+        """Return the configuration with accuracies as numbers, if ids and accuracies fit the subnets."""
+        given: Any = [None] * len(self.specs) if self.accuracy is None else self.accuracy
+        for i in (*self.removed, *self.pinned):
+            if type(i) is not int or not 0 <= i < len(self.specs):
+                raise EngineError(f"removed or pinned: {i!r} is no position of the {len(self.specs)} subnets")
+        if isinstance(given, str) or not hasattr(given, "__len__"):
+            raise SpecError(f"accuracy: expected a list, one value per subnet, got {type(given).__name__}")
+        if len(given) != len(self.specs):
+            raise SpecError(
+                f"accuracy: {len(given)} values for {len(self.specs)} subnets; give one per subnet"
             )
-        return replace(self, specs=specs, accuracy=_percentages(self.accuracy, specs))
+        return replace(self, accuracy=tuple(map(percentage, given, self.specs)))
 
     def to_json(self) -> dict[str, Any]:
         """Return what does not depend on the machine, as JSON: the fields up to `allow_uncalibrated`."""
+        padding: Any = self.padding
         return {
             "subnets": [spec.to_json() for spec in self.specs],
             "accuracy": list(self.accuracy or [None] * len(self.specs)),
             "removed": sorted(self.removed),
             "pinned": list(self.pinned),
             "sample": sample_to_json(self.sample),
-            "padding": list(map(list, self.padding.items()))
-            if isinstance(self.padding, Mapping)
-            else self.padding,
+            "padding": list(map(list, padding.items())) if isinstance(padding, Mapping) else padding,
             "allow_uncalibrated": self.allow_uncalibrated,
         }
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any], space: SubnetSpace) -> EngineConfig:
-        """Return what `to_json` described.
-
-        Args:
-            described: the document.
-            space: the search space of the subnets.
+        """Return what `to_json` has `described`, of subnets of a `space`.
 
         Raises:
             KeyError: a field is missing.
-            SpecError: a subnet is not of this space.
             TypeError: a field is of another type.
-            ValueError: ids, accuracies and subnets do not belong together.
+            ValueError: ids, accuracies, subnets and the space do not belong together.
         """
-        specs = tuple(space.check(SubnetSpec.from_json(spec)) for spec in described["subnets"])
-        accuracy = tuple(map(_stored_percentage, described["accuracy"]))
-        removed, pinned = tuple(described["removed"]), tuple(described["pinned"])
-        if not all(type(i) is int and 0 <= i < len(specs) for i in (*removed, *pinned)):
-            raise ValueError(f"removed ids {removed!r}, pinned ids {pinned!r}")
-        if not 0 < len(set(specs)) == len(specs) == len(accuracy):
-            raise ValueError("subnets and accuracy do not belong together")
         padding, allow = described["padding"], described["allow_uncalibrated"]
         if type(allow) is not bool:
             raise ValueError(f"allow_uncalibrated {allow!r}")
         return cls(
-            specs,
-            accuracy,
-            removed,
-            pinned,
+            tuple(space.check(SubnetSpec.from_json(spec)) for spec in described["subnets"]),
+            described["accuracy"],
+            tuple(described["removed"]),
+            tuple(described["pinned"]),
             sample=sample_from_json(described["sample"]),
             padding=dict(padding) if isinstance(padding, list) else padding,
             allow_uncalibrated=allow,
-        )
-
-
-def _percentages(accuracy: Any, specs: Sequence[SubnetSpec]) -> tuple[float | None, ...]:
-    if accuracy is None:
-        return (None,) * len(specs)
-    if isinstance(accuracy, str) or not hasattr(accuracy, "__len__"):
-        raise SpecError(f"accuracy: expected a list, one value per subnet, got {type(accuracy).__name__}")
-    if len(accuracy) != len(specs):
-        raise SpecError(f"accuracy: {len(accuracy)} values for {len(specs)} subnets; give one per subnet")
-    found = tuple(percentage(value, spec) for value, spec in zip(accuracy, specs, strict=True))
-    warn_of_fractions([value for value in found if value is not None])
-    return found
+        )._with_numbers()
 
 
 def percentage(value: Any, spec: SubnetSpec) -> float | None:
@@ -163,26 +144,6 @@ def percentage(value: Any, spec: SubnetSpec) -> float | None:
     if not 0 <= percent <= 100:
         raise SpecError(f"accuracy of {spec}: {value!r} is not a percentage; give 0 to 100, or None")
     return percent
-
-
-def _stored_percentage(value: Any) -> float | None:
-    if value is None or value != value:
-        return None
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"an accuracy of {value!r}; it must be a percentage, or null")
-    return float(value)
-
-
-def budget_bytes(mebibytes: Any, default: int) -> int:
-    """Return a memory budget in bytes."""
-    if mebibytes is None:
-        return default
-    if not isinstance(mebibytes, int | float) or not 0 <= mebibytes < 2**40:
-        raise EngineError(
-            f"memory_budget_mb: {mebibytes!r} must be a number of MiB of at least 0; 0 means views only, and "
-            "None the default"
-        )
-    return int(mebibytes * 2**20)
 
 
 def check_weights(supernet: Supernet) -> None:

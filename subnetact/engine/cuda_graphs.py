@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from subnetact.engine.budget import Budget
+from subnetact.engine.inputs import laid_out
 from subnetact.engine.ready_subnet import Bound
 
-__all__ = ["GRAPH_SIZES", "Captured", "GraphBackend", "Graphs", "cuda_graphs"]
+__all__ = ["Captured", "CudaGraphs", "GraphBackend", "Graphs"]
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes that graphs are captured for. A batch is padded to the next of these sizes."""
@@ -75,6 +77,14 @@ class _Graph:
     call: Callable[[Tensor], Any]
     moment: Any
 
+    def replay(self, x: Tensor) -> Tensor:
+        """Run a batch, padded with zeros."""
+        samples = x.shape[0]
+        self.x[:samples].copy_(x)
+        self.x[samples:].zero_()
+        self.captured.replay()
+        return self.captured.output[:samples].clone()
+
 
 class Graphs:
     """The graphs of one engine. They share one memory pool, so only one is replayed at a time."""
@@ -104,8 +114,7 @@ class Graphs:
             if graph is None or graph.call is not call or graph.moment != bound.moment():
                 graph = self._capture(key, bound, call, x, size)
             if graph is not None:
-                held = graph
-                return self._backend.run(lambda: _replay(held, x))
+                return self._backend.run(partial(graph.replay, x))
         return call(x)
 
     def drop(self, subnet: int) -> None:
@@ -122,10 +131,8 @@ class Graphs:
         self._graphs.pop(key, None)
         self.budget.free(key)
         moment = bound.moment()
-        padded = torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        if x.dim() == 4:
-            padded = padded.contiguous(memory_format=torch.channels_last)
-        if not self.budget.take(key, padded.numel() * padded.element_size()):
+        padded = laid_out(torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device))
+        if not self.budget.take(key, padded.nbytes):
             self._failed.add(key)
             return None
         self.budget.free(key)
@@ -151,15 +158,7 @@ class Graphs:
         return graph
 
 
-def _replay(graph: _Graph, x: Tensor) -> Tensor:
-    samples = x.shape[0]
-    graph.x[:samples].copy_(x)
-    graph.x[samples:].zero_()
-    graph.captured.replay()
-    return graph.captured.output[:samples].clone()
-
-
-class _CudaGraphs:
+class CudaGraphs:
     """CUDA graphs in one memory pool, captured and replayed on one stream."""
 
     WARM_UPS = 3
@@ -182,8 +181,7 @@ class _CudaGraphs:
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             output = call(x)
         grown = max(0, torch.cuda.memory_reserved(self._device) - before)
-        own = sum(t.numel() * t.element_size() for t in (x, output))
-        return Captured(graph.replay, output, grown + own)
+        return Captured(graph.replay, output, grown + x.nbytes + output.nbytes)
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
         """Run work on the stream; the caller's stream waits for the result."""
@@ -194,8 +192,3 @@ class _CudaGraphs:
         current.wait_stream(self._stream)
         output.record_stream(current)
         return output
-
-
-def cuda_graphs(device: torch.device) -> GraphBackend:
-    """Return the backend that captures CUDA graphs on a device."""
-    return _CudaGraphs(device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from operator import index
 from os import PathLike
-from statistics import median
 from threading import Lock, RLock
 from typing import Any
 
@@ -17,36 +16,27 @@ import torch
 from torch import Tensor
 
 from subnetact.device import find_device
-from subnetact.engine.block_run import BlockRun, SubnetBlocks
-from subnetact.engine.blocks import Block
-from subnetact.engine.budget import Budget
+from subnetact.engine.blocks import Block, BlockRun, SubnetBlocks
+from subnetact.engine.budget import Budget, budget_bytes
 from subnetact.engine.bundle import load_bundle, save_bundle
 from subnetact.engine.compiler import Compiler
-from subnetact.engine.config import EngineConfig, budget_bytes, check_weights, percentage
-from subnetact.engine.cuda_graphs import GraphBackend, Graphs, cuda_graphs
+from subnetact.engine.config import EngineConfig, check_weights, percentage
+from subnetact.engine.cuda_graphs import CudaGraphs, GraphBackend, Graphs
 from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import (
     Stager,
     call_with,
     check_batch,
-    check_input,
     describe_input,
-    detached_sample,
-    dtype_of,
+    laid_out,
     samples_of,
-    to_dtype,
     try_sample,
 )
 from subnetact.engine.outputs import unstack
-from subnetact.engine.plan import PinResult, Plan, default_budget
+from subnetact.engine.plan import PinResult, Plan
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes
-from subnetact.errors import (
-    EngineError,
-    InvalidRequest,
-    SpecError,
-    SubnetActError,
-)
+from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActError
 from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
@@ -72,9 +62,10 @@ class Engine:
 
     Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for fused programs
     within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
-    changes of the weights, and `load_state_dict`; the next call of a fused subnet makes its program again. A
-    subnet whose statistics are gone from the norm table is refused (`NotCalibrated`) until it is calibrated
-    again.
+    changes of the weights, and `load_state_dict`; the next call of a fused subnet makes its program again.
+
+    Methods that take the id of a subnet raise `SpecError` if it is not served. Those that run it raise
+    `NotCalibrated` if its BatchNorm statistics were dropped with the weights that they belonged to.
 
     Args:
         supernet: the supernet; it is moved to `device`. Its training mode stays as it is; the engine runs
@@ -95,8 +86,6 @@ class Engine:
             keep these figures.
         allow_uncalibrated: whether to accept subnets that have no BatchNorm statistics of their own.
         fuse: whether subnets may become fused programs. If False, only graphs use the budget.
-        fused_dtype: what fused programs compute in, for example `torch.bfloat16`; outputs are then as precise
-            as this dtype. If None, they compute in the dtype of the weights.
         compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
             becoming a fused program. If None, nothing is compiled.
         graph_backend: what captures graphs. If None, CUDA graphs are used on CUDA devices.
@@ -108,7 +97,6 @@ class Engine:
     Attributes:
         supernet: the supernet.
         device: where subnets run.
-        input_shapes: the shapes that are served, if `example` was a list; otherwise None.
         prepared: the batch sizes of the last call of `prepare`.
         changes: a number that grows when subnets are registered, removed, pinned or unpinned, and with
             `prepare`.
@@ -118,8 +106,7 @@ class Engine:
     Raises:
         DeviceError: torch cannot use the device.
         EngineError: the budget is no number, negative or infinite, there is no such backend for `compile`,
-            `fused_dtype` is no floating-point dtype, weights are on the meta device or not dense, or the
-            output cannot be split into samples.
+            weights are on the meta device or not dense, or the output cannot be split into samples.
         InvalidRequest: a subnet does not run on the example.
         InsertError: another subnet of the space does not run on the example, or slices wrong rows; the
             message names the module.
@@ -147,7 +134,6 @@ class Engine:
         accuracy: Sequence[float | None] | None = None,
         allow_uncalibrated: bool = False,
         fuse: bool = True,
-        fused_dtype: torch.dtype | None = None,
         compile: str | None = None,
         graph_backend: GraphBackend | None = None,
         check: bool = True,
@@ -161,7 +147,6 @@ class Engine:
             device=device,
             memory_budget_mb=memory_budget_mb,
             fuse=fuse,
-            fused_dtype=fused_dtype,
             compile=compile,
             graph_backend=graph_backend,
         )
@@ -187,18 +172,14 @@ class Engine:
             SpecError: a subnet is of another space.
         """
         engine = object.__new__(cls)
-        engine._set_up(supernet, config.checked(as_supernet(supernet)))
+        engine._open(supernet, config, None)
         return engine
 
-    def _open(self, supernet: Supernet, config: EngineConfig, check: bool) -> None:
-        """Set the engine up, after a check that it can run every subnet that it is to serve."""
+    def _open(self, supernet: Supernet, config: EngineConfig, check: bool | None) -> None:
+        """Set the engine up; unless `check` is None, after a try of what it is to serve."""
         config = config.checked(as_supernet(supernet))
-        if not config.allow_uncalibrated:
-            removed = set(config.removed)
-            supernet.require_calibrated([s for i, s in enumerate(config.specs) if i not in removed])
-        self._set_up(supernet, config, check)
-
-    def _set_up(self, supernet: Supernet, config: EngineConfig, check: bool | None = None) -> None:
+        if check is not None and not config.allow_uncalibrated:
+            supernet.require_calibrated(config.served)
         check_weights(supernet)
         home = next(supernet.parameters()).device
         self.device = home if config.device is None else find_device(config.device)
@@ -210,37 +191,24 @@ class Engine:
         self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
         self._fingerprint: tuple[Moment | None, str] = (None, "")
-        self._take_samples(config.sample, config.padding)
+        self._shapes = InputShapes(supernet, config.sample, config.padding)
         self._stager = Stager(self.device)
         self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing, self._rebinding = RLock(), Lock()
-        self._bind_ms: list[float] = []
         self._subnets: tuple[ReadySubnet, ...] = ()
         self._served: dict[int, ReadySubnet] = {}
         self._compiler = None if config.compile is None else Compiler(config.compile)
         backend = config.graph_backend
         if backend is None and self.device.type == "cuda":
-            backend = cuda_graphs(self.device)
-        self._budget = budget_bytes(config.memory_budget_mb, default_budget(weight_bytes(supernet)))
+            backend = CudaGraphs(self.device)
+        self._budget = budget_bytes(config.memory_budget_mb, weight_bytes(supernet))
         for_graphs = 0 if backend is None else self._budget if self._never_fuses() else self._budget // 2
         self._graphs = Graphs(Budget(for_graphs), backend) if backend and for_graphs else None
         programs = Budget(self._budget - for_graphs)
-        self._plan = Plan(supernet, programs, config.fused_dtype, self._bound, self._never_fuses())
-        self._follow_subnets(config)
-        if check is not None and config.sample is not None and self._served:
+        self._plan = Plan(supernet, programs, self._bound, lambda: self._shapes.sample, self._never_fuses())
+        if check is not None:
             self._try_samples(check)
-        self._change_plan(config.pinned)
-        if config.prepared and self.compiled:
-            self.prepare(config.prepared, self.calibrated_ids)
-
-    def _take_samples(self, sample: Any, padding: Padding) -> None:
-        self.input_shapes = InputShapes(sample, padding) if isinstance(sample, list) else None
-        if self.input_shapes is not None:
-            sample = self.input_shapes.samples[-1]
-        elif padding is not None:
-            raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")
-        self._sample = None if sample is None else detached_sample(sample)
-        self._converted, self._dtype = self.supernet.generation.number, dtype_of(self.supernet)
+        self._follow(config)
 
     def _never_fuses(self) -> str:
         """Return why no subnet becomes a fused program whatever the plan says; "" if some may."""
@@ -250,12 +218,22 @@ class Engine:
             return "the engine has no memory budget; give memory_budget_mb="
         return "" if self._config.fuse else "the engine was made with fuse=False"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle or copy an engine.
+    def _try_samples(self, check: bool) -> None:
+        space, specs = self.supernet.space, self._config.served
+        full = space.resolve(space.largest())
 
-        Raises:
-            EngineError: always; the message says what to do instead.
-        """
+        def width(spec: SubnetSpec) -> float:
+            return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
+
+        for sample in self._shapes.samples if specs else ():
+            batch = self._stager.stack([sample], 1)
+            output = try_sample(self.supernet, min(specs, key=width), batch, sample)
+            if check:
+                unstack(output, 1, 1)
+                self.supernet.check_once(batch)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to pickle or copy an engine, with an `EngineError` that says what to do instead."""
         raise EngineError(
             "an engine holds locks and compiled code and cannot be pickled or copied; engine.save(directory) "
             "and Engine.load(directory) take it to another process"
@@ -308,7 +286,6 @@ class Engine:
     @property
     def config(self) -> EngineConfig:
         """Everything that the engine consists of now, apart from the supernet and the latency tables."""
-        self._convert_samples()
         subnets, served = self._subnets, self._served  # Both are replaced as a whole, so no lock is needed.
         return replace(
             self._config,
@@ -317,7 +294,7 @@ class Engine:
             removed=tuple(subnet.id for subnet in subnets if subnet.id not in served),
             pinned=self._plan.pinned,
             prepared=self.prepared,
-            sample=self._sample if self.input_shapes is None else self.input_shapes.samples,
+            sample=self._shapes.follow().given,
         )
 
     @property
@@ -327,10 +304,7 @@ class Engine:
         Raises:
             InvalidRequest: no example was given, and no input was seen yet.
         """
-        self._convert_samples()
-        if self._sample is None:
-            raise InvalidRequest("this engine has seen no input yet; give it example=, a batch (N, C, H, W)")
-        return self._sample
+        return self.samples[-1]
 
     @property
     def samples(self) -> list[Any]:
@@ -339,7 +313,9 @@ class Engine:
         Raises:
             InvalidRequest: no example was given, and no input was seen yet.
         """
-        return [self.sample] if self.input_shapes is None else list(self.input_shapes.samples)
+        if not self._shapes.samples:
+            raise InvalidRequest("this engine has seen no input yet; give it example=, a batch (N, C, H, W)")
+        return list(self._shapes.follow().samples)
 
     def shape_of(self, x: Any) -> int:
         """Return the position in `samples` of the smallest shape that an input fits in.
@@ -350,7 +326,7 @@ class Engine:
         Raises:
             InvalidRequest: the engine serves several shapes, and the input fits in none of them.
         """
-        return 0 if self.input_shapes is None else self.input_shapes.index(x)
+        return self._shapes.index(x)
 
     def register(self, spec: SubnetSpec, accuracy: float | None = None) -> int:
         """Make one more subnet ready. Other subnets may be served meanwhile.
@@ -369,32 +345,20 @@ class Engine:
         spec = self.supernet.space.check(spec)
         percent = percentage(accuracy, spec)
         with self._changing:
-            known = (subnet for subnet in self._subnets if subnet.spec == spec)
-            subnet = next(known, None) or ReadySubnet(len(self._subnets), spec, None, self._run)
-            if subnet.bound is None or not subnet.bound.current:
-                subnet.bound = self._bind(spec)
-            if percent is not None:
-                subnet.accuracy = percent
-            served = {**self._served, subnet.id: subnet}
-            self._plan.change(served, self._sample)
-            if subnet.id == len(self._subnets):
-                self._subnets = (*self._subnets, subnet)
-            self._served = served
-            self.changes += 1
-            return subnet.id
+            if not self._config.allow_uncalibrated:
+                self.supernet.require_calibrated([spec])
+            known, config = {subnet.spec: subnet.accuracy for subnet in self._subnets}, self.config
+            known[spec] = known.get(spec) if percent is None else percent
+            subnet = list(known).index(spec)
+            removed = tuple(i for i in config.removed if i != subnet)
+            self._follow(replace(config, specs=tuple(known), accuracy=[*known.values()], removed=removed))
+            return subnet
 
     def remove(self, subnet: int) -> None:
-        """Stop serving a subnet. Calls under way finish, and no other subnet gets the id.
-
-        Args:
-            subnet: its id.
-
-        Raises:
-            SpecError: there is no such id.
-        """
+        """Stop serving a `subnet`. Calls under way finish, and no other subnet gets the id."""
         with self._changing:
-            self._forget(self.ready(subnet))
-            self._change_plan(self._plan.pinned)
+            gone, config = self.ready(subnet).id, self.config
+            self._follow(replace(config, removed=(*config.removed, gone)))
 
     def follow(self, config: EngineConfig) -> None:
         """Register, remove, pin and prepare until the engine has the subnets of a configuration.
@@ -406,25 +370,24 @@ class Engine:
                 example.
         """
         with self._changing:
-            self._follow_subnets(config)
-            self._change_plan(config.pinned)
-            if self.compiled and config.prepared != self.prepared:
-                self.prepare(config.prepared, self.calibrated_ids)
+            self._follow(config)
 
-    def _follow_subnets(self, config: EngineConfig) -> None:
-        accuracy = config.accuracy or (None,) * len(config.specs)
-        for i, spec in enumerate(config.specs[len(self._subnets) :], start=len(self._subnets)):
-            self._subnets = (*self._subnets, ReadySubnet(i, spec, None, self._run))
-        for subnet, percent in zip(self._subnets, accuracy, strict=True):
-            subnet.accuracy = percent
-        served = {subnet.id: subnet for subnet in self._subnets if subnet.id not in config.removed}
-        for i in self._served.keys() - served.keys():
-            self._forget(self._served[i])
+    def _follow(self, config: EngineConfig) -> None:
+        first, removed = len(self._subnets), set(config.removed)
+        added = [ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], start=first)]
+        subnets = (*self._subnets, *added)
+        served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
         for subnet in served.values():
             if subnet.bound is None and (config.allow_uncalibrated or self.supernet.calibrated(subnet.spec)):
                 subnet.bound = self._bind(subnet.spec)
-        self._served = served
-        self.changes += 1
+        for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
+            subnet.accuracy = percent
+        for i in self._served.keys() - served.keys():
+            self._forget(self._served[i])
+        self._subnets, self._served = subnets, served
+        self._change_plan(config.pinned)
+        if self.compiled and config.prepared != self.prepared:
+            self.prepare(config.prepared, self.calibrated_ids)
 
     def _forget(self, gone: ReadySubnet) -> None:
         with self._rebinding:
@@ -439,19 +402,15 @@ class Engine:
 
     def _change_plan(self, pinned: Sequence[int]) -> None:
         self._plan.pinned = tuple(i for i in dict.fromkeys(pinned) if i in self._served)
-        self._plan.change(self._served, self._sample)
+        self._plan.change(self._served)
         self.changes += 1
 
     # -- running ---------------------------------------------------------------------------------
 
     def ready(self, subnet: int) -> ReadySubnet:
-        """Return the callable of a registered subnet. This takes well below a microsecond.
+        """Return the callable of a registered `subnet`. This takes well below a microsecond.
 
-        Args:
-            subnet: its id.
-
-        Returns:
-            A function of one batch, as in `Engine.__call__`, that stays valid until the subnet is removed.
+        It is a function of one batch, as in `Engine.__call__`, that stays valid until the subnet is removed.
 
         Raises:
             SpecError: there is no such id, or the subnet was removed.
@@ -474,8 +433,6 @@ class Engine:
             The network's output, on the engine's device.
 
         Raises:
-            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
-            SpecError: there is no such id, or the subnet was removed.
             InvalidRequest: the network fails on x, and x differs from the example in structure, shape or
                 dtype.
             RecompileRefused: the engine is compiled and was not prepared for the shape of x.
@@ -486,7 +443,7 @@ class Engine:
         except SubnetActError:
             raise
         except Exception as error:
-            check_batch(x, self._sample, error)
+            check_batch(x, self._shapes.samples, error)
             raise
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
@@ -503,8 +460,6 @@ class Engine:
             shape that the whole batch was padded to.
 
         Raises:
-            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
-            SpecError: there is no such id, or the subnet was removed.
             InvalidRequest: there are no inputs, or the network fails on them, and they differ from the
                 example.
             EngineError: the network's output cannot be split into samples.
@@ -513,27 +468,13 @@ class Engine:
         batch, size = self._staged(inputs, batch_size)
         return unstack(self(batch, subnet), len(inputs), size)
 
-    def blocks(self, subnet: int) -> list[Block]:
-        """Return a subnet as a list of blocks, cut in front of every layer of an elastic stack.
-
-        Calling the blocks one after the other, the first with a batch, gives bit for bit what the whole
-        subnet gives: the view, or the fused program if the subnet is one now. A network that takes several
-        inputs, that cannot be traced, or that the engine compiles is a single block.
-
-        Args:
-            subnet: the id of the subnet.
-
-        Returns:
-            The blocks. They are of the present weights; ask again after weights were replaced.
-
-        Raises:
-            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
-            SpecError: there is no such id, or the subnet was removed.
-        """
-        return list(self._blocks_of(self.ready(subnet), None)[1])
-
     def start(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> BlockRun:
         """Begin to run single inputs as one batch, block by block. A `Batcher` that preempts calls this.
+
+        The subnet is cut in front of every layer of an elastic stack. Its blocks, one after the other, give
+        bit for bit what the whole subnet gives. A network that takes several inputs, that cannot be traced,
+        or that the engine compiles is a single block, and so is a fused program if the batch has NaN,
+        infinite or huge values.
 
         Args:
             subnet: the id of the subnet.
@@ -541,50 +482,39 @@ class Engine:
             batch_size: as in `run`.
 
         Returns:
-            The run, of which no block has run yet. A fused program runs a batch with NaN, infinite or huge
-            values as one block.
+            The run, of which no block has run yet.
 
         Raises:
-            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
-            SpecError: there is no such id, or the subnet was removed.
             InvalidRequest: there are no inputs.
         """
         batch, size = self._staged(inputs, batch_size)
-        if isinstance(batch, Tensor) and batch.dim() == 4:
-            batch = batch.contiguous(memory_format=torch.channels_last)
-        return BlockRun(subnet, batch, len(inputs), size, self._calls(self.ready(subnet), batch))
+        batch = laid_out(batch) if isinstance(batch, Tensor) else batch
+        return BlockRun(batch, len(inputs), size, self._blocks_of(self.ready(subnet), batch))
 
-    def _calls(self, ready: ReadySubnet, batch: Any) -> list[Callable[[Any], Any]]:
-        bound, blocks = self._blocks_of(ready, batch)
+    def _blocks_of(self, ready: ReadySubnet, batch: Any) -> Sequence[Block]:
+        bound = self._bound(ready)
+        if self._compiler is not None or not isinstance(batch, Tensor):
+            return [partial(self._run, ready)]
+        blocks: Sequence[Block]
+        planned = self._plan.program(ready, bound)
+        if planned is None:
+            bound, blocks = self._blocks.of_view(ready.spec)
+        else:
+            blocks = [planned]
+            if planned.program.accepts(batch):
+                blocks = self._blocks.of_program(planned.program)
         graphs = self._graphs
         if graphs is None or len(blocks) == 1:
-            return [block.call for block in blocks]
+            return blocks
         # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
-        return [
-            partial(graphs.run, ready.id, bound, block, part=part)
-            for part, block in enumerate(blocks, start=1)
-        ]
-
-    def _blocks_of(self, ready: ReadySubnet, batch: Any) -> tuple[Bound, list[Block]]:
-        bound = self._bound(ready)
-        several = not isinstance(self._sample if batch is None else batch, Tensor | None)
-        if self._compiler is not None or several:
-            return bound, [Block("", partial(self._run, ready))]
-        planned = self._plan.program(ready, bound, self._sample)
-        if planned is not None:
-            if planned.program.dtype is None and (batch is None or planned.program.accepts(batch)):
-                return bound, self._blocks.of_program(planned.program)
-            return bound, [Block("", planned)]
-        own, blocks = self._blocks.of_view(ready.spec)
-        return own, blocks
+        return [partial(graphs.run, ready.id, bound, b, part=part) for part, b in enumerate(blocks, start=1)]
 
     def _staged(self, inputs: Sequence[Any], batch_size: int) -> tuple[Any, int]:
         given: Any = inputs
         if not isinstance(given, Sequence) or not len(given):
             raise InvalidRequest(f"inputs: expected a list of single inputs, got {describe_input(given)}")
         try:
-            if self.input_shapes is not None:
-                inputs = self.input_shapes.padded(inputs)
+            inputs = self._shapes.padded(inputs)
             size = len(inputs) if self._compiler is None else max(len(inputs), batch_size)
             return self._stager.stack(inputs, size), size
         except SubnetActError:
@@ -604,11 +534,7 @@ class Engine:
         Raises:
             InvalidRequest: the message names what is wrong.
         """
-        self._convert_samples()
-        if self.input_shapes is not None:
-            self.input_shapes.check(x, self.device, finite)
-        else:
-            check_input(x, self._sample, self.device, finite)
+        self._shapes.follow().check(x, self.device, finite)
 
     def enter_worker(self, threads: int | None) -> None:
         """Set up the calling thread to run batches. A `Batcher` calls this method in each of its workers.
@@ -624,13 +550,10 @@ class Engine:
     # -- speed -----------------------------------------------------------------------------------
 
     def pin(self, subnet: int) -> PinResult:
-        """Put a subnet first in the plan of fused programs, behind those that were pinned before.
+        """Put a `subnet` first in the plan of fused programs, behind those that were pinned before.
 
         Its program is made now, even if it is not expected to be faster than its view. Subnets that are not
         pinned run as views from now on if the budget does not suffice for all.
-
-        Args:
-            subnet: the id of the subnet.
 
         Returns:
             Whether the subnet is a fused program now; the result is true or false in conditions. If it is
@@ -640,8 +563,6 @@ class Engine:
 
         Raises:
             InvalidRequest: the engine has no example yet.
-            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
-            SpecError: there is no such id, or the subnet was removed.
             StaleWeights: `functional_call` ran on the supernet, whose tensors a program must not keep.
         """
         with self._changing:
@@ -658,14 +579,7 @@ class Engine:
             return PinResult(not reason, reason)
 
     def unpin(self, subnet: int) -> None:
-        """Undo `pin`: the subnet has the place of its id in the plan again.
-
-        Args:
-            subnet: the id of the subnet.
-
-        Raises:
-            SpecError: there is no such id, or the subnet was removed.
-        """
+        """Undo `pin`: the `subnet` has the place of its id in the plan again."""
         with self._changing:
             chosen = self.ready(subnet).id
             self._change_plan([i for i in self._plan.pinned if i != chosen])
@@ -681,11 +595,7 @@ class Engine:
         return self._compiler is not None
 
     def is_fused(self, subnet: int) -> bool:
-        """Tell whether a subnet runs as a fused program. `stats().unfused` says why others do not.
-
-        Args:
-            subnet: the id of the subnet. An unknown id is not fused.
-        """
+        """Tell whether a `subnet` runs as a fused program. `stats().unfused` says why others do not."""
         return type(subnet) is int and subnet in self._plan
 
     def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
@@ -723,12 +633,12 @@ class Engine:
         for size, sample in shaped:
             x = self._stager.stack([sample], size)
             for subnet in chosen:
-                if self._compiler is not None:
-                    with self._compiler.allowed():
-                        self._run(subnet, x)
+                if self._compiler is not None and isinstance(x, Tensor):
+                    with torch.inference_mode():
+                        self._compiler.of(subnet.id, self._bound(subnet))(laid_out(x), compiles=True)
                 self._run(subnet, x)
         if self._compiler is not None:
-            self._compiler.seal()
+            self._compiler.sealed = True
         self.prepared = tuple(sorted(map(int, sizes)))
         self.changes += 1
 
@@ -743,31 +653,18 @@ class Engine:
         """
         end = time.monotonic() + limit_s
         for size in [] if self.compiled else sorted(batch_sizes):
-            x = self._stager.stack([self.samples[-1]], size)
+            x = self._stager.stack([self.sample], size)
             for subnet in self.calibrated_ids:
                 if time.monotonic() > end:
                     return
                 self._run(self.ready(subnet), x)
 
     def stats(self) -> EngineStats:
-        """Measure how long choosing a subnet takes, and count the bytes that are held.
-
-        Returns:
-            The figures of this moment.
-        """
-        ids, taken = self.ids, []
-        for i in (ids * (1000 // max(1, len(ids)) + 1))[:1000]:
-            start = time.perf_counter_ns()
-            try:
-                self.ready(i)
-            except SpecError:
-                continue  # Another thread removed the subnet.
-            taken.append(time.perf_counter_ns() - start)
+        """Return the bytes that are held, and which subnets are fused, at this moment."""
+        ids = self.ids
         return EngineStats(
             subnets=len(ids),
             fused=sum(map(self.is_fused, ids)),
-            actuate_us=median(taken) / 1e3 if taken else 0.0,
-            bind_ms=median(self._bind_ms) if self._bind_ms else 0.0,
             weights=weight_bytes(self.supernet),
             packed_bytes=self.supernet.packed_bytes(),
             lowered_bytes=self.supernet.lowered_bytes(),
@@ -881,40 +778,24 @@ class Engine:
                     "leave out compile="
                 )
             x = as_batch(x)
-            program = self._plan.program(subnet, bound, self._sample)
+            program = self._plan.program(subnet, bound)
             with torch.inference_mode():
                 return call_with(bound.view, x) if program is None else program(x)
         call: Any
         if self._compiler is not None:
             call = self._compiler.of(subnet.id, bound)
         else:
-            call = self._plan.program(subnet, bound, self._sample) or bound.view
+            call = self._plan.program(subnet, bound) or bound.view
         with torch.inference_mode():
-            if x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
+            x = laid_out(x)
             output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
-        if self._sample is None and x.dim():
+        if not self._shapes.samples and x.dim():
             with self._changing:
-                self._sample = torch.zeros(x.shape[1:], dtype=x.dtype)
+                self._shapes.note(x)
                 self._change_plan(self._plan.pinned)
             if subnet.id in self._plan:
                 return self._run(subnet, x)
         return output
-
-    def _try_samples(self, check: bool) -> None:
-        space = self.supernet.space
-        full = space.resolve(space.largest())
-
-        def width(spec: SubnetSpec) -> float:
-            return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
-
-        narrowest = min((subnet.spec for subnet in self._served.values()), key=width)
-        for sample in self.samples:
-            batch = self._stager.stack([sample], 1)
-            output = try_sample(self.supernet, narrowest, batch, sample)
-            if check:
-                unstack(output, 1, 1)
-                self.supernet.check_once(batch)
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound
@@ -927,28 +808,12 @@ class Engine:
                     subnet.bound = bound
         return bound
 
-    def _convert_samples(self) -> None:
-        """Give the samples the dtype of the weights, if `supernet.to` has changed it since."""
-        generation = self.supernet.generation.number
-        if generation == self._converted:
-            return
-        self._converted = generation
-        former, self._dtype = self._dtype, dtype_of(self.supernet)
-        if former == self._dtype or self._sample is None:
-            return
-        convert = partial(to_dtype, former=former, dtype=self._dtype)
-        self._sample = convert(self._sample)
-        if self.input_shapes is not None:
-            self.input_shapes.samples = convert(self.input_shapes.samples)
-
     def _bind(self, spec: SubnetSpec) -> Bound:
-        self._convert_samples()
+        self._shapes.follow()
         while True:
-            start = time.perf_counter()
             if not self._config.allow_uncalibrated:
                 self.supernet.require_calibrated([spec])
             bound = Bound.of(self.supernet, spec)
-            self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
             if (
                 self._config.allow_uncalibrated
                 or bound.statistics_row is not None

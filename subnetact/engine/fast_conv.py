@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.engine.packed_conv import PackedConv, can_pack, plain_conv
+from subnetact.engine.packed_conv import can_pack, packed_once, plain_conv
 from subnetact.operators.view_module import mix_in_
 
 __all__ = ["SMALL_MAP", "use_fast_convs_"]
@@ -41,8 +41,11 @@ class _FastConv:
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if self.kernel_size == (1, 1) and self.padding == (0, 0):
             if self.stride == (1, 1) and x.numel() >= LARGE_MAP * x.shape[1] and can_pack(self.weight):
-                return PackedConv(self, lambda: self.weight, self.bias, self.weight.dtype)(x)
-            return _pointwise(self, x)
+                return packed_once(self, x)
+            pixels = x.permute(0, 2, 3, 1)
+            if self.stride != (1, 1):
+                pixels = pixels[:, :: self.stride[0], :: self.stride[1]]
+            return F.linear(pixels, self.weight[:, :, 0, 0], self.bias).permute(0, 3, 1, 2)
         if x.device.type == "cpu":
             height, width = (
                 (x.shape[2 + i] + 2 * self.padding[i] - self.dilation[i] * (self.kernel_size[i] - 1) - 1)
@@ -51,20 +54,8 @@ class _FastConv:
                 for i in range(2)
             )
             if x.shape[0] * height * width <= SMALL_MAP:
-                return _unfolded(self, x, height, width)
+                columns = F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)
+                # The kernels of a slice are contiguous, so flattening the weight makes a view of it.
+                y = F.linear(columns.transpose(1, 2), self.weight.flatten(1), self.bias)
+                return y.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2)
         return super().forward(x)  # type: ignore[misc, no-any-return]
-
-
-def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    down, right = conv.stride
-    pixels = x.permute(0, 2, 3, 1)
-    if (down, right) != (1, 1):
-        pixels = pixels[:, ::down, ::right]
-    return F.linear(pixels, conv.weight[:, :, 0, 0], conv.bias).permute(0, 3, 1, 2)
-
-
-def _unfolded(conv: nn.Conv2d, x: Tensor, height: int, width: int) -> Tensor:
-    # The kernels of a slice are contiguous in memory, so flattening the weight makes a view of it.
-    columns = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)  # type: ignore[arg-type]
-    y = F.linear(columns.transpose(1, 2), conv.weight.flatten(1), conv.bias)
-    return y.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2)

@@ -44,6 +44,8 @@ def _forward_of(layer: Any) -> Callable[..., Any]:
     """Return the forward of a layer that finds its parameters without asking `nn.Module`."""
     if has_hooks(layer):
         return layer  # type: ignore[no-any-return]
+    if not (layer._parameters or layer._buffers or layer._modules):
+        return layer.forward  # type: ignore[no-any-return]
     quick = object.__new__(type(layer))
     quick.__dict__.update(layer.__dict__)
     quick.__dict__.update({**layer._buffers, **layer._modules, **layer._parameters})

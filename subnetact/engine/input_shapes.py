@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from subnetact.engine.inputs import check_input, detached_sample, shapes
+from subnetact.engine.inputs import check_input, map_tensors, parts_of, shapes
 from subnetact.errors import EngineError, InvalidRequest
-from subnetact.supernet.batches import as_batch, describe_input, tensors_of
+from subnetact.supernet.supernet import Supernet
 
 __all__ = ["InputShapes", "Padding"]
 
@@ -21,119 +21,154 @@ Padding = float | Mapping[str | int, float] | None
 
 
 class InputShapes:
-    """The shapes that an engine serves, from the smallest to the largest.
+    """The shapes that an engine serves, as `samples` from the smallest to the largest.
 
-    Without padding, an input must have one of the shapes. With padding, an input may be smaller: each of its
-    tensors is padded at the end of every axis. Padding changes what a network computes unless the network is
-    told which entries are padding, for example by an attention mask. Send the mask as one of the inputs, and
-    pad the mask with the value that hides an entry.
+    It is made of one sample, of a list of them, or of None until the first batch has run. Without padding, an
+    input must have one of the shapes. With padding, each of its tensors is padded at the end of every axis.
+    This changes what a network computes unless the network is told which entries are padding, for example by
+    an attention mask, which is then one of the inputs, padded with the value that hides an entry.
 
     `padding` is a number if an input is one tensor, otherwise a mapping from names (or positions) of inputs
     to numbers; an input that the mapping lacks is not padded.
     """
 
-    def __init__(self, samples: Sequence[Any], padding: Padding = None) -> None:
-        given = [detached_sample(sample) for sample in samples]
+    def __init__(self, supernet: Supernet, given: Any, padding: Padding = None) -> None:
+        self._supernet = supernet
+        self._several = isinstance(given, list)
+        self.samples: list[Any] = given if self._several else [] if given is None else [given]
+        self._generation, self._dtype = supernet.generation.number, _dtype_of(supernet)
+        self._padding: dict[int, float] = {}
+        if not self._several:
+            if padding is not None:
+                raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")
+            return
         if not given:
             raise EngineError("example: an empty list; give one batch, or one per shape")
-        kinds = {tuple((t.dtype, t.dim()) for t in tensors_of(x)) for x in given}
-        if len(kinds) > 1 or len({_structure(x) for x in given}) > 1:
+        if len({str(map_tensors(lambda t: (t.dtype, t.dim()), sample)) for sample in given}) > 1:
             raise EngineError(
                 "example: the batches of a list differ in structure, dtype or number of axes; they may "
                 "differ in their shapes only"
             )
-        if len({str(shapes(x)) for x in given}) < len(given):
+        if len({str(shapes(sample)) for sample in given}) < len(given):
             raise EngineError("example: samples of two batches have the same shape; give one batch per shape")
-        self.samples = sorted(given, key=lambda x: sum(t.numel() for t in tensors_of(x)))
-        self._shapes = [tuple(t.shape for t in tensors_of(x)) for x in self.samples]
-        self.given = padding
-        self.padding = _padding(self.samples[0], padding)
+        self.samples = sorted(given, key=lambda x: sum(t.numel() for t in tree_flatten(x)[0]))
+        self._shapes = [[t.shape for t in tree_flatten(sample)[0]] for sample in self.samples]
+        self._padding = _padding(self.samples[0], padding)
+
+    @property
+    def sample(self) -> Any:
+        """The largest sample, or None."""
+        return self.samples[-1] if self.samples else None
+
+    @property
+    def given(self) -> Any:
+        """What makes the same shapes: a sample, a list of them, or None."""
+        return self.samples if self._several else self.sample
+
+    def note(self, x: Tensor) -> None:
+        """Take the first batch that has run as the example."""
+        self.samples = [torch.zeros(x.shape[1:], dtype=x.dtype)]
+
+    def follow(self) -> InputShapes:
+        """Give the samples the dtype of the weights, if `supernet.to` has changed it since; return itself."""
+        generation = self._supernet.generation.number
+        if generation != self._generation:
+            former, dtype = self._dtype, _dtype_of(self._supernet)
+            self._generation, self._dtype = generation, dtype
+            self.samples = [
+                map_tensors(lambda t: t.to(dtype) if t.dtype == former else t, sample)
+                for sample in self.samples
+            ]
+        return self
 
     def index(self, x: Any) -> int:
-        """Return the position of the smallest shape that an input fits in."""
-        own = [part.shape if isinstance(part, Tensor) else None for part in tensors_of(as_batch(x))]
-        for index in range(len(self._shapes)):
-            if self._fit(own, index):
-                return index
-        served = "; ".join(str(shapes(sample)) for sample in self.samples)
-        got = shapes(x) if all(isinstance(part, Tensor) for part in tensors_of(x)) else describe_input(x)
+        """Return the position of the smallest shape that an input fits in; 0 if there is only one."""
+        if not self._several:
+            return 0
+        own = self._leaves(x)
+        for position, wanted in enumerate(self._shapes):
+            if self._fit(own, wanted):
+                return position
         raise InvalidRequest(
-            f"input: {got} fits in none of the shapes that this engine serves, without a batch dimension: "
-            f"{served}"
+            f"input: {shapes(x)} fits in none of the shapes that this engine serves, without a batch "
+            f"dimension: {'; '.join(str(shapes(sample)) for sample in self.samples)}"
         )
 
-    def _fit(self, own: Sequence[Any], index: int) -> bool:
-        wanted = self._shapes[index]
+    def check(self, x: Any, device: torch.device, finite: bool) -> None:
+        """Refuse an input that fits in no shape, or whose structure or dtypes differ from the samples'."""
+        check_input(x, None if self._several else self.sample, device, finite)
+        if self._several:
+            check_input(self.padded([x])[0], self.samples[self.index(x)], device)
+
+    def padded(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return inputs in one shape, the smallest that all of them fit in."""
+        if not self._several:
+            return inputs
+        first, owns = max(map(self.index, inputs)), [self._leaves(x) for x in inputs]
+        common = (wanted for wanted in self._shapes[first:] if all(self._fit(own, wanted) for own in owns))
+        wanted = next(common, None)
+        if wanted is None:
+            raise InvalidRequest(
+                "input: the inputs of this batch fit in no common shape; run inputs of one shape together"
+                + ("" if self._padding else ", or give Engine(padding=...)")
+            )
+        structure = tree_flatten(self.samples[0])[1]
+        return [tree_unflatten(list(map(self._pad, own, range(len(own)), wanted)), structure) for own in owns]
+
+    def _leaves(self, x: Any) -> list[Any]:
+        """Return the tensors of an input in the order of the samples; too few if its structure differs."""
+        return _leaves_like(x, self.samples[0])
+
+    def _fit(self, own: Sequence[Any], wanted: Sequence[torch.Size]) -> bool:
         return len(own) == len(wanted) and all(map(self._fits, range(len(own)), own, wanted))
 
     def _fits(self, position: int, own: Any, wanted: torch.Size) -> bool:
-        if own is None or len(own) != len(wanted) or position not in self.padding:
-            return own is not None and own == wanted
-        return all(size <= most for size, most in zip(own, wanted, strict=True))
+        if not isinstance(own, Tensor) or own.dim() != len(wanted) or position not in self._padding:
+            return isinstance(own, Tensor) and own.shape == wanted
+        return all(size <= most for size, most in zip(own.shape, wanted, strict=True))
 
-    def check(self, x: Any, device: torch.device, finite: bool = False) -> None:
-        """Refuse an input that fits in no shape, or whose structure or dtypes differ from the examples'."""
-        check_input(x, None, device, finite)
-        check_input(self.padded([x])[0], self.samples[self.index(x)], device)
-
-    def padded(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return inputs in one shape, the smallest that all of them fit in."""
-        first = max(map(self.index, inputs))
-        owns = [[part.shape for part in tensors_of(as_batch(x))] for x in inputs]
-        common = (i for i in range(first, len(self.samples)) if all(self._fit(own, i) for own in owns))
-        chosen = next(common, None)
-        if chosen is None:
-            raise InvalidRequest(
-                "input: the inputs of this batch fit in no common shape; run inputs of one shape together"
-                + ("" if self.padding else ", or give Engine(padding=...)")
-            )
-        sample = self.samples[chosen]
-        return [self._pad(as_batch(x), sample, iter(range(len(self._shapes[0])))) for x in inputs]
-
-    def _pad(self, x: Any, sample: Any, positions: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(self._pad(a, b, positions) for a, b in zip(x, sample, strict=True))
-        if isinstance(x, dict):
-            return {name: self._pad(part, sample[name], positions) for name, part in x.items()}
-        position = next(positions)
-        if x.shape == sample.shape:
+    def _pad(self, x: Tensor, position: int, shape: torch.Size) -> Tensor:
+        if x.shape == shape:
             return x
-        missing = [most - size for size, most in zip(x.shape, sample.shape, strict=True)]
-        return F.pad(x, [n for size in reversed(missing) for n in (0, size)], value=self.padding[position])
+        missing = [most - size for size, most in zip(x.shape, shape, strict=True)]
+        return F.pad(x, [n for size in reversed(missing) for n in (0, size)], value=self._padding[position])
 
 
-def _structure(x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple(map(_structure, x))
-    return tuple((name, _structure(part)) for name, part in x.items()) if isinstance(x, dict) else None
+def _leaves_like(x: Any, sample: Any) -> list[Any]:
+    if isinstance(sample, Tensor):
+        return [x]
+    if parts_of(x) != parts_of(sample):
+        return []
+    return [leaf for name in parts_of(sample) for leaf in _leaves_like(x[name], sample[name])]
+
+
+def _dtype_of(supernet: Supernet) -> torch.dtype:
+    return next((p.dtype for p in supernet.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _padding(sample: Any, given: Padding) -> dict[int, float]:
     """Return the value of every tensor that may be padded, by the position of the tensor."""
     if given is None:
         return {}
-    names = list(sample) if isinstance(sample, dict) else list(range(sum(1 for _ in tensors_of(sample))))
+    flat = [sample] if isinstance(sample, Tensor) else [sample[name] for name in parts_of(sample)]
+    tensors = dict(zip(parts_of(sample) or [0], flat, strict=True))
     if not isinstance(given, Mapping):
-        given = {names[0]: given} if isinstance(sample, Tensor) else {"": given}
-    wrong = [name for name in given if name not in names]
-    tensors = dict(zip(names, tensors_of(sample), strict=False))
-    bad = [v for name, v in given.items() if name in tensors and not _holds(tensors[name], v)]
-    if wrong or bad or sum(1 for _ in tensors_of(sample)) != len(names):
+        given = {0 if isinstance(sample, Tensor) else "": given}
+    nested = not all(isinstance(part, Tensor) for part in flat)
+    if nested or not all(name in tensors and _holds(tensors[name], given[name]) for name in given):
         raise EngineError(
             f"padding: {given!r}; give a number for an input that is one tensor, or a dictionary from the "
-            f"inputs {names} to numbers that their dtypes can hold"
+            f"inputs {list(tensors)} to numbers that their dtypes can hold"
         )
-    return {names.index(name): float(value) for name, value in given.items()}
+    return {list(tensors).index(name): float(value) for name, value in given.items()}
 
 
 def _holds(tensor: Tensor, value: Any) -> bool:
     """Tell whether a number can stand in a tensor: exactly among integers, up to rounding otherwise."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         return False
     try:
-        held = torch.tensor(float(value)).to(tensor.dtype) if float(value) == value else None
+        held = torch.full((), float(value), dtype=tensor.dtype)
     except (OverflowError, RuntimeError):
         return False
-    if held is None or tensor.is_floating_point():
-        return held is not None and (math.isinf(value) or bool(held.isfinite()))
-    return bool(held == value)
+    return tensor.is_floating_point() or bool(held == value)

@@ -1,4 +1,4 @@
-"""Inputs: checking single inputs against an example, and stacking them into a batch on a device.
+"""Inputs: checking single inputs against a sample, and stacking them into a batch on a device.
 
 An input is a tensor, or a tuple or mapping of inputs. A tuple holds a network's positional arguments, a
 mapping, such as a dictionary or a tokenizer's output, its named arguments. `outputs.py` splits the output of
@@ -29,20 +29,26 @@ __all__ = [
     "check_batch",
     "check_input",
     "describe_input",
-    "detached_sample",
-    "dtype_of",
+    "laid_out",
     "map_tensors",
+    "parts_of",
     "sample_from_json",
     "sample_to_json",
     "samples_of",
     "shapes",
-    "to_dtype",
     "try_sample",
 ]
 
 
 LARGEST_EXAMPLE = 2**28
 """Most numbers of one input."""
+
+
+def parts_of(x: Any) -> Any:
+    """Return the keys of a structure's parts, or None if x is not a structure."""
+    if isinstance(x, tuple):
+        return range(len(x))
+    return x.keys() if isinstance(x, Mapping) else None
 
 
 def check_input(
@@ -58,13 +64,13 @@ def check_input(
         if finite and (x.is_floating_point() or x.is_complex()) and not bool(torch.isfinite(x).all()):
             raise InvalidRequest(f"{where}: it holds values that are not finite; send finite ones")
         return
-    if sample is not None and (isinstance(sample, Tensor) or _parts(x) != _parts(sample)):
+    if sample is not None and (isinstance(sample, Tensor) or parts_of(x) != parts_of(sample)):
         raise InvalidRequest(f"{where}: expected {describe_input(sample)}, got {describe_input(x)}")
     if not isinstance(x, (tuple, Mapping)) or not x:
         raise InvalidRequest(
             f"{where}: expected a torch.Tensor, or a tuple or dictionary of them, got {type(x).__name__}"
         )
-    for name in _parts(x) or ():
+    for name in parts_of(x) or ():
         check_input(x[name], None if sample is None else sample[name], device, finite, f"{where}[{name!r}]")
 
 
@@ -89,23 +95,27 @@ def _check_tensor(x: Tensor, sample: Any, device: torch.device, where: str) -> N
         )
 
 
-def check_batch(x: Any, sample: Any, cause: Exception, where: str = "batch") -> None:
-    """Raise InvalidRequest if a batch on which the network failed differs from the example."""
-    served = "tensors"
-    like = isinstance(x, Tensor | tuple | Mapping)
-    if isinstance(sample, Tensor):
-        shape = ", ".join(map(str, ("N", *sample.shape)))
-        served = f"{sample.dtype} of shape ({shape}), N >= 1"
-        like = isinstance(x, Tensor) and x.dim() == sample.dim() + 1 and len(x) > 0
-        like = like and x.shape[1:] == sample.shape and x.dtype == sample.dtype
-        like = like and x.layout == torch.strided and not x.is_meta
-    elif sample is not None:
-        served = f"batches of {describe_input(sample)}"
-        like = _parts(x) == _parts(sample)
-        for name in _parts(sample) if like else ():
-            check_batch(x[name], sample[name], cause, f"{where}[{name!r}]")
-    if not like:
-        raise InvalidRequest(f"{where}: got {describe_input(x)}, this engine serves {served}") from cause
+def check_batch(x: Any, samples: Sequence[Any], cause: Exception) -> None:
+    """Raise InvalidRequest if a batch on which the network failed is like none of the samples."""
+    if any(_is_like(x, sample) for sample in samples or [None]):
+        return
+
+    def described(part: Tensor) -> str:
+        return f"{part.dtype} of shape ({', '.join(map(str, ('N', *part.shape)))}), N >= 1"
+
+    served = " or ".join(str(map_tensors(described, sample)) for sample in samples) or "tensors"
+    got = map_tensors(describe_input, as_batch(x)) if parts_of(x) else describe_input(x)
+    raise InvalidRequest(f"batch: got {got}, this engine serves {served}") from cause
+
+
+def _is_like(x: Any, sample: Any) -> bool:
+    if sample is None:
+        return isinstance(x, Tensor | tuple | Mapping)
+    if not isinstance(sample, Tensor):
+        return parts_of(x) == parts_of(sample) and all(_is_like(x[n], sample[n]) for n in parts_of(sample))
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_meta or not x.dim() or not len(x):
+        return False
+    return x.shape[1:] == sample.shape and x.dtype == sample.dtype
 
 
 def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any:
@@ -136,7 +146,7 @@ def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any
 
 
 def samples_of(example: Any) -> Any:
-    """Return the first sample of a batch, of every batch in a list, or None of None.
+    """Return the first sample of a batch, on the CPU; of every batch in a list, or None of None.
 
     Raises InvalidRequest if it is no batch: tensors whose first axis has the same size, at least 1.
     """
@@ -153,24 +163,7 @@ def samples_of(example: Any) -> Any:
             f"example: expected a batch, tensors whose first axis has one size, got {describe_input(batch)}; "
             "give x[None] of one input x"
         )
-    return map_tensors(lambda t: t[0], batch)
-
-
-def detached_sample(sample: Any) -> Any:
-    """Return a sample with its tensors on the CPU and without gradients."""
-    return map_tensors(lambda t: t.detach().to("cpu"), as_batch(sample))
-
-
-def to_dtype(sample: Any, former: torch.dtype, dtype: torch.dtype) -> Any:
-    """Return a sample, or a list of them, with the tensors of one dtype in another one."""
-    if isinstance(sample, list):
-        return [to_dtype(one, former, dtype) for one in sample]
-    return map_tensors(lambda t: t.to(dtype) if t.dtype == former else t, sample)
-
-
-def dtype_of(supernet: Supernet) -> torch.dtype:
-    """Return the dtype of the weights of a supernet."""
-    return next((p.dtype for p in supernet.parameters() if p.is_floating_point()), torch.float32)
+    return map_tensors(lambda t: t[0].detach().to("cpu", copy=True), batch)
 
 
 def sample_to_json(sample: Any) -> Any:
@@ -205,13 +198,18 @@ def sample_from_json(described: Any) -> Any:
     return torch.zeros(shape, dtype=dtype)
 
 
-def shapes(sample: Any) -> Any:
+def shapes(x: Any) -> Any:
     """Return the shape of an input as JSON: a list per tensor, in lists and objects like the input's."""
-    if isinstance(sample, tuple):
-        return [shapes(part) for part in sample]
-    if isinstance(sample, dict):
-        return {name: shapes(part) for name, part in sample.items()}
-    return list(sample.shape)
+    if isinstance(x, tuple):
+        return [shapes(part) for part in x]
+    if isinstance(x, dict):
+        return {name: shapes(part) for name, part in x.items()}
+    return list(x.shape) if isinstance(x, Tensor) else describe_input(x)
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """Return a batch in the memory format in which engines run it: images in channels_last."""
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
 def batch_like(sample: Any, size: int) -> Any:
@@ -229,9 +227,9 @@ def batch_like(sample: Any, size: int) -> Any:
 class Stager:
     """Stacks single inputs into one batch on a device.
 
-    On CUDA devices every thread has its own page-locked memory and its own stream for copies. So with two
-    workers, the copies of one overlap with the computation of the other; all computation stays on the common
-    stream. This part has not run on hardware yet.
+    On CUDA devices every thread copies on a stream of its own. So with two workers, the copies of one overlap
+    with the computation of the other; all computation stays on the common stream. This part has not run on
+    hardware yet.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -240,17 +238,14 @@ class Stager:
 
     def stack(self, inputs: Sequence[Any], size: int) -> Any:
         """Stack inputs of one structure into a batch of so many samples; padding repeats the last input."""
-        samples = [*inputs, *[inputs[-1]] * (size - len(inputs))]
-        return self._stack(samples, ())
+        return self._stack([*inputs, *[inputs[-1]] * (size - len(inputs))])
 
-    def _stack(self, samples: Sequence[Any], path: tuple[Any, ...]) -> Any:
+    def _stack(self, samples: Sequence[Any]) -> Any:
         first = samples[0]
         if isinstance(first, tuple):
-            return tuple(
-                self._stack([sample[i] for sample in samples], (*path, i)) for i in range(len(first))
-            )
+            return tuple(self._stack(parts) for parts in zip(*samples, strict=True))
         if isinstance(first, Mapping):
-            return {name: self._stack([sample[name] for sample in samples], (*path, name)) for name in first}
+            return {name: self._stack([sample[name] for sample in samples]) for name in first}
         samples = [sample.detach() for sample in samples]
         dtypes = {sample.dtype for sample in samples}
         if len(dtypes) > 1:
@@ -260,33 +255,14 @@ class Stager:
             )
         if self._device.type != "cuda" or any(sample.device.type != "cpu" for sample in samples):
             return torch.stack([sample.to(self._device) for sample in samples])
-        return self._copied(samples, path)
-
-    def _copied(self, samples: list[Tensor], path: tuple[Any, ...]) -> Tensor:
-        own = self._own.__dict__
-        if not own:
-            own.update(stream=torch.cuda.Stream(self._device), staged={})  # type: ignore[no-untyped-call]
-        key = path, samples[0].shape, samples[0].dtype
-        memory, copied = own["staged"].get(key, (None, None))
-        if copied is not None:
-            copied.synchronize()  # Wait until the last batch was copied out of this memory.
-        if memory is None or len(memory) < len(samples):
-            memory = torch.empty((len(samples), *samples[0].shape), dtype=samples[0].dtype, pin_memory=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            own["staged"][key] = memory, copied
-        staged = memory[: len(samples)]
-        torch.stack(samples, out=staged)
+        # torch uses page-locked memory again only when the copies out of it are done.
+        shape = len(samples), *samples[0].shape
+        staged = torch.stack(samples, out=torch.empty(shape, dtype=samples[0].dtype, pin_memory=True))
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         computing = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(own["stream"]):
+        with torch.cuda.stream(self._own.stream):
             batch: Tensor = staged.to(self._device, non_blocking=True)
-            copied.record(own["stream"])
-        computing.wait_event(copied)
+        computing.wait_stream(self._own.stream)
         batch.record_stream(computing)
         return batch
-
-
-def _parts(x: Any) -> Any:
-    """Return the keys of a structure's parts, or None if x is not a structure."""
-    if isinstance(x, tuple):
-        return range(len(x))
-    return x.keys() if isinstance(x, Mapping) else None

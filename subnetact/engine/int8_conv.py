@@ -7,7 +7,6 @@ float32, one sample after another, because a call takes one scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from subnetact.engine.packed_conv import PackedConv
 from subnetact.errors import PrecisionError
 from subnetact.operators.kernel_table import STRIDED, kernel_here
 from subnetact.operators.lowered_weight import SMALLEST_SCALE, LowConv, quantise_rows
+from subnetact.supernet.elementwise import Elementwise
 
 __all__ = ["Int8Conv", "runs_at_int8"]
 
@@ -37,21 +37,15 @@ def runs_at_int8(conv: nn.Module) -> bool:
 
 
 class Int8Conv(PackedConv):
-    """A convolution of an int8 view, packed; `factor` is that of a BatchNorm, per output channel, or None."""
+    """A convolution of an int8 view, packed."""
 
-    def __init__(
-        self,
-        conv: Any,
-        factor: Tensor | None,
-        bias: Tensor | None,
-        activation: str = "none",
-        scalars: Sequence[float] = (),
-    ) -> None:
-        super().__init__(conv, _int8_weight(conv, factor), bias, torch.float32, activation, scalars)
-        self._onednn = True
-        scales: Any = conv.lowered.scale
-        scales = scales if factor is None else scales * factor.abs()
-        self._scales = scales.detach().clamp_min(SMALLEST_SCALE)
+    def __init__(self, conv: Any, norm: Any = None, activation: Elementwise | None = None) -> None:
+        super().__init__(conv, norm, activation)
+        self._onednn, self._then = True, None
+        scales: Tensor = conv.lowered.scale.detach()
+        if self._factor is not None:
+            scales = scales * self._factor.abs()
+        self._scales = scales.clamp_min(SMALLEST_SCALE)
         self._zeros = torch.zeros(len(self._scales), dtype=torch.int32)
 
     @property
@@ -59,33 +53,36 @@ class Int8Conv(PackedConv):
         """Whether the result can be a number although the convolution gives NaN: always."""
         return True
 
-    def _reorder(self, shape: torch.Size) -> Tensor:
+    def _reordered(self, shape: torch.Size) -> Tensor:
+        weight = self._weight
+        if self._factor is not None:  # Scales are positive, so a negative factor changes the weights.
+            weight = torch.where((self._factor < 0)[:, None, None, None], -weight, weight)
         padding, stride, dilation, groups = self._settings
         packed: Tensor = torch.ops.onednn.qconv_prepack(
-            self._source(), self._scales, 1.0, ZERO, stride, padding, dilation, groups, list(shape)
+            weight.contiguous(), self._scales, 1.0, ZERO, stride, padding, dilation, groups, list(shape)
         )
         return packed
 
-    def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Run the convolution, as `PackedConv` does."""
-        sample = x[:1].shape
-        weight = self._by_shape.get(sample)
+        shape = x[:1].shape
+        weight = self._by_shape.get(shape)
         if weight is None:
-            weight = self.prepare(sample)
+            weight = self._packed(shape)
         n, channels, height, width = x.shape
         short, scales = quantise_rows(x.permute(0, 2, 3, 1).reshape(n, -1))
         shifted = short.view(torch.uint8).bitwise_xor_(ZERO)
         samples = shifted.view(n, 1, height, width, channels).permute(0, 1, 4, 2, 3)
-        total = None if other is None else other if overwrite else other.clone()
+        total = None if other is None else other if self.overwrite else other.clone()
         found = [
-            self._sample(samples[i], scale, weight, None if total is None else total[i : i + 1])
+            self._convolved(samples[i], scale, weight, None if total is None else total[i : i + 1])
             for i, scale in enumerate(scales[:, 0].tolist())
         ]
         if total is not None:
             return total
         return found[0] if n == 1 else torch.cat(found)
 
-    def _sample(self, short: Tensor, scale: float, weight: Tensor, total: Tensor | None) -> Tensor:
+    def _convolved(self, short: Tensor, scale: float, weight: Tensor, total: Tensor | None) -> Tensor:
         """Convolve one sample; if there is a total, add it to that, in place."""
         padding, stride, dilation, groups = self._settings
         name, scalars = self._merged
@@ -93,24 +90,8 @@ class Int8Conv(PackedConv):
         settings = (self._bias, stride, padding, dilation, groups, 1.0, 0, torch.float32)
         convolve: Any = torch.ops.onednn.qconv2d_pointwise
         if total is None:
-            alone: Tensor = convolve(*given, *settings, name, list(scalars), "")
+            alone: Tensor = convolve(*given, *settings, name, scalars, "")
             return alone
         unary = None if name == "none" else name
-        accumulated = (1.0, 0, "sum", 1.0, unary, list(scalars), "")
-        added: Tensor = convolve.binary(*given, total, *settings, *accumulated)
+        added: Tensor = convolve.binary(*given, total, *settings, 1.0, 0, "sum", 1.0, unary, scalars, "")
         return added
-
-
-def _int8_weight(conv: Any, factor: Tensor | None) -> Callable[[], Tensor]:
-    """Return a function that makes the int8 weight.
-
-    A negative factor changes the sign of the weights of its channel, because scales are positive.
-    """
-
-    def make() -> Tensor:
-        weight: Tensor = conv.weight
-        if factor is not None:
-            weight = torch.where((factor < 0)[:, None, None, None], -weight, weight)
-        return weight.contiguous()
-
-    return make

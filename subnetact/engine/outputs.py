@@ -1,4 +1,4 @@
-"""Outputs of a batch: how they are split into samples and put together."""
+"""Outputs of a batch: how they are split into samples."""
 
 from __future__ import annotations
 
@@ -6,29 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.errors import EngineError
 
-__all__ = ["replaced_samples", "unstack"]
-
-
-def replaced_samples(output: Any, others: Any, places: Tensor, size: int) -> Any:
-    """Return an output with other answers for the samples at some places; None if it cannot be split."""
-    (parts, structure), (new, other) = tree_flatten(output), tree_flatten(others)
-    if structure != other:
-        return None
-    joined: list[Tensor | None] = []
-    for one, rows in zip(parts, new, strict=True):
-        if isinstance(one, Tensor) and isinstance(rows, Tensor):
-            if (one.shape[:1], rows.shape) != ((size,), (len(places), *one.shape[1:])):
-                return None
-            joined.append(one.index_copy(0, places, rows.to(one.dtype)))
-        elif one is None and rows is None:
-            joined.append(None)
-        else:
-            return None
-    return tree_unflatten(joined, structure)
+__all__ = ["unstack"]
 
 
 def unstack(output: Any, count: int, size: int, where: str = "output") -> list[Any]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Lock
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PackedConv", "can_pack", "plain_conv"]
+from subnetact.supernet.elementwise import Elementwise
+
+__all__ = ["ACTIVATIONS", "PackedConv", "can_pack", "packed_once", "plain_conv"]
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_convolution_pointwise"
 )
 SHAPES = 64
 """Number of input shapes for which a convolution remembers the layout of its weight."""
+ACTIVATIONS: dict[str, tuple[str, list[float]]] = {
+    "relu": ("relu", []),
+    "relu6": ("hardtanh", [0.0, 6.0]),
+    "hardswish": ("hardswish", []),
+}
+"""What oneDNN calls the activations that it computes in the same pass as a convolution, and their scalars."""
 
 
 def plain_conv(module: nn.Module) -> bool:
@@ -34,37 +43,52 @@ def can_pack(weight: Tensor) -> bool:
     return _ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
-class PackedConv:
+def packed_once(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """Run a convolution whose weight is packed for this call only."""
+    settings = _settings(conv)
+    weight = torch.ops.mkldnn._reorder_convolution_weight(conv.weight, *settings, x.shape)
+    y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, weight, conv.bias, *settings, "none", [], "")
+    return y
+
+
+def _settings(conv: nn.Conv2d) -> tuple[list[int], list[int], list[int], int]:
+    padding: Any = conv.padding
+    return list(padding), list(conv.stride), list(conv.dilation), conv.groups
+
+
+class PackedConv(nn.Module):
     """A convolution with its weight packed for oneDNN (float32 on the CPU) or in channels_last (otherwise).
 
-    It can add a second input and apply an activation in the same pass: `none`, `relu`, `hardswish`, or
-    `hardtanh` between two `scalars`. oneDNN's ReLU and hardtanh turn NaN into a number, so without `merge`
-    the activation runs by itself. oneDNN's layout depends on the shape of the input, and a weight in the
-    layout for another shape can be a hundred times slower. So the weight that `source` makes is packed when
-    an input shape is first seen, once per layout.
+    It has the BatchNorm behind it folded in, can add a second input, and applies an activation: one of
+    `ACTIVATIONS`, in the same pass. oneDNN's ReLU and hardtanh turn NaN into a number, so without `merge` the
+    activation runs by itself. oneDNN's layout depends on the shape of the input, and a weight in the layout
+    for another shape can be a hundred times slower. So the weight is packed when an input shape is first
+    seen, once per layout. `overwrite` says whether the second input may be overwritten with the result.
     """
 
     def __init__(
-        self,
-        conv: nn.Conv2d,
-        source: Callable[[], Tensor],
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        activation: str = "none",
-        scalars: Sequence[float] = (),
-        merge: bool = True,
+        self, conv: Any, norm: Any = None, activation: Elementwise | None = None, merge: bool = True
     ) -> None:
-        padding, stride, dilation = (
-            [int(n) for n in numbers] for numbers in (conv.padding, conv.stride, conv.dilation)
-        )
-        self._settings = padding, stride, dilation, conv.groups
-        self._source = source
-        self._bias = bias
+        super().__init__()
+        self.overwrite = False
+        self._settings = _settings(conv)
+        self._weight: Tensor = conv.weight.detach()
+        self._factor: Tensor | None = None
+        self._bias: Tensor | None = None if conv.bias is None else conv.bias.detach()
+        if norm is not None:
+            self._factor = torch.rsqrt(norm.running_var + norm.eps)
+            if norm.weight is not None:
+                self._factor = self._factor * norm.weight.detach()
+            shift = 0.0 if self._bias is None else self._bias
+            self._bias = (shift - norm.running_mean) * self._factor
+            if norm.bias is not None:
+                self._bias = self._bias + norm.bias.detach()
+        if self._bias is not None and self._weight.is_floating_point():
+            self._bias = self._bias.to(self._weight.dtype)
+        self._onednn = can_pack(conv.weight)
+        self._merged = ACTIVATIONS[activation.name] if activation and merge else ("none", [])
+        self._then = None if activation is None or (self._onednn and merge) else activation.over
         self._reserve: Callable[[int], bool] = lambda _: True
-        self._activation = activation
-        self._scalars = tuple(scalars)
-        self._onednn = _ONEDNN and conv.weight.device.type == "cpu" and dtype == torch.float32
-        self._merged = (activation, self._scalars) if merge else ("none", ())
         self._packing = Lock()
         self._by_layout: dict[bytes, Tensor] = {}
         self._by_shape: dict[torch.Size, Tensor] = {}
@@ -73,15 +97,27 @@ class PackedConv:
     def nbytes(self) -> int:
         """Bytes of the packed weights and the bias."""
         held = sum(map(self._nbytes, list(self._by_layout.values())))
-        return held + (0 if self._bias is None else self._bias.numel() * self._bias.element_size())
+        return held + (0 if self._bias is None else self._bias.nbytes)
 
-    def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """Map x to (N, out, H', W') in channels_last; add `other`, which may be overwritten."""
+    @property
+    def swallows_nan(self) -> bool:
+        """Whether the result can be a number although the convolution gives NaN."""
+        return self._onednn and self._merged[0] in ("relu", "hardtanh")
+
+    def limit(self, reserve: Callable[[int], bool]) -> None:
+        """Ask `reserve` for the bytes of every further layout; if it refuses, each call packs the weight."""
+        self._reserve = reserve
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """Map x to (N, out, H', W') in channels_last; add `other`, which `overwrite` lets it overwrite."""
         weight = self._by_shape.get(x.shape)
         if weight is None:
-            weight = self.prepare(x.shape)
+            weight = self._packed(x.shape)
         if not self._onednn:
-            return self._elsewhere(x, weight, other)
+            padding, stride, dilation, groups = self._settings
+            y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
+            y = y if other is None else y.add_(other)
+            return y if self._then is None else self._then(y)
         convolve = torch.ops.mkldnn._convolution_pointwise
         name, scalars = self._merged
         if other is None:
@@ -89,64 +125,38 @@ class PackedConv:
         else:
             unary = None if name == "none" else name
             add = weight, self._bias, *self._settings, "add", None, unary, scalars, ""
-            if overwrite:
+            if self.overwrite:
                 y = torch.ops.mkldnn._convolution_pointwise_.binary(other, x, *add)
             else:
                 y = convolve.binary(x, other, *add)
-        return y if name == self._activation else self._activate(y)
+        return y if self._then is None else self._then(y)
 
-    def limit(self, reserve: Callable[[int], bool]) -> None:
-        """Ask `reserve` for the bytes of every further layout; if it refuses, each call packs the weight."""
-        self._reserve = reserve
-
-    @property
-    def swallows_nan(self) -> bool:
-        """Whether the result can be a number although the convolution gives NaN."""
-        return self._onednn and self._merged[0] in ("relu", "hardtanh")
-
-    def prepare(self, shape: torch.Size) -> Tensor:
-        """Pack the weight for inputs of a shape (N, in, H, W), if necessary, and return the packed weight."""
+    def _packed(self, shape: torch.Size) -> Tensor:
+        """Return the weight in the layout for inputs of a shape (N, in, H, W)."""
         with self._packing:  # Other convolutions are packed meanwhile.
-            known = self._by_shape.get(shape)
-            return self._pack(shape) if known is None else known
+            if shape in self._by_shape:
+                return self._by_shape[shape]
+            packed, layout = self._reordered(shape), b""
+            if self._onednn:
+                layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
+            found = self._by_layout.get(layout)
+            if found is None:
+                if not self._reserve(self._nbytes(packed)):
+                    return packed
+                found = self._by_layout.setdefault(layout, packed)
+            if len(self._by_shape) >= SHAPES:
+                self._by_shape = {}
+            self._by_shape[shape] = found
+            return found
 
-    def _pack(self, shape: torch.Size) -> Tensor:
-        if self._onednn:
-            packed = self._reorder(shape)
-            layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
-        else:
-            packed, layout = self._source().contiguous(memory_format=torch.channels_last), b""
-        found = self._by_layout.get(layout)
-        if found is None:
-            if not self._reserve(self._nbytes(packed)):
-                return packed
-            found = self._by_layout.setdefault(layout, packed)
-        if len(self._by_shape) >= SHAPES:
-            self._by_shape = {}
-        self._by_shape[shape] = found
-        return found
-
-    def _reorder(self, shape: torch.Size) -> Tensor:
-        packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(self._source(), *self._settings, shape)
+    def _reordered(self, shape: torch.Size) -> Tensor:
+        weight = self._weight
+        if self._factor is not None:
+            weight = (weight * self._factor.reshape(-1, 1, 1, 1)).to(weight.dtype)
+        if not self._onednn:
+            return weight.contiguous(memory_format=torch.channels_last)
+        packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight, *self._settings, shape)
         return packed
 
     def _nbytes(self, weight: Tensor) -> int:
-        if self._onednn:
-            return int(torch.ops.mkldnn._nbytes(weight))
-        return weight.numel() * weight.element_size()
-
-    def _elsewhere(self, x: Tensor, weight: Tensor, other: Tensor | None) -> Tensor:
-        padding, stride, dilation, groups = self._settings
-        y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
-        if other is not None:
-            y = y.add_(other)
-        return self._activate(y)
-
-    def _activate(self, y: Tensor) -> Tensor:
-        if self._activation == "relu":
-            return y.relu_()
-        if self._activation == "hardswish":
-            return F.hardswish(y, inplace=True)
-        if self._activation == "hardtanh":
-            return y.clamp_(*self._scalars)
-        return y
+        return int(torch.ops.mkldnn._nbytes(weight)) if self._onednn else weight.nbytes

@@ -11,7 +11,7 @@ Which library is faster depends on the maker of the processor (`benchmarks/resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -25,14 +25,7 @@ from subnetact.operators.view_module import mix_in_
 from subnetact.supernet.elementwise import has_hooks
 from subnetact.supernet.trace import is_layer
 
-__all__ = [
-    "PackedLinear",
-    "can_pack_linear",
-    "is_intel",
-    "is_packed",
-    "pack_linear_",
-    "pack_linears_",
-]
+__all__ = ["PackedLinear", "can_pack_linear", "is_intel", "pack_linears_", "packing_pays"]
 
 _MKL = torch.backends.mkl.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkl, "_mkl_linear"
@@ -57,6 +50,17 @@ PAGES = 2**14
 """Bytes that a packed weight may take beyond those of the plain weight, because it takes whole pages."""
 
 
+@cache
+def is_intel() -> bool:
+    """Tell whether the processor is one of Intel's."""
+    return "Intel" in machine(torch.device("cpu"))["device_name"]
+
+
+def packing_pays() -> bool:
+    """Tell whether products with packed weights are faster on this CPU in layers of all widths."""
+    return is_intel() or machine_facts("cpu").aten.startswith("AVX512")
+
+
 def can_pack_linear(module: Any) -> bool:
     """Tell whether a module is an ordinary linear layer, float32 on the CPU, that is worth packing."""
     return (
@@ -66,7 +70,7 @@ def can_pack_linear(module: Any) -> bool:
         and not has_hooks(module)
         and all(map(_packable, module._parameters.values()))
         and module.weight.numel() >= SMALLEST
-        and (is_intel() or _has_avx512() or min(module.weight.shape) >= WIDE)
+        and (packing_pays() or min(module.weight.shape) >= WIDE)
     )
 
 
@@ -85,11 +89,13 @@ class PackedLinear(nn.Module):
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.sizes = [len(weight) for weight in weights]
         self.outputs, self.inputs = whole.shape
-        self.plain = (whole if len(weights) == 1 else None,)  # A tuple, so that no copy is registered.
-        self.mkl = _pack(whole) if is_intel() or not _ONEDNN else None
+        self.plain = whole if len(weights) == 1 else None
+        self.mkl: Tensor | None = None
+        if is_intel() or not _ONEDNN:
+            self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, whole, ROWS)
         self.onednn: Tensor | None = None
         if _ONEDNN and (self.mkl is None or min(whole.shape) <= NARROW):
-            self.onednn = _pack_for_many(whole)
+            self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, whole, MANY)
         self.from_rows = MANY  # From how many rows oneDNN computes the product.
         if self.mkl is None:
             self.from_rows = 1 if len(weights) > 1 else -(-SMALL_PRODUCT // whole.numel())
@@ -119,30 +125,13 @@ class PackedLinear(nn.Module):
         elif self.mkl is not None:
             y = torch.ops.mkl._mkl_linear(x, self.mkl, self.shape, self.bias, rows)
         else:
-            y = F.linear(x, self.plain[0], self.bias)  # type: ignore[arg-type]
+            y = F.linear(x, self.plain, self.bias)  # type: ignore[arg-type]
         return y
 
 
-def _has_avx512() -> bool:
-    return machine_facts("cpu").aten.startswith("AVX512")
-
-
-@cache
-def is_intel() -> bool:
-    """Tell whether the processor is one of Intel's."""
-    return "Intel" in machine(torch.device("cpu"))["device_name"]
-
-
-def _pack(weight: Tensor) -> Tensor:
+def _pack(reorder: Callable[[Tensor, int], Tensor], weight: Tensor, rows: int) -> Tensor:
     with _PACKING:
-        packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
-        return packed
-
-
-def _pack_for_many(weight: Tensor) -> Tensor:
-    with _PACKING:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), MANY)
-        return packed
+        return reorder(weight.contiguous(), rows)
 
 
 class _Packed:
@@ -151,19 +140,6 @@ class _Packed:
     def forward(self: Any, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
         return self.product(x)  # type: ignore[no-any-return]
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Tell whether a module is a linear layer with a packed copy of its weight."""
-    return isinstance(module, _Packed)
-
-
-def pack_linear_(layer: Any) -> PackedLinear:
-    """Give a linear layer of a private view a packed copy of its weight. Its parameters stay."""
-    product = PackedLinear([layer])
-    object.__setattr__(layer, "product", product)  # Past nn.Module's registration: not a submodule.
-    mix_in_(layer, _Packed)
-    return product
 
 
 def pack_linears_(view: nn.Module) -> list[PackedLinear]:
@@ -178,7 +154,9 @@ def pack_linears_(view: nn.Module) -> list[PackedLinear]:
         if inside and path.startswith(inside):
             continue
         if can_pack_linear(module):
-            products.append(pack_linear_(module))
+            products.append(PackedLinear([module]))
+            object.__setattr__(module, "product", products[-1])  # not registered as a submodule
+            mix_in_(module, _Packed)
         elif path and is_layer(module):
             inside = f"{path}."
     return products

@@ -23,18 +23,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from subnetact.comparison import FUSED, SHORT, Tolerance, equal, is_as_near
-from subnetact.device import machine_facts, ran_out_of_memory
+from subnetact.comparison import FUSED, equal, is_as_near
+from subnetact.device import ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.outputs import replaced_samples
-from subnetact.engine.packed_linear import can_pack_linear, is_intel
+from subnetact.engine.inputs import batch_like, laid_out
+from subnetact.engine.packed_linear import can_pack_linear, packing_pays
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.errors import StaleWeights, SubnetActError
 from subnetact.operators.lowered_weight import LowConv
@@ -45,30 +45,19 @@ from subnetact.supernet.generation import is_counter
 from subnetact.supernet.storage import checksum
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["PinResult", "Plan", "default_budget", "slower_because"]
+__all__ = ["PinResult", "Plan", "slower_because"]
 
-BUDGET_PER_WEIGHT = 1.25
-"""Bytes of the default budget per byte of the weights: enough for the program of the largest subnet."""
-LARGEST_BUDGET = 2**30
-"""The default budget is at most so many bytes."""
 PRECISIONS = (FLOAT32, "int8")
 """The precisions at which subnets can become fused programs."""
 SMALL_INT8 = 2**20
 """Bytes of int8 kernels below which quantising the inputs takes longer than the products that it saves."""
 FARTHER = 2.0
 """A program at int8 may be this many times as far from the float32 outputs as the view is, by the norm."""
-LOW = Tolerance(2 * SHORT.largest, own=2 * SHORT.largest, least=1.0)
-"""How far a program may be from the view if it computes in a dtype that the user chose."""
 SHOW_AFTER_S = 2.0
 """Seconds after which a progress bar shows that programs are being made."""
 
 _DIFFERENT = "the outputs of the fused program differ from those of the view"
 _log = logging.getLogger("subnetact.engine")
-
-
-def default_budget(weights: int) -> int:
-    """Return the default memory budget, in bytes, of a supernet whose weights take so many bytes."""
-    return min(int(BUDGET_PER_WEIGHT * weights), LARGEST_BUDGET)
 
 
 def slower_because(view: nn.Module, device: torch.device) -> str:
@@ -85,10 +74,7 @@ def slower_because(view: nn.Module, device: torch.device) -> str:
     int8 = sum(p.numel() for p in kernels if p.dtype == torch.int8)
     if 0 < int8 < SMALL_INT8:
         return f"int8 kernels of {int8} bytes are too small to gain from a fused program; pin it nevertheless"
-    convolutional = any(isinstance(module, nn.Conv2d) for module in modules)
-    if convolutional:
-        return ""
-    if device.type == "cpu" and (is_intel() or machine_facts("cpu").aten.startswith("AVX512")):
+    if any(isinstance(module, nn.Conv2d) for module in modules) or (device.type == "cpu" and packing_pays()):
         return ""
     return "without convolutions, fused programs are not faster on this machine; pin it nevertheless"
 
@@ -111,14 +97,13 @@ class PinResult:
 
 @dataclass(frozen=True, eq=False)
 class PlannedProgram:
-    """A fused program, what it was made of, and when."""
+    """A fused program, what it was made of, and when. `holder` is whose bytes the budget counts."""
 
     program: FusedProgram
     bound: Bound
     moment: Any
     sums: Sequence[int]
     holder: object
-    """Whose bytes the budget counts; the program itself would hold itself."""
 
     def is_of(self, bound: Bound) -> bool:
         """Tell whether it was made of the weights and statistics of a view, as far as that can be seen."""
@@ -134,34 +119,42 @@ class PlannedProgram:
             return call_with(view, x)
         if not len(strange):
             return self.program(x)
-        # The batch keeps its size, on which rounding may depend.
-        answers = self.program(x.index_fill(0, strange, 0))
-        part = x[strange].contiguous(memory_format=_layout(x))
-        joined = replaced_samples(answers, call_with(view, part), strange, len(x))
-        return call_with(view, x) if joined is None else joined
+        answers = self.program(x.index_fill(0, strange, 0))  # of the same size, on which rounding may depend
+        if not isinstance(answers, Tensor) or answers.shape[:1] != x.shape[:1]:
+            return call_with(view, x)
+        return answers.index_copy(0, strange, call_with(view, laid_out(x[strange])))
+
+
+class _Reason(NamedTuple):
+    """Why a subnet runs as a view; until the weights change, if it has their moment."""
+
+    text: str
+    moment: Any = None
 
 
 class Plan:
-    """The plan of one engine. `never` says why nothing is fused at all; it is empty if something may be."""
+    """The plan of one engine. `never` says why nothing is fused at all; it is empty if something may be.
+
+    `bind` returns the present view of a subnet, and `sample` one input, or None if there is none yet.
+    """
 
     def __init__(
         self,
         supernet: Supernet,
         budget: Budget,
-        dtype: torch.dtype | None,
         bind: Callable[[ReadySubnet], Bound],
+        sample: Callable[[], Any],
         never: str,
     ) -> None:
         self.pinned: tuple[int, ...] = ()
         self.budget = budget
-        self._supernet = supernet
-        self._dtype = dtype
-        self._bind = bind
         self.never = never
+        self._supernet = supernet
+        self._bind = bind
+        self._sample = sample
         self._making = Lock()
         self._programs: dict[int, PlannedProgram | None] = {}  # None: the next call makes it again
-        self._reasons: dict[int, str] = {}
-        self._unusable: dict[int, tuple[Any, str]] = {}  # since which moment, and why
+        self._reasons: dict[int, _Reason] = {}
         self._slower: dict[int, str] = {}  # what `slower_because` said
         self._sizes: dict[int, int] = {}  # bytes of the programs, estimated until they were made
         self._warned = False
@@ -171,10 +164,12 @@ class Plan:
 
     def reason(self, subnet: int) -> str:
         """Return why a subnet runs as a view, in one line; "" if it is fused."""
-        unknown = "the engine has seen no input yet; give it example="
-        return "" if subnet in self._programs else self.never or self._reasons.get(subnet, unknown)
+        if subnet in self._programs:
+            return ""
+        unknown = _Reason("the engine has seen no input yet; give it example=")
+        return self.never or self._reasons.get(subnet, unknown).text
 
-    def program(self, subnet: ReadySubnet, bound: Bound, sample: Any) -> PlannedProgram | None:
+    def program(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | None:
         """Return the program of a planned subnet, made again if necessary; None if the view has to run."""
         if subnet.id not in self._programs:
             return None
@@ -186,22 +181,23 @@ class Plan:
             if subnet.id not in self._programs or (found is not None and found.is_of(bound)):
                 return found
             self._release(subnet.id)
-            self._programs[subnet.id] = found = None
+            self._programs[subnet.id] = None
             with suppress(StaleWeights):  # During `functional_call`; the next call tries again.
-                found, why = self._made(subnet, bound, sample)
-                if subnet.id in self._unusable:
-                    self._leave_out(subnet.id, why)
-                else:
-                    self._programs[subnet.id] = found
-            return found
+                made = self._made(subnet, bound)
+                if isinstance(made, PlannedProgram):
+                    self._programs[subnet.id] = made
+                    return made
+                if made.moment is not None:
+                    self._leave_out(subnet.id, made)
+            return None
 
-    def change(self, served: Mapping[int, ReadySubnet], sample: Any) -> None:
+    def change(self, served: Mapping[int, ReadySubnet]) -> None:
         """Make the plan for the subnets that are served and pinned now.
 
         Raises:
-            StaleWeights: `functional_call` runs on the supernet, whose tensors a program must not keep.
+            StaleWeights: `functional_call` ran on the supernet, whose tensors a program must not keep.
         """
-        if self.never or sample is None:
+        if self.never or self._sample() is None:
             return
         with self._making:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
@@ -210,14 +206,14 @@ class Plan:
             for place, i in enumerate(
                 tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
             ):
-                left -= self._decide(served[i], left, order[:place:-1], sample)
+                left -= self._decide(served[i], left, order[:place:-1])
 
     def drop(self, subnet: int) -> None:
         """Forget a subnet that is no longer served, and its pin."""
         with self._making:
             self.pinned = tuple(i for i in self.pinned if i != subnet)
-            self._leave_out(subnet, "")
-            for known in (self._reasons, self._unusable, self._slower, self._sizes):
+            self._release(subnet)
+            for known in (self._programs, self._reasons, self._slower, self._sizes):
                 known.pop(subnet, None)
 
     def stale(self) -> list[int]:
@@ -233,107 +229,99 @@ class Plan:
                 self._release(i)
                 self._programs[i] = None
 
-    def _decide(self, subnet: ReadySubnet, left: int, behind: Sequence[int], sample: Any) -> int:
+    def _decide(self, subnet: ReadySubnet, left: int, behind: Sequence[int]) -> int:
         """Put a subnet into the plan if it fits in the bytes that are left, and return what it takes of them.
 
         `behind` are the subnets behind it in the plan, which make room, the last one first.
         """
-        known, made = self._programs.get(subnet.id), None
+        made: PlannedProgram | _Reason | None
+        known = self._programs.get(subnet.id)
         try:
-            why = self._why_not(subnet, left)
-            if not why and known is not None and known.program.nbytes <= left:
+            made = self._why_not(subnet, left)
+            if made is None and known is not None and known.program.nbytes <= left:
                 return known.program.nbytes
-            if not why:
+            if made is None:
                 for other in behind:
                     if self.budget.used + self._sizes[subnet.id] <= self.budget.limit:
                         break
-                    self._leave_out(other, "")
+                    self._leave_out(other, _Reason(""))
                 self._release(subnet.id)
-                made, why = self._made(subnet, self._bind(subnet), sample)
+                made = self._made(subnet, self._bind(subnet))
         except StaleWeights:
             raise
         except SubnetActError as error:  # It has no statistics, for example.
-            why = " ".join(str(error).split())
-        if made is None:
-            self._leave_out(subnet.id, why)
+            made = _Reason(_one_line(error))
+        if isinstance(made, _Reason):
+            self._leave_out(subnet.id, made)
             return 0
         self._programs[subnet.id] = made
         return made.program.nbytes
 
-    def _why_not(self, subnet: ReadySubnet, left: int) -> str:
+    def _why_not(self, subnet: ReadySubnet, left: int) -> _Reason | None:
         i, precision = subnet.id, subnet.spec.precision
         if precision not in PRECISIONS:
-            return f"a subnet at {precision} runs as a view"
+            return _Reason(f"a subnet at {precision} runs as a view")
         if i not in self._sizes:
             bound = self._bind(subnet)
-            self._slower[i], self._sizes[i] = slower_because(bound.view, bound.device), self._size(bound.view)
+            self._slower[i], self._sizes[i] = slower_because(bound.view, bound.device), _estimate(bound.view)
         if self._slower[i] and i not in self.pinned:
-            return self._slower[i]
-        if i in self._unusable and self._unusable[i][0] == self._bind(subnet).moment():
-            return self._unusable[i][1]
-        return "" if self._sizes[i] <= left else self._no_room()
+            return _Reason(self._slower[i])
+        known = self._reasons.get(i)
+        if known is not None and known.moment is not None and known.moment == self._bind(subnet).moment():
+            return known
+        return None if self._sizes[i] <= left else self._no_room()
 
-    def _leave_out(self, subnet: int, why: str) -> None:
+    def _leave_out(self, subnet: int, reason: _Reason) -> None:
         self._release(subnet)
         self._programs.pop(subnet, None)
-        self._reasons[subnet] = why
+        self._reasons[subnet] = reason
 
     def _release(self, subnet: int) -> None:
         former = self._programs.get(subnet)
         if former is not None:
             self.budget.free(former.holder)
 
-    def _no_room(self) -> str:
+    def _no_room(self) -> _Reason:
         mib = self.budget.limit / 2**20
-        return f"it does not fit in the budget of {mib:.4g} MiB beside the programs that come first"
+        return _Reason(f"it does not fit in the budget of {mib:.4g} MiB beside the programs that come first")
 
-    def _size(self, view: nn.Module) -> int:
-        """Return about how many bytes the program of a view takes."""
-        modules: Iterable[Any] = view.modules()
-        layers = [m for m in modules if isinstance(m, nn.Conv2d) or can_pack_linear(m)]
-        size: int = 4 if self._dtype is None else self._dtype.itemsize
-        return size * sum(int(layer.weight.numel()) for layer in layers)
-
-    def _made(self, subnet: ReadySubnet, bound: Bound, sample: Any) -> tuple[PlannedProgram | None, str]:
-        """Make a program, or say why there is none; `_unusable` keeps what only other weights can change."""
-        self._unusable.pop(subnet.id, None)
+    def _made(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | _Reason:
+        """Make a program, or say why there is none."""
         moment, sums, why = bound.moment(), checksum(_read_by(bound)), ""
         try:
-            program = self._checked(subnet.spec, bound, sample)
+            program = self._checked(subnet.spec, bound)
         except StaleWeights:
             raise
         except Exception as error:
-            why = " ".join(str(error).split()) or type(error).__name__
+            why = _one_line(error)
             if ran_out_of_memory(error):
-                return None, f"memory was short: {why}"
+                return _Reason(f"memory was short: {why}")
         if bound.moment() != moment or not bound.current:
-            if not bound.changes_itself(_probe(sample, bound.device)):
-                return None, "weights changed while it was made"
+            if not bound.changes_itself(self._probe(bound)):
+                return _Reason("weights changed while it was made")
             why, moment = "its forward changes its own buffers", bound.moment()
         if why:
-            self._unusable[subnet.id] = moment, why
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
             _log.log(level, "%s runs as a view, not as a fused program: %s", subnet, why)
-            return None, why
+            return _Reason(why, moment)
         self._sizes[subnet.id] = program.nbytes
         holder = object()
         if not self.budget.take(holder, program.nbytes):
-            return None, self._no_room()
+            return self._no_room()
         program.limit(partial(self.budget.take, holder, grow=True))
-        return PlannedProgram(program, bound, moment, sums, holder), ""
+        return PlannedProgram(program, bound, moment, sums, holder)
 
-    def _checked(self, spec: SubnetSpec, bound: Bound, sample: Any) -> FusedProgram:
-        """Make a program whose outputs for two random inputs are those of the view."""
-        x = _probe(sample, bound.device)
-        causes: list[Exception] = []
+    def _checked(self, spec: SubnetSpec, bound: Bound) -> FusedProgram:
+        """Make a program whose outputs for two inputs are those of the view."""
+        x, causes = self._probe(bound), list[Exception]()
         for traced in (True, False) if isinstance(x, Tensor) else (False,):
             view, statistics_row = self._supernet.private_view(spec)
             if not bound.current or statistics_row is not bound.statistics_row:
                 raise ValueError("its weights or statistics were replaced")
             with torch.inference_mode():
                 try:
-                    program = FusedProgram(view, self._dtype, x, traced)
+                    program = FusedProgram(view, x, traced)
                 except Exception as error:  # The first one says why the network cannot be traced.
                     causes.append(error)
                     continue
@@ -348,10 +336,27 @@ class Plan:
     def _outputs_are_equal(self, program: FusedProgram, view: nn.Module, x: Any, spec: SubnetSpec) -> bool:
         output, expected = program(x), call_with(view, x)
         if spec.precision == FLOAT32:
-            return equal(output, expected, FUSED if self._dtype is None else LOW)
+            return equal(output, expected, FUSED)
         # A number may round to another int8 number than in the view, and float32 is between the two.
         exact, _ = self._supernet.private_view(self._supernet.space.at_precision(spec, FLOAT32))
         return is_as_near(output, expected, call_with(exact, x), FARTHER)
+
+    def _probe(self, bound: Bound) -> Any:
+        """Return a batch of two inputs. A single tensor is random, other inputs are the sample twice."""
+        sample = self._sample()
+        if isinstance(sample, Tensor) and sample.is_floating_point():
+            return laid_out(batch_like(sample, 2).to(bound.device))
+        return map_tensors(lambda t: torch.stack([t] * 2).to(bound.device), sample)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _estimate(view: nn.Module) -> int:
+    """Return about how many bytes the program of a view takes."""
+    modules: Iterable[Any] = view.modules()
+    return 4 * sum(int(m.weight.numel()) for m in modules if isinstance(m, nn.Conv2d) or can_pack_linear(m))
 
 
 def _read_by(bound: Bound) -> list[Tensor]:
@@ -363,17 +368,3 @@ def _read_by(bound: Bound) -> list[Tensor]:
             found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
     found += [] if row is None else [row.flat]
     return [source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t])]
-
-
-def _layout(x: Tensor) -> torch.memory_format:
-    """Return the memory format in which engines run a batch of single tensors."""
-    return torch.channels_last if x.dim() == 4 else torch.contiguous_format
-
-
-def _probe(sample: Any, device: torch.device) -> Any:
-    """Return a batch of two inputs. A single tensor is random, other inputs are the example twice."""
-    if isinstance(sample, Tensor) and sample.is_floating_point():
-        shape, generator = (2, *sample.shape), torch.Generator().manual_seed(0)
-        x = torch.randn(shape, generator=generator, dtype=sample.dtype).to(device)
-        return x.contiguous(memory_format=_layout(x))
-    return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)

@@ -80,12 +80,10 @@ class ReadySubnet:
 
     __slots__ = ("_run", "accuracy", "bound", "id", "spec")
 
-    def __init__(
-        self, id: int, spec: SubnetSpec, accuracy: float | None, run: Callable[[ReadySubnet, Any], Any]
-    ) -> None:
+    def __init__(self, id: int, spec: SubnetSpec, run: Callable[[ReadySubnet, Any], Any]) -> None:
         self.id = id
         self.spec = spec
-        self.accuracy = accuracy
+        self.accuracy: float | None = None
         self.bound: Bound | None = None
         self._run = run
 

@@ -17,8 +17,6 @@ class EngineStats:
     Attributes:
         subnets: number of subnets that are served.
         fused: number of them that run as fused programs now.
-        actuate_us: median time to choose a ready subnet, in microseconds.
-        bind_ms: median time to make a subnet ready, in milliseconds.
         weights: bytes of the supernet's parameters and buffers.
         packed_bytes: bytes of slices that are no views of the weights, such as copies of segments. Subnets
             with the same slice of a layer share one.
@@ -33,8 +31,6 @@ class EngineStats:
 
     subnets: int
     fused: int
-    actuate_us: float
-    bind_ms: float
     weights: int
     packed_bytes: int
     lowered_bytes: int

@@ -30,10 +30,12 @@ def digits_engine(count: int = 6, **options: Any) -> Engine:
     return Engine(supernet, specs, **options)
 
 
-def through(blocks: list[Any], x: Tensor) -> Any:
-    for block in blocks:
-        x = block(x)
-    return x
+def through(engine: Engine, subnet: int, x: Tensor) -> Tensor:
+    """Return what a batch gives block by block."""
+    run = engine.start(subnet, list(x), len(x))
+    while not run.step():
+        pass
+    return torch.stack(list(run.outputs()))
 
 
 @pytest.fixture
@@ -44,16 +46,13 @@ def x() -> Tensor:
 @pytest.mark.parametrize("budget", [0.0, 256.0])
 def test_blocks_equal_the_whole_subnet_bit_for_bit(x: Tensor, budget: float) -> None:
     engine = digits_engine(memory_budget_mb=budget)
-    laid_out = x.contiguous(memory_format=torch.channels_last)
     for subnet in engine.ids:
         if budget:
             assert engine.pin(subnet)
-        blocks = engine.blocks(subnet)
-        depth = sum(engine.specs[subnet]["depth"])
-        assert len(blocks) == 1 + depth  # the stem, and one block per layer that is kept
-        assert torch.equal(through(blocks, laid_out), engine(x, subnet))
+        assert torch.equal(through(engine, subnet, x), engine(x, subnet))
         run = engine.start(subnet, list(x), 8)
-        assert run.blocks == len(blocks)
+        depth = sum(engine.specs[subnet]["depth"])
+        assert run.blocks == 1 + depth  # the stem, and one block per layer that is kept
         assert not run.step()
         while not run.step(2):
             pass
@@ -71,12 +70,8 @@ def test_blocks_of_families(family: str) -> None:
         example=x[:1],
     )
     for subnet in engine.ids:
-        run = engine.start(subnet, list(x), 3)
-        assert run.blocks > 1
-        while not run.step():
-            pass
-        whole = torch.stack(list(engine.run(subnet, list(x), 3)))
-        assert torch.equal(torch.stack(list(run.outputs())), whole)
+        assert engine.start(subnet, list(x), 3).blocks > 1
+        assert torch.equal(through(engine, subnet, x), torch.stack(list(engine.run(subnet, list(x), 3))))
 
 
 def test_a_network_that_cannot_be_cut_is_one_block(x: Tensor) -> None:
@@ -95,18 +90,18 @@ def test_a_network_that_cannot_be_cut_is_one_block(x: Tensor) -> None:
     supernet = subnetact.insert_(Odd(), space, {"a": slice_on(out="w"), "b": slice_on(in_="w")})
     engine = Engine(supernet, [supernet.space.largest()], example=torch.zeros(1, 4))
     x = torch.randn(3, 4)
-    assert len(engine.blocks(0)) == 1
-    assert torch.equal(through(engine.blocks(0), x), engine(x, 0))
+    assert engine.start(0, list(x), 3).blocks == 1
+    assert torch.equal(through(engine, 0, x), engine(x, 0))
 
 
 def test_blocks_follow_new_weights(x: Tensor) -> None:
     engine = digits_engine(2)
-    before = engine.blocks(0)
-    assert engine.blocks(0) == before
+    before = through(engine, 0, x)
     other = new_digits_supernet()
     engine.supernet.load_state_dict(other.state_dict())
-    laid_out = x.contiguous(memory_format=torch.channels_last)
-    assert torch.equal(through(engine.blocks(0), laid_out), engine(x, 0))
+    after = through(engine, 0, x)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, engine(x, 0))
 
 
 def test_blocks_run_in_threads_beside_each_other(x: Tensor) -> None:
@@ -116,10 +111,7 @@ def test_blocks_run_in_threads_beside_each_other(x: Tensor) -> None:
 
     def work(subnet: int) -> None:
         for _ in range(5):
-            run = engine.start(subnet, list(x), 5)
-            while not run.step():
-                pass
-            if not torch.equal(torch.stack(list(run.outputs())), expected[subnet]):
+            if not torch.equal(through(engine, subnet, x), expected[subnet]):
                 wrong.append(subnet)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in engine.ids]
@@ -153,11 +145,8 @@ def test_graphs_are_captured_per_block(x: Tensor) -> None:
     backend = EagerGraphs()
     engine = digits_engine(2, memory_budget_mb=256.0, fuse=False, graph_backend=backend)
     for _ in range(2):
-        run = engine.start(0, list(x), 5)
-        while not run.step():
-            pass
-        assert torch.allclose(torch.stack(list(run.outputs())), engine(x, 0), rtol=0, atol=5e-5)
-    assert backend.captured == run.blocks + 1  # and the whole subnet once
+        assert torch.allclose(through(engine, 0, x), engine(x, 0), rtol=0, atol=5e-5)
+    assert backend.captured == engine.start(0, list(x), 5).blocks + 1  # and the whole subnet once
     engine.remove(0)
 
 

@@ -128,18 +128,6 @@ def test_accuracies_that_look_like_fractions_are_told(digits: Supernet) -> None:
             Engine(digits, specs, accuracy=[wrong, 97.0], allow_uncalibrated=True)  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("wrong", ["bf16", torch.int8, 16, torch.complex64])
-def test_the_dtype_of_fused_programs_is_a_floating_point_dtype(digits: Supernet, wrong: Any) -> None:
-    with pytest.raises(EngineError, match=r"fused_dtype: .* is no floating-point dtype of torch.*bfloat16"):
-        Engine(
-            digits,
-            [digits.space.smallest()],
-            memory_budget_mb=8,
-            fused_dtype=wrong,
-            allow_uncalibrated=True,
-        )
-
-
 def test_weights_that_cannot_be_run_are_refused_by_name() -> None:
     from subnetact.digits import new_digits_supernet
 

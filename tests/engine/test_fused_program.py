@@ -194,7 +194,8 @@ def test_derived_layers_and_own_parameters_are_traced(capfd: pytest.CaptureFixtu
     for count in (1, 3):
         agree(engine, torch.randn(count, 3, 8, 8))
     program = FusedProgram(engine.supernet.private_view(engine.specs[0])[0])
-    called = {str(n.target) for n in program.module.graph.nodes}
+    assert program.graph is not None
+    called = {str(n.target) for n in program.graph.nodes}
     assert not any("batch_norm" in name or "norm.act" in name for name in called), called
     with torch.no_grad():
         engine.supernet.network.shift.add_(1)

@@ -68,6 +68,16 @@ def test_every_shape_is_tried_and_checked(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [(1, 1, 5), (1, 1, 7), (1, 1, 9)]
 
 
+def test_named_inputs_are_padded_by_their_names_in_any_order(supernet: Supernet) -> None:
+    engine = engine_of(supernet, padding={"attention_mask": 0})
+    x = {**tokens(4), "attention_mask": torch.ones(3, dtype=torch.long)}
+    turned = dict(reversed(x.items()))
+    assert engine.shape_of(turned) == engine.shape_of(x) == 0
+    assert torch.equal(engine.run(0, [turned], 1)[0], engine.run(0, [x], 1)[0])
+    with pytest.raises(InvalidRequest, match="fits in none"):
+        engine.check(tuple(x.values()))
+
+
 class Lengths(nn.Module):
     """Returns the length that the input was padded to, and the input's sum."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from subnetact.engine.inputs import (
     Stager,
     call_with,
     check_input,
-    detached_sample,
+    samples_of,
     shapes,
 )
 from subnetact.engine.outputs import unstack
@@ -44,53 +43,6 @@ def test_tensors_tuples_and_dictionaries_are_stacked_and_padded() -> None:
     assert torch.equal(pairs[1]["b"], 2 * pairs[0])
     tracked = torch.ones(2, requires_grad=True)
     assert not stager.stack([tracked], 1).requires_grad
-
-
-def test_page_locked_memory_is_reused_only_once_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of steps on CUDA, with stand-ins for what needs a device."""
-    steps: list[str] = []
-
-    class Event:
-        def synchronize(self) -> None:
-            steps.append("wait")
-
-        def record(self, stream: object) -> None:
-            steps.append("copied")
-
-    class Stream:
-        def __init__(self, device: object) -> None:
-            pass
-
-        def wait_event(self, event: Event) -> None:
-            steps.append("compute waits")
-
-    empty, allocated = torch.empty, []
-
-    def pageable(shape: Any, dtype: torch.dtype, pin_memory: bool) -> Tensor:
-        assert pin_memory
-        allocated.append(shape)
-        return empty(shape, dtype=dtype)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch, "empty", pageable)
-    monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: self.clone())
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
-    stager = Stager(torch.device("cuda"))
-    samples = [torch.full((2,), float(i)) for i in range(4)]
-    batches = [
-        stager.stack(samples[:2], 2),
-        stager.stack(samples[2:], 2),
-        stager.stack(samples, 4),
-        stager.stack(samples, 1),
-    ]
-    assert [len(batch) for batch in batches] == [2, 2, 4, 4]
-    assert [batch[:, 0].tolist() for batch in batches[:3]] == [[0, 1], [2, 3], [0, 1, 2, 3]]
-    assert allocated == [(2, 2), (4, 2)]
-    once = ["copied", "compute waits"]
-    assert steps == [*once, "wait", *once, "wait", *once, "wait", *once]
 
 
 def test_outputs_are_given_back_one_by_one() -> None:
@@ -218,8 +170,10 @@ def test_values_that_are_not_finite_are_found_wherever_they_are() -> None:
 
 def test_structures_are_kept_by_the_helpers() -> None:
     assert shapes((IMAGE, {"a": torch.zeros(3)})) == [[1, 16, 16], {"a": [3]}]
-    copy = detached_sample((torch.ones(2, requires_grad=True),))
-    assert not copy[0].requires_grad
+    batch = (torch.ones(2, requires_grad=True),)
+    (sample,) = samples_of(batch)
+    assert not sample.requires_grad
+    assert sample.untyped_storage().nbytes() == 4
     assert call_with(lambda a, b: a - b, (3, 1)) == 2
     assert call_with(lambda a, b: a - b, {"b": 3, "a": 1}) == -2
 
