@@ -11,6 +11,7 @@ how the rows of a fused layer are packed, and which numbers a forward reads.
 from __future__ import annotations
 
 import itertools
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,16 +25,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
-from subnetact.insertion.description import Description, Group, Member, Stage
+from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.layer_vocabulary import number_of
 from subnetact.insertion.proof import disturbed_copy
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.operators.layer_traits import traits_of
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import call_with
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
-from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
+from subnetact.supernet.unused_weights import private_copy, structure_copy
 
 __all__ = ["declared"]
 
@@ -169,7 +170,7 @@ def _sides(module: nn.Module) -> tuple[int, int] | None:
 
 def _blocks_of(path: str, module: nn.Module) -> list[str]:
     """Return the members of a stack; torch's containers are stacks if all members are of one class."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or module._parameters or module._buffers:
         return []
     alike = len(module) > 1 and len({type(child) for child in module}) == 1
     if alike or all(map(_is_checkpointed, module)):
@@ -203,13 +204,7 @@ def _parent(path: str) -> str:
 
 def _common(paths: Sequence[str]) -> str:
     """Return the name of the innermost module around some modules."""
-    parts = [_parent(path).split(".") for path in paths]
-    common: list[str] = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
+    return posixpath.commonpath([_parent(path).replace(".", "/") for path in paths]).replace("/", ".")
 
 
 # -- rules -------------------------------------------------------------------------------------------
@@ -233,14 +228,10 @@ class _Unfit(Exception):
     """A module does not fit a rule; the message is the reason."""
 
 
-def _numbers(module: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    """Return the whole numbers among some attributes of a module."""
-    return {name: value for name in names if type(value := module.__dict__.get(name)) is int}
-
-
 def _number(observed: _Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
     """Return the first whole number of a name, of a module itself or of its configuration."""
-    found = list(_numbers(observed.modules[path], names).values())
+    own = vars(observed.modules[path])
+    found = [own[name] for name in names if type(own.get(name)) is int]
     while inherited and not found:
         config = getattr(observed.modules[path], "config", None)
         found = [number for name in names if (number := number_of(config, name))]
@@ -270,13 +261,11 @@ def _attentions(observed: _Observation) -> Iterator[_Proposal]:
 
 def _torch_attention(observed: _Observation, path: str) -> _Proposal:
     module: Any = observed.modules[path]
-    width, out = int(module.head_dim), f"{path}.out_proj"
+    width, out, name = int(module.head_dim), f"{path}.out_proj", f"{path}.heads"
     members = (Member(path, "out", AttentionSlice, width), Member(out, "in_", WeightSlice, width))
     if module.num_heads < 2:
-        return _Proposal(f"{path}.heads", [path, out], reason="it has one head only")
-    return _Proposal(
-        f"{path}.heads", [path, out], [Group(f"{path}.heads", "heads", module.num_heads, members)]
-    )
+        return _Proposal(name, [path, out], reason="it has one head only")
+    return _Proposal(name, [path, out], [Group(name, "heads", module.num_heads, members)])
 
 
 def _attention(observed: _Observation, path: str) -> _Proposal:
@@ -390,7 +379,8 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
         **_valued(module, QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
     }
     tables = list(_tables(observed, path, heads))
-    stated = _stated(module, HEADS, heads.queries)
+    config, count = vars(module).get("config"), heads.queries
+    stated = {f"config.{name}": count for name in HEADS if number_of(config, name) == count}
     more = [{}, *filter(None, (_valued(module, AMBIGUOUS, all_heads), stated))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
@@ -422,13 +412,8 @@ def _heads(observed: _Observation, path: str, out: str) -> _Heads:
 
 def _valued(module: nn.Module, names: Sequence[str], value: int) -> dict[str, int]:
     """Return the whole numbers of a module that have one of some names and a certain value."""
-    return {name: number for name, number in _numbers(module, names).items() if number == value}
-
-
-def _stated(module: nn.Module, names: Sequence[str], value: int) -> dict[str, int]:
-    """Return the whole numbers of a certain value that the configuration of a module states."""
-    config = module.__dict__.get("config")
-    return {f"config.{name}": value for name in names if number_of(config, name) == value}
+    own = vars(module)
+    return {name: value for name in names if type(own.get(name)) is int and own[name] == value}
 
 
 def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member]:
@@ -518,11 +503,9 @@ def _blocks(trials: _Trials, elastic: Sequence[str], refused: dict[str, str]) ->
         for block in [b for b in kept if _stores(observed.modules[b])]:
             kept = [b for b in kept if b != block]
             refused[f"{block}.depth"] = "it stores keys and values that later blocks read, so it stays"
-        reason = trials.skipped(kept) if kept else "there is one block only"
-        if reason:
-            refused[f"{stack}.depth"] = reason
-        else:
-            found.update({block: observed.calls[block].output.shape for block in kept})
+        if not kept:
+            refused[f"{stack}.depth"] = "there is one block only"
+        found.update({block: observed.calls[block].output.shape for block in kept})
     return found
 
 
@@ -565,13 +548,13 @@ class _Trials:
 
     def first(self, proposal: _Proposal) -> Group | str:
         """Return the first variant of a proposal that passes, or the reason why none does."""
-        reasons = [proposal.reason] if proposal.reason else []
+        why = proposal.reason
         for group in proposal.variants:
             reason = self._trial(group)
             if not reason:
                 return group
-            reasons.append(reason)
-        return reasons[0] if reasons else "it has no elastic layers"
+            why = why or reason
+        return why or "it has no elastic layers"
 
     def without_shortcut(self, block: str) -> str:
         """Return why a block is not residual, or an empty string.
@@ -598,24 +581,6 @@ class _Trials:
             self._known[key] = "" if alike > 0.5 else why
         return self._known[key]
 
-    def skipped(self, blocks: Sequence[str]) -> str:
-        """Return why the model does not run without some blocks, or an empty string."""
-        stage = Stage("trial", tuple(blocks), {0: 0, 1: len(blocks)})
-        description = Description("trial", stages=[stage])
-        space = description.space
-        try:
-            network = put_operators_(structure_copy(self.observed.model), space, description.elastic).network
-        except InsertError as error:
-            return str(error)
-        view = shared_view(network, space.resolve(space.smallest()))
-        try:
-            with torch.no_grad():
-                call_with(view, map_tensors(Tensor.clone, self._example))
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            return f"without these blocks, {summary(view, error)}"
-        return ""
-
     def _trial(self, group: Group) -> str:
         """Return why a group is wrong, or an empty string."""
         unit = self.observed.unit_of([member.module for member in group.members])
@@ -627,7 +592,8 @@ class _Trials:
             self._units[key] = disturbed_copy(module).float()
         if (key, renamed) not in self._known:
             self._known[key, renamed] = _compared(self._units[key], call, replace(group, members=renamed))
-        return re.sub(r"\bunit\b", unit, self._known[key, renamed])
+        why = self._known[key, renamed]
+        return re.sub(r"\bunit\b", unit, why if unit else why.replace("unit.", ""))
 
 
 def _compared(unit: nn.Module, call: _Call, group: Group) -> str:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from subnetact import operators
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.files.documents import DocumentFormat, parse_json
-from subnetact.insertion.layer_vocabulary import LayerConfigReader, LayerConfigWriter, LayerVocabulary
+from subnetact.insertion.layer_vocabulary import LayerConfigs, LayerVocabulary
 from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
@@ -213,8 +213,10 @@ class Description:
         """The search space: an axis per kind of size, and a slot per group and per stage."""
         own, words = tuple(self.slots.values()), self.vocabulary
         axes = [Axis(axis, tuple(map(_slot, slots))) for axis, slots in groupby(own, lambda slot: slot.axis)]
-        notation = () if words is None else (LayerConfigReader(words, own), LayerConfigWriter(words, own))
-        return SubnetSpace(self.name, axes, _Sizes(own), *notation)
+        if words is None:
+            return SubnetSpace(self.name, axes, _Sizes(own))
+        configs = LayerConfigs(words, own)
+        return SubnetSpace(self.name, axes, _Sizes(own), configs.read, configs.write)
 
     @property
     def elastic(self) -> dict[str, Elastic]:

@@ -1,9 +1,8 @@
 """Key-value caches of language models: which subnet may continue on a cache that others have filled.
 
-Every view of a language model notes on the cache that it is given, before its first layer runs, that it
-writes there, and the moment of the weights that it reads. If its keys and values would be others than those
-that are there, it is refused before anything is written. Networks read from a cache how many tokens there
-were, so a skipped layer notes the number of its tokens, as keys and values of one number each.
+Before its first layer runs, a view notes on the cache that it is given that it writes there, with the moment
+of its weights; if its keys and values would be others than those that are there, it is refused. Networks read
+from a cache how many tokens there were, so a skipped layer writes keys and values of one number per token.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ def guard_caches_(supernet: Supernet, example: Any = None) -> Supernet:
 def cache_relation(
     supernet: Supernet, a: SubnetSpec, b: SubnetSpec
 ) -> Literal["exact", "approximate", "incompatible"]:
-    """Tell whether a subnet can continue on the key-value cache of another one.
-
-    The relation is symmetric. `switch` applies it to a cache.
+    """Tell whether a subnet can continue on the key-value cache of another one; `switch` applies this.
 
     Args:
         supernet: the supernet of a language model.
@@ -61,10 +58,9 @@ def cache_relation(
         b: the subnet that is to continue.
 
     Returns:
-        `"exact"`: both subnets compute the same keys and values, so b answers as if it had filled the cache
-        itself. `"approximate"`: the keys and values have the same shapes, but other values. `"incompatible"`:
-        a layer that one of them keeps and the other one skips has no past, or the keys and values have other
-        shapes.
+        `"exact"`: both compute the same keys and values. `"approximate"`: theirs have the same shapes, but
+        other values. `"incompatible"`: they have other shapes, or one of them skips a layer that the other
+        one keeps.
 
     Raises:
         SpecError: a specification is not legal, or it is not known what the caches of these networks depend
@@ -91,17 +87,13 @@ def switch(
 ) -> nn.Module:
     """Return the view of a subnet that continues on a key-value cache that other subnets have filled.
 
-    Views check every cache themselves. Without this function they continue on the cache of another subnet if
-    its keys and values are the same (`cache_relation` is `"exact"`, and the weights have not changed since)
-    and raise `CacheMismatch` if not. A cache that was reset is free for every subnet. Call this function to
-    choose another subnet between two tokens. It takes microseconds if the view is cached and nothing is
-    recomputed.
+    Every view checks the caches that it is given. It continues on an empty one, and on that of another subnet
+    if `cache_relation` is `"exact"` and the weights have not changed since; this function allows more.
 
     Args:
         supernet: the supernet of a language model.
         cache: a key-value cache of transformers, a `DynamicCache` for example, or the pages of continuous
-            batching, for which approximate subnets are then allowed for good. The subnets that wrote it are
-            noted on it.
+            batching, for which approximate subnets are then allowed for good.
         spec: the subnet that is to continue.
         allow_approximate: whether keys and values of other numbers will do, which have the same shapes
             (`"approximate"`, or of former weights of this supernet). The answers are then those of neither
@@ -114,10 +106,8 @@ def switch(
         The view, as `Supernet.subnet` returns it.
 
     Raises:
-        CacheMismatch: a layer of the subnet has no past in the cache, keys and values have other shapes, or
-            they have other numbers and neither option allows that: those of another subnet, or of weights
-            that have changed since. The cache is then unchanged. It is raised as well if the cache belongs to
-            another supernet, or does not hold the given tokens.
+        CacheMismatch: the subnet cannot continue on the cache, or not without one of the options, or the
+            cache belongs to another supernet or does not hold the given tokens. It is then unchanged.
         SpecError: the specification is malformed, or of another space, or the networks of this space are no
             language models whose caches are known.
 
@@ -222,15 +212,10 @@ class CacheWriter:
 
     def _check(self, before: _Written, moment: Moment, allow_approximate: bool, others: bool) -> None:
         """Refuse what was written before, unless other numbers are allowed, or those of other subnets are."""
-        if before.space != self.space:
+        if before.space != self.space or (before.moment and before.moment.owner != moment.owner):
             raise CacheMismatch(
-                f"the key-value cache was filled by a subnet of {before.space}, this one is of {self.space}"
-                "; give the subnets of every supernet a cache of their own"
-            )
-        if before.moment is not None and before.moment.owner != moment.owner:
-            raise CacheMismatch(
-                "the key-value cache was filled by a subnet of another supernet; give the subnets of every "
-                f"supernet a cache of their own, or {_AGAIN}"
+                f"the key-value cache was filled by a subnet of another supernet ({before.space}; this one "
+                f"is of {self.space}); give the subnets of every supernet a cache of their own, or {_AGAIN}"
             )
         if before.moment not in (None, moment) and not allow_approximate:
             raise CacheMismatch(

@@ -1,15 +1,11 @@
-"""Subnets in the vocabulary of transformers: `per_layer_config`, the sizes of layers that differ.
+"""Subnets in the vocabulary of transformers, whose configurations state what differs between layers:
 
-A configuration of transformers states the sizes of layers that differ from its global ones:
-
-    per_layer_config = {3: {"intermediate_size": 4096}, 5: {"skip": ["attention", "mlp"]}}
-
-`LayerVocabulary` says which of these fields mean which groups of a description, so that the space of a
-language model reads and writes them.
+per_layer_config = {3: {"intermediate_size": 4096}, 5: {"skip": ["attention", "mlp"]}}
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +16,15 @@ from subnetact.errors import IllegalChoice, SpecError
 from subnetact.space import AxisValues
 from subnetact.spec import shown
 
-__all__ = ["NEURONS", "SKIPPED", "LayerVocabulary", "layer_stacks", "number_of", "vocabulary_of"]
+__all__ = [
+    "NEURONS",
+    "SKIPPED",
+    "LayerConfigs",
+    "LayerVocabulary",
+    "layer_stacks",
+    "number_of",
+    "vocabulary_of",
+]
 
 NEURONS = (
     "intermediate_size",
@@ -39,15 +43,10 @@ SKIPPED = ("attention", "mlp")
 
 @dataclass(frozen=True)
 class LayerVocabulary:
-    """Which fields of `per_layer_config` state the sizes of the layers of a language model.
+    """A stack of so many layers, and the fields of `per_layer_config` that state sizes of its layers.
 
-    Attributes:
-        stack: the name of the stack of layers in the model.
-        layers: the number of layers.
-        neurons: the field with the number of neurons of a layer, and the number in the model.
-        queries: the field with the number of query heads of a layer, and the number in the model.
-        pairs: the field with the number of key and value heads of a layer, and the number in the model. If
-            all queries share one, they have no field.
+    Every field comes with the number in the model: neurons, query heads, and key and value heads, which have
+    no field if all queries share one.
     """
 
     stack: str
@@ -58,13 +57,9 @@ class LayerVocabulary:
 
     def fields(self, axis: str, size: int) -> dict[str, int]:
         """Return the fields of one layer that state a size of an axis, `"ffn"` or `"heads"`."""
-        if axis == "ffn":
-            return {} if self.neurons is None else {self.neurons[0]: size}
-        if self.queries is None:
-            return {}
-        if self.pairs is None:
-            return {self.queries[0]: size}
-        return {self.queries[0]: size * self.queries[1] // self.pairs[1], self.pairs[0]: size}
+        asked = (self.neurons,) if axis == "ffn" else (self.queries, self.pairs)
+        known = [pair for pair in asked if pair is not None]
+        return {field: size * number // known[-1][1] for field, number in known}
 
     def full(self) -> dict[str, int]:
         """Return the fields with the numbers in the model."""
@@ -72,11 +67,10 @@ class LayerVocabulary:
 
     def layer_of(self, module: str) -> int:
         """Return the number of the layer that a module is in."""
-        inside = module.removeprefix(f"{self.stack}.") if module.startswith(f"{self.stack}.") else ""
-        number = inside.partition(".")[0]
-        if not number.isdigit():
+        found = re.match(rf"{re.escape(self.stack)}\.(\d+)(\.|$)", module)
+        if found is None:
             raise SpecError(f"{module} is in no layer of {self.stack}")
-        return int(number)
+        return int(found[1])
 
 
 def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
@@ -123,117 +117,92 @@ def number_of(config: Any, field: str) -> int:
 
 
 @dataclass(frozen=True)
-class LayerConfigWriter:
-    """Writes axis values as `per_layer_config`. It is an object, so that spaces can be pickled."""
+class LayerConfigs:
+    """Reads and writes axis values as `per_layer_config`. It is an object, so that spaces can be pickled."""
 
     vocabulary: LayerVocabulary
     slots: tuple[Any, ...]
 
-    def __call__(self, values: AxisValues) -> dict[int, dict[str, Any]]:
+    def write(self, values: AxisValues) -> dict[int, dict[str, Any]]:
         """Return the fields of every layer that differs from the model; `skip` is in that of skipped ones."""
-        words, full = self.vocabulary, self.vocabulary.full()
-        found: dict[int, dict[str, Any]] = {i: {} for i in range(words.layers)}
+        full = self.vocabulary.full() | {"skip": False}
+        found: dict[int, dict[str, Any]] = {i: {} for i in range(self.vocabulary.layers)}
         choices = {axis: iter(chosen) for axis, chosen in values.items()}
         for slot in self.slots:
-            size = slot.sizes[next(choices[slot.axis])]
-            if slot.axis == "depth":
-                for block in slot.blocks[size:]:
-                    found[words.layer_of(block)]["skip"] = list(SKIPPED)
-            else:
-                fields = words.fields(slot.axis, size).items()
-                layer = words.layer_of(slot.members[0].module)
-                found[layer].update((field, number) for field, number in fields if number != full[field])
+            for (layer, field), number in self._meanings(slot)[next(choices[slot.axis])].items():
+                if number != full[field]:
+                    found[layer][field] = list(SKIPPED) if field == "skip" else number
         return {layer: fields for layer, fields in found.items() if fields}
 
-
-@dataclass(frozen=True)
-class LayerConfigReader:
-    """Reads axis values, a `per_layer_config`, or a configuration of transformers that has one."""
-
-    vocabulary: LayerVocabulary
-    slots: tuple[Any, ...]
-
-    def __call__(self, config: Any) -> Mapping[str, Any]:
-        """Return axis values."""
+    def read(self, config: Any) -> Mapping[str, Any]:
+        """Return axis values: those given, or those of a `per_layer_config` or a configuration with one."""
         axes = {slot.axis for slot in self.slots}
+        full = self.vocabulary.full()
         if isinstance(config, Mapping) and not (config and set(config) <= axes):
-            return self._values(config, self.vocabulary.full())
-        if hasattr(config, "per_layer_config"):
-            return self._stated(config)
-        return config  # type: ignore[no-any-return]  # The space refuses what is no mapping of axes.
-
-    def _stated(self, config: Any) -> Mapping[str, Any]:
-        """Return the axis values of a configuration, which states other global numbers, too."""
+            return self._values(config, full)
+        if not hasattr(config, "per_layer_config"):
+            return config  # type: ignore[no-any-return]  # The space refuses what is no mapping of axes.
         config = config.get_text_config()
         if config.num_hidden_layers != self.vocabulary.layers:
             raise SpecError(
                 f"the configuration has {config.num_hidden_layers} layers, the model "
                 f"{self.vocabulary.layers}; list skipped layers in per_layer_config"
             )
-        facts = config.to_dict()
-        mapped = getattr(config, "attribute_map", {})
-        default = {f: facts.get(mapped.get(f, f)) or n for f, n in self.vocabulary.full().items()}
+        facts, mapped = config.to_dict(), getattr(config, "attribute_map", {})
+        default = {field: facts.get(mapped.get(field, field)) or n for field, n in full.items()}
         return self._values(facts.get("per_layer_config") or {}, default)
 
+    def _meanings(self, slot: Any) -> dict[Any, dict[tuple[int, str], int]]:
+        """Return what every choice of a slot says of the fields of layers."""
+        words = self.vocabulary
+        if slot.axis == "depth":
+            layers = list(map(words.layer_of, slot.blocks))
+            return {
+                choice: {(layer, "skip"): i >= size for i, layer in enumerate(layers)}
+                for choice, size in slot.sizes.items()
+            }
+        layer = words.layer_of(slot.members[0].module)
+        return {
+            choice: {(layer, field): number for field, number in words.fields(slot.axis, size).items()}
+            for choice, size in slot.sizes.items()
+        }
+
     def _values(self, layers: Mapping[Any, Any], default: Mapping[str, int]) -> Mapping[str, Any]:
-        words, known = self.vocabulary, self.vocabulary.full()
-        stated, skipped = {i: dict(default) for i in range(words.layers)}, set()
+        """Return the choices that say what the layers state, which otherwise have default numbers."""
+        numbered = range(self.vocabulary.layers)
+        expected, stated = (
+            {(i, field): n for i in numbered for field, n in (*numbers.items(), ("skip", False))}
+            for numbers in (self.vocabulary.full(), default)
+        )
         for key, fields in layers.items():
-            layer = _numbered(key, words.layers)
+            layer = _numbered(key, self.vocabulary.layers)
             if not isinstance(fields, Mapping):
                 raise SpecError(f"layer {layer}: expected a mapping of fields, got {shown(fields)}")
-            unknown = [field for field in fields if field not in known and field != "skip"]
-            if unknown:
-                raise SpecError(
-                    f"layer {layer}: {shown(unknown[0])} is not elastic; choose from {', '.join(known)}, skip"
-                )
-            skip = fields.get("skip") or []
-            if isinstance(skip, str) or sorted(map(str, skip)) not in ([], sorted(SKIPPED)):
-                raise IllegalChoice(
-                    f"layer {layer}: skip={shown(skip)} is not a choice; a layer is kept, or skipped as a "
-                    f"whole ({list(SKIPPED)})"
-                )
-            skipped |= {layer} if skip else set()
-            stated[layer].update({field: n for field, n in fields.items() if field != "skip"})
-        values: dict[str, list[Any]] = {}
-        expected, never = {layer: dict(known) for layer in stated}, set(skipped)
-        for slot in self.slots:
-            if slot.axis == "depth":
-                choice = self._depth(slot, skipped)
-                never -= set(map(words.layer_of, slot.blocks))
-            else:
-                layer = words.layer_of(slot.members[0].module)
-                choice = self._size(slot, layer, stated[layer])
-                expected[layer].update(words.fields(slot.axis, slot.sizes[choice]))
-            values.setdefault(slot.axis, []).append(choice)
-        if never:
-            raise IllegalChoice(f"layer {min(never)} is in every subnet and cannot be skipped")
-        for layer, fields in expected.items():
             for field, number in fields.items():
-                if stated[layer][field] != number:
-                    asked = shown(stated[layer][field])
-                    raise IllegalChoice(f"layer {layer}: {field} is {number} in every subnet, got {asked}")
+                if (layer, field) not in stated:
+                    known = ", ".join((*default, "skip"))
+                    raise SpecError(f"layer {layer}: {shown(field)} is not elastic; choose from {known}")
+                stated[layer, field] = _skips(layer, number) if field == "skip" else number
+        values: dict[str, list[Any]] = {}
+        for slot in self.slots:
+            meanings = self._meanings(slot)
+            fitting = [choice for choice, says in meanings.items() if says.items() <= stated.items()]
+            if not fitting:
+                said = {place: stated[place] for place in next(iter(meanings.values()))}
+                where = ", ".join(map(str, sorted({layer for layer, _ in said})))
+                legal = " or ".join(dict.fromkeys(map(_told, meanings.values())))
+                raise IllegalChoice(f"layer {where}: {_told(said)} is not a choice; choose {legal}")
+            values.setdefault(slot.axis, []).append(fitting[0])
+            expected |= meanings[fitting[0]]
+        for (layer, field), number in expected.items():
+            asked = stated[layer, field]
+            if asked != number:
+                raise IllegalChoice(
+                    f"layer {layer} is in every subnet and cannot be skipped"
+                    if field == "skip"
+                    else f"layer {layer}: {field} is {number} in every subnet, got {shown(asked)}"
+                )
         return values
-
-    def _depth(self, slot: Any, skipped: set[int]) -> Any:
-        numbers = list(map(self.vocabulary.layer_of, slot.blocks))
-        for choice, size in slot.sizes.items():
-            if skipped & set(numbers) == set(numbers[size:]):
-                return choice
-        legal = " or ".join(str(sorted(numbers[size:])) for size in dict.fromkeys(slot.sizes.values()))
-        raise IllegalChoice(
-            f"{slot.name}: no subnet skips exactly {sorted(skipped & set(numbers))} of these layers; choose "
-            f"{legal}"
-        )
-
-    def _size(self, slot: Any, layer: int, stated: Mapping[str, int]) -> Any:
-        legal = {choice: self.vocabulary.fields(slot.axis, size) for choice, size in slot.sizes.items()}
-        for choice, fields in legal.items():
-            if all(stated[field] == number for field, number in fields.items()):
-                return choice
-        asked = {field: stated[field] for field in next(iter(legal.values()))}
-        told = " or ".join(dict.fromkeys(map(_told, legal.values())))
-        raise IllegalChoice(f"layer {layer}: {_told(asked)} is not a choice; choose {told}")
 
 
 def _numbered(key: Any, layers: int) -> int:
@@ -243,5 +212,18 @@ def _numbered(key: Any, layers: int) -> int:
     return number
 
 
-def _told(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{field}={shown(number)}" for field, number in fields.items())
+def _skips(layer: int, parts: Any) -> bool:
+    listed = [] if parts is None else parts
+    if not isinstance(listed, list | tuple | set) or sorted(map(str, listed)) not in ([], sorted(SKIPPED)):
+        raise IllegalChoice(
+            f"layer {layer}: skip={shown(parts)} is not a choice; a layer is kept, or skipped as a whole "
+            f"({list(SKIPPED)})"
+        )
+    return bool(listed)
+
+
+def _told(meaning: Mapping[tuple[int, str], Any]) -> str:
+    """Return in words what a choice says of the fields of layers."""
+    if all(field == "skip" for _, field in meaning):
+        return f"skipping {sorted(layer for (layer, _), skips in meaning.items() if skips)}"
+    return ", ".join(f"{field}={shown(number)}" for (_, field), number in meaning.items())

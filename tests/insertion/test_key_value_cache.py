@@ -186,7 +186,7 @@ def test_specifications_of_other_spaces_are_refused(llama: Supernet) -> None:
         cache_relation(llama, llama.space.largest(), other.space.largest())
     cache = cache_of(other.subnet(other.space.largest()))
     with pytest.raises(
-        CacheMismatch, match=r"filled by a subnet of LlamaForCausalLM-\w+, this one is of Lla"
+        CacheMismatch, match=r"another supernet \(LlamaForCausalLM-\w+; this one is of Llama"
     ):
         switch(llama, cache, llama.space.largest())
 

@@ -207,6 +207,7 @@ def test_a_model_is_built_from_what_the_space_writes(llama: subnetact.Supernet) 
         ),
         ({1: {"skip": ["mlp"]}}, IllegalChoice, r"skip=\['mlp'\] is not a choice; a layer is kept"),
         ({1: {"skip": "mlp"}}, IllegalChoice, "skip='mlp' is not a choice"),
+        ({1: {"skip": 2}}, IllegalChoice, "skip=2 is not a choice"),
         ({0: {"skip": ["attention", "mlp"]}}, IllegalChoice, "layer 0 is in every subnet"),
         ("depth", SpecError, "expected a mapping of axes"),
         (None, SpecError, "expected a mapping of axes"),
@@ -249,7 +250,9 @@ def test_stages_of_several_layers_and_fixed_sizes() -> None:
         assert sorted(i for i, f in layers.items() if "skip" in f) == sorted(order[kept:])
         assert space.parse(layers) == spec
     skipped = {i: {"skip": ["attention", "mlp"]} for i in (1, 2, 3)}
-    with pytest.raises(IllegalChoice, match=r"no subnet skips exactly \[1, 2, 3\] of these layers; choose"):
+    with pytest.raises(
+        IllegalChoice, match=r"layer 1, 2, 3: skipping \[1, 2, 3\] is not a choice; choose skipping"
+    ):
         space.parse(skipped)
     with pytest.raises(IllegalChoice, match="layer 0: intermediate_size is 40 in every subnet, got 16"):
         space.parse({0: {"intermediate_size": 16}})
