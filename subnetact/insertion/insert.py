@@ -82,11 +82,11 @@ def describe(
     Example:
         >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))
     """
-    asked: Any = (axes,) if isinstance(axes, str) else axes
-    unknown = [axis for axis in asked if axis not in AXES] if isinstance(asked, Collection) else asked
-    if unknown or not asked:
+    named: Any = (axes,) if isinstance(axes, str) else axes
+    unknown = [axis for axis in named if axis not in AXES] if isinstance(named, Collection) else named
+    if unknown or not named:
         raise InsertError(f"axes: {unknown or 'none'} is unknown; choose from {', '.join(AXES)}")
-    axes, chosen = tuple(asked), cast(Any, choices)
+    axes, chosen = tuple(named), cast(Any, choices)
     if chosen is not None and not isinstance(chosen, Mapping | Sequence):
         raise InsertError(f"choices: {choices!r} is neither a list nor a mapping from axes or names to lists")
     _check_model(model)
@@ -99,10 +99,11 @@ def describe(
     description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
     if not description.slots:
         raise InsertError(_nothing(model, description))
-    if isinstance(choices, Mapping):
-        for pattern in choices:
-            description.matching(pattern)
-    description = _chosen(description, choices if choices is not None else SHARES)
+    asked = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
+    if chosen is not None:
+        asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
+    for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
+        description = description.with_choices(pattern, given)
     return _proved(model, description, example, expected) if proof else description
 
 
@@ -158,18 +159,20 @@ def insert_(
         raise InsertError("proof: insert_ tries every description; give the option to describe")
     if description is None and example is not None:
         description = describe(model, example, **options)
+        proved = elastic is None
         if elastic is not None:
-            described = description.override(elastic)
-            description = _proved(model, described, example, _runs(model, example), leave_out=False)
+            description = description.override(elastic)
     elif isinstance(description, Description) and elastic is None and not options and example is not None:
         _check_model(model)
-        description = _proved(model, description, example, _runs(model, example), leave_out=False)
+        proved = False
     else:
         raise InsertError(
             "insert_ takes a model and an example (insert_(model, example=x)), also with a description "
             "(insert_(model, description, example=x)), or a model, a space and an elastic description "
             "(insert_(model, space, elastic))"
         )
+    if not proved:
+        description = _proved(model, description, example, _runs(model, example), leave_out=False)
     supernet = put_operators_(model, description.space, description.elastic)
     supernet.description = description
     if supernet.norm_operators():
@@ -244,50 +247,29 @@ def _selected(
     model: nn.Module, found: _Found, axes: Sequence[str], only: list[str], fixed: list[str]
 ) -> _Found:
     """Return what the axes and the patterns leave."""
-
     groups, stages, refused = found
-    paths = [path for path, _ in model.named_modules()]
 
-    def elastic(names: Iterable[str]) -> bool:
-        return all(any(_matches(name, pattern) for pattern in only) for name in names)
+    def left(changed: Sequence[str], touched: Iterable[str]) -> bool:
+        return all(_means(only, n) for n in changed) and not any(_means(fixed, n) for n in touched)
 
-    def stays(names: Iterable[str]) -> bool:
-        return any(_matches(name, pattern) for name in names for pattern in fixed)
+    def skippable(block: str) -> bool:
+        return left([block], (p for p, _ in model.named_modules() if f"{p}.".startswith(f"{block}.")))
 
     kept = []
     for group in groups:
-        names = [m.module for m in group.members]
         outputs = [m.module for m in group.members if m.part == "out"]
-        if group.axis in axes and elastic(outputs) and not stays(names):
+        if group.axis in axes and left(outputs, [m.module for m in group.members]):
             kept.append(group)
-    left = []
-    for stage in stages:
-        inside = {b: [p for p in paths if p == b or p.startswith(f"{b}.")] for b in stage.blocks}
-        blocks = tuple(b for b in stage.blocks if elastic([b]) and not stays(inside[b]))
-        if blocks:
-            left.append(replace(stage, blocks=blocks))
-    said = {n: why for n, why in refused.items() if n == UNTRACED or (elastic([n]) and not stays([n]))}
-    return kept, left, said
+    shorter = [replace(stage, blocks=tuple(filter(skippable, stage.blocks))) for stage in stages]
+    said = {name: why for name, why in refused.items() if name == UNTRACED or left([name], [name])}
+    return kept, [stage for stage in shorter if stage.blocks], said
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Tell whether a pattern means a module, or a module around it."""
+def _means(patterns: Sequence[str], name: str) -> bool:
+    """Tell whether one of the patterns means a module, or a module around it."""
     parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
-
-
-def _chosen(
-    description: Description, choices: Mapping[str, Sequence[float]] | Sequence[float]
-) -> Description:
-    """Return a description with choices: names count more than axes, later patterns than earlier ones."""
-    named = choices if isinstance(choices, Mapping) else {}
-    for axis in dict.fromkeys(slot.axis for slot in description.slots.values()):
-        given = named.get(axis, SHARES) if isinstance(choices, Mapping) else choices
-        description = description.with_choices(axis, given)
-    for pattern, given in named.items():
-        if pattern not in AXES:
-            description = description.with_choices(pattern, given)
-    return description
+    around = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(fnmatchcase(path, pattern) for path in around for pattern in patterns)
 
 
 def _nothing(model: nn.Module, description: Description) -> str:
