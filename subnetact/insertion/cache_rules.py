@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -127,8 +127,8 @@ def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
                 layers[f"{path}.{name}" if path else name] = layer, argument, gate
     if not layers:
         return None
-    after_write = _observed(supernet, {path: facts[1] for path, facts in layers.items()}, example)
-    found = tuple(_layer(path, *facts, after_write) for path, facts in layers.items())
+    started = _started(supernet, {path: facts[1] for path, facts in layers.items()}, example)
+    found = tuple(_layer(path, *facts, started) for path, facts in layers.items())
     gates = {layer.kept[0] for layer in found if layer.kept}
     outside = _positions(
         m for path, m in network.named_modules() if not any(f"{path}.".startswith(f"{x}.") for x in layers)
@@ -136,11 +136,10 @@ def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
     return CacheRules(tuple(sorted(outside - gates)), found)
 
 
-def _observed(
-    supernet: Supernet, arguments: dict[str, CacheArgument], example: Any
-) -> Callable[[str], set[str]]:
-    """Run the network; return what tells of an attention which modules ran only after it had written."""
-    events: list[str | None] = []  # the modules that start, and None wherever keys and values are written
+def _started(supernet: Supernet, arguments: dict[str, CacheArgument], example: Any) -> dict[str, int]:
+    """Run the network; return how often keys and values were written before each module first started."""
+    started: dict[str, int] = {}
+    written = 0
 
     def watch(argument: CacheArgument, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = argument.among(args, kwargs)
@@ -148,8 +147,12 @@ def _observed(
             if part is not None and "update" not in part.__dict__:
                 part.update = partial(update, part.update)
 
+    def note(path: str, *_: Any) -> None:
+        started.setdefault(path, written)
+
     def update(write: Any, *args: Any, **kwargs: Any) -> Any:
-        events.append(None)
+        nonlocal written
+        written += 1
         return write(*args, **kwargs)
 
     if example is None:
@@ -158,20 +161,14 @@ def _observed(
     for path, module in view.named_modules():
         if path in arguments:
             module.register_forward_pre_hook(partial(watch, arguments[path]), with_kwargs=True)
-        module.register_forward_pre_hook(lambda *_, path=path: events.append(path))
+        module.register_forward_pre_hook(partial(note, path))
     try:
         with torch.no_grad():
             call_with(partial(view, use_cache=True), example)
     except Exception as error:  # Nothing is known then of what runs after a write.
         raise_if_out_of_memory(error)
-        events.clear()
-
-    def after_write(attention: str) -> set[str]:
-        start = events.index(attention) if attention in events else len(events)
-        written = events.index(None, start) if None in events[start:] else len(events)
-        return {path for path in events[written:] if path is not None} - set(events[:written])
-
-    return after_write
+        return {}
+    return started
 
 
 def _layer(
@@ -179,10 +176,14 @@ def _layer(
     layer: nn.Module,
     argument: CacheArgument,
     gate: tuple[int, int] | None,
-    after_write: Callable[[str], set[str]],
+    started: dict[str, int],
 ) -> CacheLayer:
     found = {f"{path}.{name}".rstrip("."): attention for name, attention in attentions(layer)}
-    after = {name: _inside(path, layer, after_write(name)) for name in found}
+    after: dict[str, set[int]] = {}
+    for name in found:
+        late = {p for p, written in started.items() if written > started.get(name, written)}
+        outer = [module for p, module in layer.named_modules(prefix=path) if p in late]
+        after[name] = {id(inner) for module in outer for inner in module.modules()}
     everything = _positions(layer.modules())
     before = _positions(m for m in layer.modules() if not all(id(m) in behind for behind in after.values()))
     shape = _positions(
@@ -199,12 +200,6 @@ def _layer(
     writes = any(map(writes_own, found.values()))
     parts = (shape, before - shape, everything - before)
     return CacheLayer(path, argument, gate, writes, *(tuple(sorted(part)) for part in parts))
-
-
-def _inside(path: str, layer: nn.Module, names: set[str]) -> set[int]:
-    """Return the ids of the modules of a layer that have these names or are inside of modules that do."""
-    found = [m for name, m in layer.named_modules() if f"{path}.{name}".rstrip(".") in names]
-    return {id(inner) for module in found for inner in module.modules()}
 
 
 def _positions(modules: Any, inputs: bool = True) -> set[int]:

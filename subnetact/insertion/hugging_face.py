@@ -45,10 +45,8 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
 
     Returns:
         A model without the skipped layers, whose configuration has the sizes of the subnet, and which
-        computes the same on the example. If all layers have the same sizes, it is of the class of the model,
-        and `save_pretrained` and `from_pretrained` work with it. Otherwise the sizes are in the
-        `per_layer_config` of the configuration, and `heterogeneous(cls).from_pretrained` reads what
-        `save_pretrained` wrote.
+        computes the same on the example. What its `save_pretrained` writes is read by `from_pretrained` of
+        its class or, if layers differ in size, of `heterogeneous(cls)`.
 
     Raises:
         InsertError: the model has no configuration, or none describes the subnet; the message says which size
@@ -239,12 +237,11 @@ def _narrow(config: Any, full: Mapping[str, Tensor], given: Mapping[str, Tensor]
         numbers = heads if field == _ALL_HEADS else {field: _neurons(config, field)}
         for layer, share in of_layers.items():
             narrow = {f: max(1, round(n * share)) for f, n in numbers.items() if share < 1}
-            if len(different) > 1:
-                per_layer.setdefault(int(layer), {}).update(narrow)
-            else:
+            if len(different) == 1:
                 for name, number in narrow.items():
                     setattr(config, name, number)
-    per_layer = {layer: fields for layer, fields in per_layer.items() if fields}
+            elif narrow:
+                per_layer.setdefault(int(layer), {}).update(narrow)
     if per_layer:
         config.per_layer_config = per_layer
         try:

@@ -63,7 +63,7 @@ def describe(
         only: a pattern of names of modules with `*`, `?` and `[...]`, or several, "layer[34].*" for example.
             A pattern means everything inside a module, too. Only the outputs of such modules become elastic,
             and only such blocks can be skipped.
-        fixed: a pattern of names of modules, or several, as for `only`. These modules stay as they are.
+        fixed: patterns of modules that stay as they are.
         each_block: whether every skippable block has a slot of its own, with the choices 0 and 1. If False,
             a slot per stage says how many blocks are kept, the most important ones.
         proof: whether to try the description on copies of the model. What fails is left out and listed in
@@ -117,16 +117,12 @@ def insert_(
 ) -> Supernet:
     """Make a model elastic in place and return the supernet around it.
 
-    There are three ways to call this function: `insert_(model, example=x)` finds out what can be elastic;
-    `insert_(model, description, example=x)` takes a `Description`, which may have been edited or read; and
-    `insert_(model, space, elastic)` takes a space and an elastic description written by hand.
+    `insert_(model, example=x)` finds out what can be elastic; `insert_(model, description, example=x)` takes
+    a `Description`, which may have been edited or read. Both are tried on copies of the model first: the
+    largest subnet equals the model, and subnets equal the model in which everything that they do not use is
+    zero and skipped blocks are identities. `insert_(model, space, elastic)` takes a space and an elastic
+    description written by hand, which is tried if there is an example.
 
-    A description is always tried on copies of the model first: the largest subnet equals the model, subnets
-    do not read weights that they do not use, and they equal the model in which everything that they do not
-    use is zero and skipped blocks are identities. What is written by hand is tried if there is an example.
-
-    A hand-written elastic description names every module that consumes a narrowed output as well: the
-    BatchNorm after a narrowed convolution (`channels=`) and the next convolution or linear layer (`in_=`).
     Every BatchNorm with running statistics becomes a SubnetNorm, even if it is not described, because a
     subnet changes the values that flow through all of them.
 
@@ -134,7 +130,9 @@ def insert_(
         model: an ordinary model. Its modules are replaced; its parameters keep their names.
         description: a description, or a search space. If None, `describe` finds one.
         elastic: name of a module -> operator, with the dimension of the space that each of its parts
-            follows. With an example and without a space, these entries replace what `describe` finds.
+            follows. What consumes a narrowed output is named as well: the BatchNorm after a convolution
+            (`channels=`), and the next layer (`in_=`). Without a space, the entries replace what `describe`
+            finds.
         example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
         options: the further arguments of `describe`.
 
