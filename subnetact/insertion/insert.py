@@ -99,7 +99,7 @@ def describe(
     description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
     if not description.slots:
         raise InsertError(_nothing(model, description))
-    asked = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
+    asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
     if chosen is not None:
         asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
     for pattern, given in asked.items():  # Names come after axes and count more, later ones most.

@@ -185,9 +185,7 @@ def test_specifications_of_other_spaces_are_refused(llama: Supernet) -> None:
     with pytest.raises(ForeignSpec):
         cache_relation(llama, llama.space.largest(), other.space.largest())
     cache = cache_of(other.subnet(other.space.largest()))
-    with pytest.raises(
-        CacheMismatch, match=r"another supernet \(LlamaForCausalLM-\w+; this one is of Llama"
-    ):
+    with pytest.raises(CacheMismatch, match=r"another supernet \(LlamaForCausalLM-\w+; this one is of Llama"):
         switch(llama, cache, llama.space.largest())
 
 
