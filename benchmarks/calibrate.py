@@ -163,7 +163,9 @@ def saved(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
     for name, choose in SETS.items():
         for count in args.counts:
             run = CalibrationRun(supernet, choose(supernet, count), None, float("inf"))
-            together, alone = run.shared.together(), sum(map(run.shared.alone, run.specs))
+            with torch.no_grad():
+                list(run.batch(torch.zeros(1, 3, 32, 32)))
+            together, alone = run.shared.layers, sum(map(run.shared.alone, run.specs))
             result.setdefault(name, {})[count] = {
                 "layers_together": together,
                 "layers_alone": alone,

@@ -37,11 +37,9 @@ class CalibrationRun:
         self.device = next(supernet.network.parameters()).device
         self.finished = 0
         self.one_at_a_time: dict[SubnetSpec, str] = {}
-        self._order: dict[SubnetSpec, list[SubnetNorm]] = {}
         self.shared = SharedForward(memory)
         for spec in self.specs:
             view, norms = self._bind(spec)
-            self._order[spec] = [norm.norm for norm in norms]
             try:
                 self.shared.add(spec, view, norms)
             except NotShareable as reason:
@@ -89,9 +87,8 @@ class CalibrationRun:
         list(self.shared.run(x, 0))
         shared = self.shared.norms(spec)
         for norm in norms:
-            path = norm.norm.path
-            if not equal(shared[path].average if path in shared else None, norm.average, EXACT):
-                return f"{path} has other statistics when the subnet is traced"
+            if not equal(shared[norm.norm.path].average, norm.average, EXACT):
+                return f"{norm.norm.path} has other statistics when the subnet is traced"
         return None
 
     def batch(self, x: Any) -> Iterator[SubnetSpec]:
@@ -131,13 +128,8 @@ class CalibrationRun:
         self.finished, self.shared.layers = int(state["finished"]), int(state["layers"])
 
     def row(self, spec: SubnetSpec) -> NormRow:
-        """Return the statistics row of a subnet."""
-        norms, sizes = self.shared.norms(spec), self._supernet.space.resolve(spec)
-        statistics = {}
-        for norm in self._order[spec]:
-            averaged = norms[norm.path].average if norm.path in norms else None
-            if averaged is None:  # The forward pass never called this BatchNorm.
-                statistics[norm.path] = norm.shared_statistics(sizes)
-            else:
-                statistics[norm.path] = averaged
-        return NormRow.of(statistics)
+        """Return the statistics row of a subnet; BatchNorms that it never calls have the shared ones."""
+        sizes, norms = self._supernet.space.resolve(spec), self.shared.norms(spec)
+        return NormRow.of(
+            {path: norm.average or norm.norm.shared_statistics(sizes) for path, norm in norms.items()}
+        )

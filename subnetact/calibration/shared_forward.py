@@ -36,6 +36,10 @@ class _Ref:
     step: int
 
 
+_BY_VALUE = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, _Ref})
+"""The types of settings that are equal if their values are; others are equal if they are one object."""
+
+
 @dataclass(eq=False)
 class _Step:
     """One operation of the graph: a call of a module, a function or a method, or of a whole subnet.
@@ -114,7 +118,8 @@ class SharedForward:
                 raise NotShareable(f"its forward reads {node.target} itself")
         targets = {norm.norm.path: values[node] for node, norm in found.items()}
         shared = {path: self._steps[step].norms[0] for path, step in targets.items()}
-        self._subnets[key] = _Subnet(list(targets.values()), shared)
+        own = {norm.norm.path: norm for norm in norms}
+        self._subnets[key] = _Subnet(list(targets.values()), own | shared)
 
     def add_whole(self, key: Hashable, view: nn.Module, norms: Sequence[CalibrationNorm]) -> None:
         """Add a subnet, or replace it, as a single step that shares nothing."""
@@ -186,9 +191,7 @@ class SharedForward:
     def _signature(self, module: nn.Module, norm: CalibrationNorm | None = None) -> Any:
         """Return a key of everything on which the output of a module depends, apart from its input."""
         own = tuple(
-            (name, self._frozen(value))
-            for name, value in module.__dict__.items()
-            if name not in _NO_SETTINGS and not isinstance(value, CalibrationNorm)
+            (name, self._frozen(value)) for name, value in module.__dict__.items() if name not in _NO_SETTINGS
         )
         hooks = tuple(self._frozen(tuple(module.__dict__[name].values())) for name in _HOOKS)
         buffers = () if norm is not None else self._frozen(tuple(module._buffers.items()))
@@ -198,14 +201,15 @@ class SharedForward:
         return type(module), path, parameters, buffers, own, hooks, children
 
     def _frozen(self, value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value).__name__, tuple(self._frozen(v) for v in value)
+        kind = type(value)
+        if kind in _BY_VALUE:
+            return kind, value
+        if isinstance(value, (tuple, list)):
+            return kind.__name__, tuple([self._frozen(v) for v in value])
         if isinstance(value, dict):
-            return "dict", tuple((k, self._frozen(v)) for k, v in value.items())
-        if isinstance(value, slice):
+            return "dict", tuple([(k, self._frozen(v)) for k, v in value.items()])
+        if kind is slice:
             return "slice", self._frozen((value.start, value.stop, value.step))
-        if value is None or isinstance(value, _Ref | bool | int | float | str | torch.dtype | torch.device):
-            return type(value), value
         self._alive[id(value)] = value  # An id is unique only as long as its object lives.
         return id(value)
 
@@ -242,11 +246,6 @@ class SharedForward:
     def alone(self, key: Hashable) -> int:
         """Return the number of module calls of one subnet that runs by itself."""
         return sum(self._steps[step].layers for step in self._subnets[key].steps)
-
-    def together(self) -> int:
-        """Return the number of module calls of all chosen subnets, with shared calls counted once."""
-        steps = frozenset[int]().union(*(self._subnets[key].steps for key in self._order))
-        return sum(self._steps[step].layers for step in steps)
 
     def run(self, x: Any, batch: int, check: bool = False) -> Iterator[Any]:
         """Run a batch through the chosen subnets, and yield each subnet when it is done.

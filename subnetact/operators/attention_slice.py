@@ -106,21 +106,15 @@ class AttentionSlice(Operator):
     parts = ("out", "in_")
     lowers = ("in_proj_weight", "in_proj_bias")
 
-    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
-        super().__init__(template, path, dims)
-        if isinstance(template, nn.MultiheadAttention):
-            sliced = view_module(template, _qkv_same_embed_dim=False)  # keeps encoders off fused kernels
-            object.__setattr__(sliced, "__class__", SlicedMultiheadAttention)
-            self.__dict__["_shell"] = sliced
-
     def check(self) -> None:
         """Refuse other templates, keys or values of another width, and appended keys (`add_bias_kv`)."""
-        template: Any = self.template
-        if not isinstance(template, nn.MultiheadAttention):
-            raise self.refuse("only nn.MultiheadAttention has packed projections of this kind")
-        packed: Any = template.in_proj_weight
-        if packed is None or template.bias_k is not None or template.add_zero_attn:
+        super().check()
+        template = self.template
+        if template.in_proj_weight is None or template.bias_k is not None or template.add_zero_attn:
             raise self.refuse("kdim, vdim, add_bias_kv and add_zero_attn are not supported")
+        sliced = view_module(template, _qkv_same_embed_dim=False)  # keeps encoders off fused kernels
+        object.__setattr__(sliced, "__class__", SlicedMultiheadAttention)
+        self.__dict__["_shell"] = sliced
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return the width of the full network, which is that of the inputs and of all heads together."""

@@ -45,9 +45,6 @@ from subnetact.space import SizeRow
 
 __all__ = ["Elastic", "Operator", "slicer_of"]
 
-MOST_LISTED = 6
-"""The most legal sizes that a message lists one by one."""
-
 
 @dataclass(frozen=True)
 class Elastic:
@@ -227,14 +224,9 @@ class Operator(nn.Module):
         return tuple(self.size(name, row) for part in self.parts for name in self.names(part))
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Apply the slicing rule: compute a subnet's parameters differentiably from the full ones.
+        """Return the parameters of the subnets of these `sizes`, which carry gradients to the full ones.
 
-        Args:
-            sizes: what `sizes` returned for the subnet.
-
-        Returns:
-            The parameters under the template's names; None for those that the template lacks. Slices share
-            the storage of the full parameters; other tensors become packed copies in views.
+        They have the template's names; those that it lacks are None.
         """
         return self.sliced(sizes, self._parameters)
 
@@ -295,11 +287,10 @@ class Operator(nn.Module):
             return self.length(part)
         size = row[self.dims[part]]
         if self.checks and size not in (legal := self.legal(part)):
-            if isinstance(legal, range) and len(legal) > MOST_LISTED:
+            among = ", ".join(map(str, legal))
+            if isinstance(legal, range):
                 among = f"{legal[0]} to {legal[-1]}" + f" in steps of {legal.step}" * (legal.step > 1)
-            else:
-                among = " or ".join(filter(None, [", ".join(map(str, legal[:-1])), str(legal[-1])]))
-            raise SpecError(f"{self.path}: {part}={size} is not legal; choose {among}")
+            raise SpecError(f"{self.path}: {part}={size} is not legal; choose from {among}")
         return size
 
     def totals(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -318,23 +309,18 @@ class Operator(nn.Module):
     # -- the module of a subnet ------------------------------------------------------------------
 
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
-        """Return the ordinary module of one subnet, whose parameters share this operator's storage.
+        """Return the ordinary module of the subnet of a size `row`, which shares this operator's storage.
 
-        Args:
-            row: the size row of the subnet.
-            trainable: whether its parameters carry gradients to this operator's parameters.
+        If it is `trainable`, its parameters carry gradients to those of this operator.
 
         Raises:
             SpecError: a size in the row is not legal.
         """
-        sizes, bits = self.sizes(row), FLOAT_BITS if trainable else self.bits(row)
+        sizes, dim = self.sizes(row), self.precision_dim
+        bits = FLOAT_BITS if trainable or dim is None else row[dim]
         low = None if bits == FLOAT_BITS else self.low_mixin()
         given = self.parameters_of(sizes, trainable, FLOAT_BITS if low is None else bits)
         return view_module(self.shell, parameters=given, mixin=low, **self.attributes(sizes))
-
-    def bits(self, row: SizeRow) -> int:
-        """Return the bits of the weight in the subnet of a size `row`: 32, 16 for bfloat16, 8 for int8."""
-        return FLOAT_BITS if self.precision_dim is None else row[self.precision_dim]
 
     def parameters_of(
         self, sizes: tuple[int, ...], trainable: bool, bits: int = FLOAT_BITS

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -43,14 +43,8 @@ LARGEST = 127
 WEIGHT_FIRST = 4
 """The most rows for which the weight is the first factor on the CPU, which takes half the time there."""
 
-STRIDED = "strided"
-"""`torch._int_mm`, which reads slices of the one int8 copy where they are."""
-CUBLAS = "cublas"
-"""`torch._int_mm` of sizes that cuBLAS takes."""
-REFERENCE = "reference"
-"""Products in float64: exact and slow, on every machine."""
-NATIVE = "native"
-"""The products that torch has for a dtype."""
+STRIDED, CUBLAS, REFERENCE, NATIVE = "strided", "cublas", "reference", "native"
+"""The names of products; the rows of the table say what they are."""
 
 
 class Kernel(NamedTuple):
@@ -206,11 +200,7 @@ def _reference(short: Tensor, weight: Tensor) -> Tensor:
     return (short.double() @ weight.double().t()).to(torch.int32)
 
 
-_PRODUCTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    STRIDED: _strided,
-    CUBLAS: _cublas,
-    REFERENCE: _reference,
-}
+_PRODUCTS = {STRIDED: _strided, CUBLAS: _cublas, REFERENCE: _reference}
 
 
 def padded_to_eights(short: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:

@@ -45,10 +45,10 @@ class LayerNormSlice(Operator):
             )
         self._check_groups()
 
-    def full(self, part: str) -> int:  # noqa: ARG002
+    def full(self, part: str) -> int:
         """Return the number of features of the full network."""
-        if isinstance(self.template, nn.GroupNorm):
-            return int(self.template.num_channels)
+        if self.traits.sizes:
+            return super().full(part)
         shape = getattr(self.template, "normalized_shape", None)
         return int(shape[0] if isinstance(shape, tuple) else self.template.weight.shape[0])
 
@@ -67,14 +67,12 @@ class LayerNormSlice(Operator):
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the `normalized_shape`, or the numbers of channels and groups, of the subnet's module."""
-        features = self.totals(sizes)[0]
-        if isinstance(self.template, nn.GroupNorm):
-            whole = self.template.num_groups == 1
-            return {
-                "num_channels": features,
-                "num_groups": 1 if whole else features // self.group_size("features"),
-            }
-        return {"normalized_shape": (features,)} if "normalized_shape" in self.template.__dict__ else {}
+        found, features = super().attributes(sizes), self.totals(sizes)[0]
+        if "normalized_shape" in self.template.__dict__:
+            found["normalized_shape"] = (features,)
+        if getattr(self.template, "num_groups", 1) > 1:
+            found["num_groups"] = features // self.group_size("features")
+        return found
 
 
 def _is_rms_norm(norm: LayerNormSlice) -> bool:

@@ -93,7 +93,7 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     **dict.fromkeys(BATCH_NORMS, _BATCH_NORM),
     "subnetact.operators.per_width_norm.PerWidthBatchNorm2d": _PER_WIDTH_NORM,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _LAYER_NORM),
-    nn.GroupNorm: _NORM,
+    nn.GroupNorm: replace(_NORM, sizes={"features": "num_channels"}),
     **dict.fromkeys((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU), _PLAIN_ACTIVATION),
     **dict.fromkeys(
         (

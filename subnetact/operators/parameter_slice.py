@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from subnetact.operators.base import Operator
-from subnetact.operators.segments import cut
 
 __all__ = ["ElasticAttribute", "ParameterSlice"]
 
@@ -44,10 +43,11 @@ class ParameterSlice(Operator):
         """Return False: what the forward of an own module does with its parameters is not known."""
         return False
 
-    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the first features of every parameter, per segment."""
-        (features,) = self.kept_parts(sizes)
-        return {name: None if p is None else cut(p, {-1: features}) for name, p in self._parameters.items()}
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Return the features for the last axis of the parameter of a `name`, and "" for the others."""
+        parameter: Any = self._parameters[name]
+        axes: tuple[str, ...] = ("",) * parameter.dim() + self.parts
+        return axes[1:]
 
 
 class ElasticAttribute(Operator):

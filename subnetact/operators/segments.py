@@ -94,10 +94,7 @@ class Kept:
 
 
 def cut(tensor: Tensor, kept: Mapping[int, Kept]) -> Tensor:
-    """Apply the slicing rule to a tensor: a view if one run is kept of every axis, otherwise a copy.
-
-    Both carry gradients. Axes that `kept` does not name are kept whole; -1, the last one, is named alone.
-    """
+    """Return what is `kept` of some axes of a tensor: a view if it is one run of each, otherwise a copy."""
     runs = {axis: part.runs() for axis, part in kept.items()}
     single = {axis: found[0] for axis, found in runs.items() if len(found) == 1}
     if single:
@@ -112,6 +109,4 @@ def _index(runs: Mapping[int, tuple[int, int]]) -> Any:
     slices = {
         axis: slice(start or None, start + size if start else size) for axis, (start, size) in runs.items()
     }
-    if -1 in slices:
-        return ..., slices[-1]
     return tuple(slices.get(axis, slice(None)) for axis in range(max(slices) + 1))

@@ -66,10 +66,7 @@ class SubnetNorm(Operator):
 
     def scatter_(self, row: SizeRow, full: Tensor, part: Tensor) -> None:
         """Write `part`, of shape (channels,), into the channels of `full` that the subnet of a `row` uses."""
-        runs = self.kept_parts(self.sizes(row))[0].runs()
-        parts = torch.split(part, [size for _, size in runs])
-        for (start, size), values in zip(runs, parts, strict=True):
-            full[start : start + size].copy_(values)
+        full[self.gather(row, torch.arange(len(full), device=full.device))] = part
 
     def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
         """Return the shared running mean and variance of the subnet of a size `row`, each (channels,).
@@ -103,14 +100,10 @@ class SubnetNorm(Operator):
         return self._buffers["num_batches_tracked"]
 
     def bind_with(self, row: SizeRow, mean: Tensor, var: Tensor, trainable: bool = False) -> nn.Module:
-        """Return the BatchNorm of the subnet of a size `row` with given statistics.
+        """Return the BatchNorm of the subnet of a size `row` with a running `mean` and `var`, (channels,).
 
-        Args:
-            row: as above.
-            mean: the running mean, of shape (channels,).
-            var: the running variance, of shape (channels,).
-            trainable: whether weight and bias carry gradients to the shared ones, and the module keeps the
-                training mode of the supernet.
+        If it is `trainable`, weight and bias carry gradients to the shared ones, and the module is in the
+        training mode of the supernet.
 
         Raises:
             SpecError: the statistics are of another number of channels.

@@ -156,7 +156,7 @@ def test_what_is_no_choice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"odd and at least one, got \[3, 4\]"):
         KernelConv2d(8, [3, 4])
     supernet = make(kernels=(1, 3, 7))
-    with pytest.raises(SpecError, match="0: kernel=1 is not legal; choose 3, 5 or 7"):
+    with pytest.raises(SpecError, match="0: kernel=1 is not legal; choose from 3, 5, 7"):
         supernet.subnet(supernet.space.smallest())
     axes = [Axis.uniform("width", ["conv"], (4, 8))]
     space = SubnetSpace("plain", axes, lambda v: {"width": int(v["width"][0] or 0), "keep": 1})

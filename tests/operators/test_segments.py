@@ -364,7 +364,7 @@ def test_a_size_that_splits_a_group_is_refused() -> None:
     entry = WeightSlice.on(out=Segments(("w", 8), (None, 8)))
     network = nn.Sequential(nn.Conv1d(16, 16, 1, groups=4))
     supernet = subnetact.insert_(network, space, {"0": entry})
-    with pytest.raises(SpecError, match=r"0: out\.0=3 is not legal; choose 4 or 8"):
+    with pytest.raises(SpecError, match=r"0: out\.0=3 is not legal; choose from 4 to 8 in steps of 4"):
         supernet.subnet(space.smallest())
 
 
