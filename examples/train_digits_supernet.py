@@ -51,12 +51,10 @@ def share_largest_statistics(supernet: Supernet, batches: list[torch.Tensor]) ->
     largest = supernet.space.largest()
     calibrated = copy.deepcopy(supernet)
     calibrate(calibrated, [largest], batches, progress=False)
-    row = calibrated.norms.get(largest)
-    for name, norm in supernet.norm_operators().items():
-        if row is not None and name in row:
-            mean, var = row[name]
-            norm.get_buffer("running_mean").copy_(mean)
-            norm.get_buffer("running_var").copy_(var)
+    statistics, norms = calibrated.statistics(largest), supernet.norm_operators()
+    for name, (mean, var) in statistics.items():
+        norms[name].get_buffer("running_mean").copy_(mean)
+        norms[name].get_buffer("running_var").copy_(var)
 
 
 def main() -> None:

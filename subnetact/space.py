@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -37,6 +36,9 @@ HASHED_WHOLE = 1000
 HASHED_SAMPLE = 64
 """The random subnets that are hashed for the id of a larger space."""
 
+_BITS = f"{PRECISION}.bits"
+"""The dimension of the axis of precisions."""
+
 AxisValues: TypeAlias = Mapping[str, tuple[Any, ...]]
 """The values of every axis, one per slot. A slot that the subnet does not use holds None."""
 
@@ -44,15 +46,9 @@ Rng: TypeAlias = random.Random | np.random.Generator
 
 
 def make_divisible(value: float, divisor: int = 8, minimum: int | None = None) -> int:
-    """Round a number of channels to a multiple of `divisor`.
+    """Return the multiple of `divisor` nearest to a `value`, or the next one if that is below 90 % of it.
 
-    Args:
-        value: the number of channels.
-        divisor: the result is a multiple of this number.
-        minimum: the smallest result; if None, `divisor`.
-
-    Returns:
-        The multiple nearest to `value`, or the next larger one if the nearest is below 90 % of `value`.
+    The result is at least `minimum`; if None, `divisor`.
 
     Source:
         `make_divisible` in ofa/utils/pytorch_modules.py.
@@ -107,15 +103,12 @@ class Axis:
 
     @classmethod
     def uniform(cls, name: str, slots: Sequence[str], choices: Sequence[Value]) -> Axis:
-        """Make an axis whose slots are used by every subnet and have the same choices.
+        """Return an axis whose slots are used by every subnet and have the same choices.
 
         Args:
             name: the name of the axis.
             slots: the names of the slots, of stages or blocks for example.
             choices: the legal values of every slot, from the smallest network to the largest.
-
-        Returns:
-            The axis.
 
         Raises:
             SpecError: `slots` or `choices` is one string instead of a list.
@@ -147,10 +140,9 @@ class SubnetSpace:
         axes: as given.
         dimensions: the names of the dimensions, in the order of size rows.
         id: the name and a hash of the axes, the dimensions and the sizes of all subnets of a small space, or
-            of a fixed sample of a large one in which every choice of every slot occurs. Specifications and
-            tables carry it. An axis of precisions does not change it.
-        resolve: returns the size row of a specification, one size per dimension, and raises `SpecError` for
-            specifications of other spaces. The last 4,096 results are cached.
+            of a fixed sample of a large one in which every choice occurs. Specifications and tables carry it.
+        resolve: returns the size row of a specification, one size per dimension; `SpecError` if it is of
+            another space. The last 4,096 results are cached.
 
     Raises:
         SpecError: the axes contradict themselves, an axis has the name `precision`, a choice is a truth
@@ -193,40 +185,21 @@ class SubnetSpace:
         self.resolve = lru_cache(maxsize=4096)(self._row)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and copies take along.
-
-        Raises:
-            SpecError: pickle cannot find a function of the space again, because it is a lambda or was
-                defined inside a function. Copies, cloudpickle and dill take it along.
-        """
-        caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-        for function in (self._resolve, self._parse, self._format):
-            name = getattr(function, "__qualname__", "")
-            if caller not in ("copy", "cloudpickle", "dill") and ("<locals>" in name or "<lambda>" in name):
-                raise SpecError(
-                    f"{self.name}: the function {name} cannot be pickled; define it at the top level of a "
-                    "module, or build the supernet again in the other process: Engine.load(directory, "
-                    "supernet=...) loads a bundle into it"
-                )
+        """Return what copies and pickle take along; pickle needs functions of the top level of a module."""
         return {key: v for key, v in self.__dict__.items() if key != "resolve"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.resolve = lru_cache(maxsize=4096)(self._row)
 
-    def with_precision(self, *precisions: str, slots: Sequence[str] = ("network",)) -> SubnetSpace:
-        """Return this space with one more axis, `precision`, which says what subnets compute in.
+    def with_precision(self, *precisions: str) -> SubnetSpace:
+        """Return this space with one more axis, `precision`, and one more dimension, its bits.
 
-        The returned space has the same id. A specification of this space is one of the returned space, too:
-        its precision is `float32`. `Supernet.enable_precision` uses the returned space.
+        `Supernet.enable_precision` uses it. It has the same id, and specifications of this space are
+        specifications of it at `float32`.
 
         Args:
             precisions: `int8` or `bfloat16`, or both. `float32` is always among the choices.
-            slots: the names of the parts of the network that choose a precision each.
-
-        Returns:
-            The space. Its dimensions are those of this space and one per slot, whose size is the number of
-            bits.
 
         Raises:
             SpecError: a precision is unknown, none is given, or this space has an axis of precisions.
@@ -239,12 +212,12 @@ class SubnetSpace:
             raise SpecError(f"{self.name}: the space has an axis {PRECISION!r} already; enable all at once")
         choices = tuple(name for name in PRECISIONS if name in (*precisions, FLOAT32))
         extended = copy(self)
-        extended.axes = (*self.axes, Axis.uniform(PRECISION, slots, choices))
-        extended.dimensions = (*self.dimensions, *(f"{PRECISION}.{slot}" for slot in slots))
+        extended.axes = (*self.axes, Axis.uniform(PRECISION, ["network"], choices))
+        extended.dimensions = (*self.dimensions, _BITS)
         return extended
 
     def at_precision(self, spec: SubnetSpec, precision: str) -> SubnetSpec:
-        """Return a subnet with all of it at another precision.
+        """Return a subnet at another precision.
 
         Args:
             spec: a subnet of this space.
@@ -267,23 +240,14 @@ class SubnetSpace:
         axes = ", ".join(f"{axis.name}[{len(axis.slots)}]" for axis in self.axes)
         return f"SubnetSpace({self.name}: {axes}; {self.size():.3g} subnets)"
 
-    def __contains__(self, spec: object) -> bool:
-        try:
-            return isinstance(spec, SubnetSpec) and self.check(spec) == spec
-        except SpecError:
-            return False
-
     # -- making specifications -------------------------------------------------------------------
 
     def spec(self, **values: Any) -> SubnetSpec:
-        """Make the specification of a subnet from the values of every axis.
+        """Return the specification of a subnet, in its canonical form.
 
         Args:
             values: axis -> a list of one value per slot, or one value for every slot. Values of slots that
                 the subnet does not use are ignored. Without `precision` the subnet is float32.
-
-        Returns:
-            The specification in its canonical form.
 
         Raises:
             IllegalChoice: a value is not a choice of its slot.
@@ -300,13 +264,7 @@ class SubnetSpace:
         return self._canonical(given)
 
     def check(self, spec: SubnetSpec) -> SubnetSpec:
-        """Check that a specification is a legal subnet of this space.
-
-        Args:
-            spec: a specification; one that was read from a file need not be canonical.
-
-        Returns:
-            The specification in its canonical form.
+        """Return the canonical form of `spec`, which may come from a file, if it is of this space and legal.
 
         Raises:
             ForeignSpec: the specification was made by another space.
@@ -322,13 +280,10 @@ class SubnetSpace:
                 f"{self.name}: the specification belongs to space {spec.space}, this one is {self.id}; "
                 "parse the configuration with this supernet's own space"
             )
-        given = dict(spec.values).get(PRECISION, ())
-        parts = 0 if self._precision is None else len(self._precision.slots)
-        if len(given) not in (0, parts):
+        if spec.precision != FLOAT32 and self._precision is None:
             raise ForeignSpec(
-                f"{self.name}: the specification chooses {', '.join(map(str, given))} for {len(given)} "
-                f"part(s) of the network, and this space lets {parts} choose; call "
-                "supernet.enable_precision with the same precisions and slots"
+                f"{self.name}: the specification is at {spec.precision}, and the subnets of this space are "
+                "float32; call supernet.enable_precision with the same precisions"
             )
         return self.spec(**dict(spec.values))
 
@@ -336,9 +291,8 @@ class SubnetSpace:
         """Return the subnet of a configuration in the family's own notation, or of a readable key.
 
         Args:
-            config: for an adapted family, the configuration that the family's own code takes, a dictionary
-                for example; for an own network, axis values. A string may be a `SubnetSpec.key`, as tables
-                contain it.
+            config: for an adapted family, the configuration that the family's own code takes; for an own
+                network, axis values. A string may be a `SubnetSpec.key`, as tables contain it.
 
         Raises:
             SpecError: the configuration is malformed or outside the space.
@@ -357,14 +311,10 @@ class SubnetSpace:
         return self.spec(**values, **precision)
 
     def format(self, spec: SubnetSpec) -> Any:
-        """Write a subnet in the family's own notation, the inverse of `parse`.
+        """Return the subnet `spec` in the family's own notation, the inverse of `parse`.
 
-        Args:
-            spec: a subnet of this space.
-
-        Returns:
-            The configuration that the family's own code takes, or axis values. Slots that the subnet does not
-            use get their smallest choice. A dictionary also has the `precision`, unless that is float32.
+        Slots that the subnet does not use get their smallest choice. A dictionary also has the `precision`,
+        unless that is float32.
 
         Raises:
             SpecError: the specification is not legal, or of another space (`ForeignSpec`).
@@ -384,16 +334,12 @@ class SubnetSpace:
         return written
 
     def values(self, spec: SubnetSpec) -> dict[str, tuple[Value | None, ...]]:
-        """Return the choices of a subnet on every axis of this space, also the precisions of float32.
+        """Return the choices of the subnet `spec` on every axis, in the order of `axes`; nothing is checked.
 
-        Args:
-            spec: a specification that this space made; it is not checked.
-
-        Returns:
-            Axis -> one value per slot, in the order of `axes`. For a slot that the subnet does not use, None.
+        A slot that the subnet does not use has None; the precisions of float32 are given, too.
         """
         found = dict(spec.values)
-        return {axis.name: found.get(axis.name, (FLOAT32,) * len(axis.slots)) for axis in self.axes}
+        return {axis.name: found.get(axis.name, (FLOAT32,)) for axis in self.axes}
 
     def smallest(self) -> SubnetSpec:
         """Return the subnet with the first choice in every slot."""
@@ -416,7 +362,7 @@ class SubnetSpace:
 
         Args:
             rng: a `random.Random`, a NumPy generator, or a seed. A generator is advanced.
-            n: the number of subnets. If None, one random subnet is returned by itself.
+            n: the number of subnets.
 
         Returns:
             One specification if `n` is None. Otherwise a list of the smallest subnet, the largest, and
@@ -463,14 +409,7 @@ class SubnetSpace:
         return total
 
     def enumerate(self, limit: int = 1_000_000) -> Iterator[SubnetSpec]:
-        """Yield every distinct subnet once, the smallest first.
-
-        Args:
-            limit: the largest number of subnets to accept.
-
-        Raises:
-            SpecError: the space has more than `limit` subnets.
-        """
+        """Yield every distinct subnet, the smallest first; `SpecError` if there are more than `limit`."""
         if self.size() > limit:
             raise SpecError(f"{self.name}: {self.size():.3g} subnets are more than {limit}; sample instead")
         slots = list(self._slots())
@@ -531,11 +470,9 @@ class SubnetSpace:
         sizes = {
             name: size if type(size) is int else self._whole(name, size) for name, size in computed.items()
         }
-        slots = () if self._precision is None else self._precision.slots
-        precisions = values.get(PRECISION, (FLOAT32,) * len(slots))
-        return sizes | {
-            f"{PRECISION}.{slot.name}": PRECISIONS[name] for slot, name in zip(slots, precisions, strict=True)
-        }
+        if self._precision is not None:
+            sizes[_BITS] = PRECISIONS[values.get(PRECISION, (FLOAT32,))[0]]
+        return sizes
 
     def _whole(self, name: str, size: Any) -> int:
         try:

@@ -62,13 +62,7 @@ class SubnetSpec:
     __iter__ = None  # Without this, Python would take a class with __getitem__ for a sequence.
 
     def __getitem__(self, axis: str) -> tuple[Value | None, ...]:
-        """Return the values of one axis.
-
-        Args:
-            axis: the name of the axis.
-
-        Returns:
-            One value per slot. For a slot that this subnet does not use, None.
+        """Return one value per slot of the axis of this name, None for slots that this subnet does not use.
 
         Raises:
             SpecError: the space has no such axis.
@@ -80,13 +74,8 @@ class SubnetSpec:
 
     @cached_property
     def precision(self) -> str:
-        """The precision of the subnet: `float32`, `bfloat16` or `int8`, or `mixed` if parts of it differ."""
-        return next(iter(self.precisions)) if len(self.precisions) == 1 else "mixed"
-
-    @cached_property
-    def precisions(self) -> frozenset[str]:
-        """The precisions of all parts of the subnet."""
-        return frozenset(map(str, dict(self.values).get(PRECISION, (FLOAT32,))))
+        """The precision of the subnet: `float32`, `bfloat16` or `int8`."""
+        return str((*dict(self.values).get(PRECISION, ()), FLOAT32)[0])
 
     @cached_property
     def base(self) -> SubnetSpec:
@@ -111,18 +100,10 @@ class SubnetSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SubnetSpec:
-        """Rebuild a specification from what `to_json` returned.
-
-        The values are not compared with any space; `SubnetSpace.check` does that.
-
-        Args:
-            data: a mapping with the fields `space` and `values`.
-
-        Returns:
-            The specification.
+        """Return the specification of `data`, as `to_json` returns it; `SubnetSpace.check` checks the values.
 
         Raises:
-            SpecError: the mapping does not have the layout that `to_json` writes.
+            SpecError: the data does not have the layout that `to_json` writes.
         """
         given: Any = data
         fields = given if isinstance(given, Mapping) else {}
@@ -140,11 +121,7 @@ class SubnetSpec:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it: in one line, shortened, and whatever it is.
-
-    Args:
-        value: anything, numbers of thousands of digits included.
-    """
+    """Return a value as a message shows it: in one line, shortened, and whatever it is."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # Python refuses to write integers of more than 4,300 digits.

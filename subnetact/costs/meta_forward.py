@@ -1,13 +1,12 @@
 """Counts what a subnet computes with a forward pass over meta tensors, which have a shape but no data.
 
-What a module of a subnet computes follows from two things: its *own sizes*, which are the entries of the size
-row that its operators and those of its submodules follow, and the shapes of its inputs. Outputs and counts of
-every call are remembered by both, so that a new subnet runs only its outermost modules and the blocks that
-no earlier subnet had. A module that depends on anything else, for example on an attribute that another module
-sets during the forward pass, is counted as in its first call.
+What a module of a subnet computes follows from its *own sizes*, which are the entries of the size row that
+its operators and those of its submodules follow, and the shapes of its inputs. Outputs and counts of every
+call are remembered by both, so that a new subnet runs only the blocks that no earlier subnet had. A module
+that depends on anything else, such as an attribute that another module sets, is counted as in its first call.
 
-A `FlopCounterMode` around one whole forward pass per subnet counts the same multiply-accumulates, but 7
-subnets of OFA-ResNet50 per second instead of a thousand, and it hooks all modules of the process meanwhile.
+A `FlopCounterMode` around one forward pass per subnet counts 7 subnets of OFA-ResNet50 per second, and not
+a thousand.
 """
 
 from __future__ import annotations

@@ -23,16 +23,14 @@ _PRODUCT_MACS = feature("product", "macs")
 class Cost:
     """What one forward pass of one subnet costs.
 
-    Activations, normalisation, softmax, additions and pooling are not in `macs`; `not_counted` names what a
-    subnet has of them. Nothing that only moves data is counted.
-
     Attributes:
         parameters: number of parameters of the extracted network.
         macs: multiply-accumulates of convolutions, linear layers and matrix products, for the batch.
         activation_bytes: bytes that modules with parameters write, for the batch. Position embeddings
             count once per input.
         weight_bytes: bytes of the parameters, each counted once.
-        not_counted: ATen names of the operators whose arithmetic is not in `macs`.
+        not_counted: ATen names of the operators whose arithmetic is not in `macs`: activations, norms,
+            softmax, additions and pooling.
         product_macs: the part of `macs` that is matrix products outside any layer, as in attention.
     """
 
@@ -47,16 +45,15 @@ class Cost:
 class CostModel:
     """Computes the cost of any subnet of a supernet, more than a thousand subnets per second.
 
-    The supernet is copied to torch's meta device, where tensors have shapes but no data. Every module runs
-    once per combination of its sizes and the shapes of its inputs; a subnet with known modules is put
-    together from these results. The counts are exact for any network, including elastic resolutions and
-    attention, if what a module computes follows from these two. Only one thread at a time may use a model.
+    Every module runs once per combination of its sizes and the shapes of its inputs, on a copy of the
+    supernet without data; a subnet with known modules is put together from these results. The counts are
+    exact if what a module computes follows from these two. Only one thread at a time may use a model.
 
     Args:
         supernet: the supernet. It is not changed.
         input_shape: shape of one input, without the batch dimension: (3, 224, 224), or (tokens,). For a
-            network of several inputs, one input itself: a tuple of the positional or a dictionary of the
-            named arguments, tensors of which only shapes and types matter.
+            network of several inputs, one input itself: a tuple or dictionary of the arguments, tensors of
+            which only shapes and types matter.
         dtype: type of the input, if only its shape is given. By default it is whole numbers if the network
             begins with an embedding, otherwise the type of the weights.
 
@@ -79,10 +76,6 @@ class CostModel:
     def __call__(self, spec: SubnetSpec, batch_size: int = 1) -> Cost:
         """Return the cost of one forward pass of a subnet over a whole batch.
 
-        Args:
-            spec: a subnet of this space.
-            batch_size: number of inputs in the forward pass.
-
         Raises:
             SpecError: the specification is malformed or of another space, or the batch size is below 1.
         """
@@ -101,17 +94,10 @@ class CostModel:
         )
 
     def vector(self, spec: SubnetSpec) -> Vector:
-        """Return the costs of one subnet for one input, by kind of layer.
+        """Return the costs of the subnet `spec` for one input, in the order of `subnetact.costs.FEATURES`.
 
-        Args:
-            spec: a subnet of this space.
-
-        Returns:
-            Integers in the order of `subnetact.costs.FEATURES`: the number of parameters; then per kind of
-            layer the number of modules, multiply-accumulates, bytes written and bytes of weights.
-
-        Raises:
-            SpecError: the specification is malformed or of another space.
+        These are the number of parameters, and per kind of layer the number of modules, multiply-accumulates,
+        bytes written and bytes of weights.
         """
         return self._forward.run(self.space.resolve(spec)).vector
 

@@ -130,9 +130,9 @@ def _read(
         supernet = _rebuilt(document["family"], index, size) if given is None else given
         space, precision = supernet.space, document["precision"]
         if precision is not None:
-            precision = {name: precision[name] for name in ("precisions", "keep", "slots", "last")}
+            precision = {name: precision[name] for name in ("precisions", "keep", "last")}
         if precision is not None and supernet.precision is None:
-            space = space.with_precision(*precision["precisions"], slots=list(precision["slots"]))
+            space = space.with_precision(*precision["precisions"])
         enabled = None if supernet.precision is None else supernet.precision.to_json()
         if space.id != document["space"] or enabled not in (None, precision):
             message = (

@@ -213,7 +213,7 @@ def _read(
         sample = sample_from_json(facts["sample"])
         subnets = facts["subnets"]
         specs = [SubnetSpec.from_json(subnet["spec"]) for subnet in subnets]
-        for precision in sorted({precision for spec in specs for precision in spec.precisions}):
+        for precision in sorted({spec.precision for spec in specs}):
             require_precision(precision, home)
         tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
         names = {WEIGHTS, *(subnet["program"] for subnet in subnets)}

@@ -9,8 +9,8 @@ Which file answers which question:
 - `generation.py`: whether the weights have changed, for everything that outlives such a change;
   `replacements.py`: whether modules or tensors were replaced; `untraced_changes.py`: changes that nothing
   counts.
-- `load.py`: how other weights are loaded, and which statistics rows stay; `checkpoint.py`: what fits;
-  `storage.py`: the memory behind the weights.
+- `load.py`: how other weights are loaded, and which statistics rows stay; `storage.py`: the memory behind the
+  weights.
 - `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
 - `failure.py`: which module raised an error, and which entry a description lacks.
 - `check.py`: whether all corners of the space run and slice the right rows; `unused_weights.py`: copies in

@@ -13,7 +13,12 @@ from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["bind", "bind_module"]
+__all__ = ["bind", "bind_module", "operators_in"]
+
+
+def operators_in(network: nn.Module) -> list[Operator]:
+    """Return all operators of a network."""
+    return [module for module in network.modules() if isinstance(module, Operator)]
 
 
 def bind(
@@ -25,14 +30,8 @@ def bind(
 ) -> nn.Module:
     """Return the network of one subnet: modules of the same classes, over slices of the same weights.
 
-    Args:
-        network: a network with operators; it is not changed. A module that occurs in it several times does
-            so in the network of the subnet, too.
-        row: the size row of the subnet.
-        norm: makes the BatchNorm of the subnet from its operator.
-        trainable: whether the parameters are slices that carry gradients to the full ones.
-        frozen: makes the subnet's tensor from a parameter or buffer that no operator slices. If None, the
-            subnet has that parameter or buffer itself.
+    `norm` makes its BatchNorms from their operators. If `trainable`, its parameters carry gradients to the
+    full ones. `frozen` makes its tensors from those that no operator slices; otherwise it has these.
     """
     done: dict[int, nn.Module] = {}
 

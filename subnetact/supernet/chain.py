@@ -15,31 +15,16 @@ __all__ = ["Chain"]
 
 
 class Chain:
-    """What the layers of a stack pass on, noted while a network runs once.
+    """What the layers of a stack pass on, noted while a network runs once, until `close`."""
 
-    The identity can stand in the place of a layer if the network hands the layer's output to the next layer
-    as it is.
-
-    Args:
-        path: the name of the stack.
-        layers: the layers by name; hooks are registered on them, which `close` removes.
-        of: the layers whose forwards say what the first arguments are called. If None, `layers`.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        layers: Mapping[str, nn.Module | None],
-        of: Mapping[str, nn.Module | None] | None = None,
-    ) -> None:
+    def __init__(self, path: str, layers: Mapping[str, nn.Module | None]) -> None:
         self._path = path
         self._given: dict[str, Any] = {}
         self._returned: dict[str, Any] = {}
         self._handles = []
         for name, layer in layers.items():
             if layer is not None:
-                first = first_name((of or layers)[name] or layer)
-                note = partial(self._note, name, first)
+                note = partial(self._note, name, first_name(layer))
                 self._handles.append(layer.register_forward_hook(note, with_kwargs=True))
 
     def _note(

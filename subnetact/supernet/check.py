@@ -1,14 +1,8 @@
-"""check: runs a supernet at its corners, and proves that slices fit together.
-
-The corners of a space are the largest subnet, the smallest one, and for each axis the subnet that is the
-smallest on this axis and the largest on all others. `unused_weights.py` has the copies that the proofs run
-on; the weights of the supernet itself are only read.
-"""
+"""check: runs a supernet at its corners, and proves that slices fit together."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +14,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.space import SubnetSpace
-from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
+from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import summary
@@ -65,28 +59,20 @@ class CheckReport:
         compared: the subnets that were compared with the original network, in which everything that the
             subnet does not use is zero.
         not_compared: the other subnets, each with the reason.
-        seconds: how long the check took.
     """
 
     ran: tuple[SubnetSpec, ...]
     compared: tuple[SubnetSpec, ...] = ()
     not_compared: Mapping[SubnetSpec, str] = field(default_factory=dict)
-    seconds: float = 0.0
 
     def __str__(self) -> str:
         lines = [f"{spec}: not compared with the original, {why}" for spec, why in self.not_compared.items()]
         first = f"{len(self.ran)} subnets ran, {len(self.compared)} were compared with the original network"
-        return "\n".join([f"{first}, in {self.seconds:.2f} s", *lines])
+        return "\n".join([first, *lines])
 
 
 def corners(space: SubnetSpace) -> list[SubnetSpec]:
-    """Return the largest subnet, the smallest one, and each axis alone at its smallest, without repetitions.
-
-    All of them are float32.
-
-    Args:
-        space: the search space.
-    """
+    """Return the largest subnet, the smallest one, and each axis alone at its smallest, all at float32."""
     largest = {axis.name: tuple(slot.choices[-1] for slot in axis.slots) for axis in space.axes}
     found = [space.largest(), space.smallest()]
     for axis in space.axes:
@@ -94,27 +80,21 @@ def corners(space: SubnetSpace) -> list[SubnetSpec]:
     return list(dict.fromkeys(space.at_precision(spec, FLOAT32) for spec in found))
 
 
-def check_precisions(space: SubnetSpace, x: Any, bind: Callable[[SubnetSpec], nn.Module]) -> None:
+def check_precisions(
+    space: SubnetSpace, precisions: Sequence[str], x: Any, bind: Callable[[SubnetSpec], nn.Module]
+) -> None:
     """Run the smallest and the largest subnet at every lower precision, and compare them with float32.
 
     The comparison is coarse: it finds layers that compute something else, not those that lose accuracy.
-
-    Args:
-        space: a space with an axis of precisions.
-        x: a batch.
-        bind: makes a private view.
-
-    Raises:
-        InsertError: a subnet does not run at a lower precision, or computes something else.
     """
-    axis = next(axis for axis in space.axes if axis.name == PRECISION)
+    x = map_tensors(_visible, x)
     for spec in dict.fromkeys(space.at_precision(s, FLOAT32) for s in (space.smallest(), space.largest())):
-        expected = _run_visible_outputs(bind(spec), x)
-        for precision in axis.slots[0].choices[:-1]:
-            low = space.at_precision(spec, str(precision))
+        expected = outputs_of(bind(spec), x)
+        for precision in precisions:
+            low = space.at_precision(spec, precision)
             view = bind(low)
             try:
-                outputs = _run_visible_outputs(view, x)
+                outputs = outputs_of(view, x)
             except Exception as error:
                 raise_if_out_of_memory(error)
                 raise InsertError(
@@ -122,9 +102,8 @@ def check_precisions(space: SubnetSpace, x: Any, bind: Callable[[SubnetSpec], nn
                     "module at float32 with enable_precision(..., keep=[name])"
                 ) from error
             for one, other in zip(outputs, expected, strict=True):
-                if not bool(other.isfinite().all()):
-                    continue
-                if not bool((one - other).norm() <= COARSE * other.norm() + 1e-6):
+                near = (one - other).norm() <= COARSE * other.norm() + 1e-6
+                if bool(other.isfinite().all()) and not bool(near):
                     raise InsertError(
                         f"check: {low} differs from the same subnet at float32 by more than {COARSE:.0%}; "
                         "supernet.precision_errors(spec, x) names the layers; leave those with outliers at "
@@ -132,36 +111,17 @@ def check_precisions(space: SubnetSpace, x: Any, bind: Callable[[SubnetSpec], nn
                     )
 
 
-def _run_visible_outputs(view: nn.Module, x: Any) -> list[Tensor]:
-    return list(outputs_of(view, map_tensors(_visible, x)))
-
-
+@torch.inference_mode(False)
+@torch.no_grad()
 def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) -> CheckReport:
-    """Run the corners of a space, as `Supernet.check` says.
-
-    Args:
-        network: a network with operators; it is only read.
-        space: its search space.
-        x: a batch, on the device of the network.
-        compare: whether to compare subnets with their masked references.
-
-    Raises:
-        SpecError: the largest subnet does not run on the batch, or the batch is empty.
-        InsertError: another subnet does not run, reads weights that it does not use, or differs from its
-            masked reference; or a skipped layer cannot be an identity.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        return _check(network, space, x, compare)
-
-
-def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> CheckReport:
+    """Run the corners of a space, as `Supernet.check` says."""
     if any(isinstance(tensor, Tensor) and not tensor.numel() for tensor in tensors_of(x)):
         raise SpecError("check: the batch has a tensor without values, which shows nothing; give one input")
-    start = time.perf_counter()
     full, *narrow = corners(space)
     largest = space.resolve(full)
     view = shared_view(network, largest)
-    chains = [_Chain(view, stack) for stack in _stacks(network)] if compare else []
+    stacks = _stacks(network) if compare else []
+    chains = {s: Chain(s.path, view.get_submodule(s.path)._modules) for s in stacks}
     try:
         x = _run_visible(view, x)
     except Exception as error:
@@ -170,8 +130,13 @@ def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> Che
             f"check: {full} does not run on {describe_input(x)}: {summary(view, error)}; give a batch "
             "that the network takes, with a batch dimension, (N, C, H, W) for images"
         ) from error
-    for chain in chains:
-        chain.refuse_breaks()
+    for stack, chain in chains.items():
+        for layers, what in chain.breaks():
+            if not layers.isdisjoint(stack.dims):
+                raise InsertError(
+                    f"check: {what}; let every layer return one tensor, which the next layer gets as it is, "
+                    "never skip these layers, or accept it with compare=False"
+                )
     copy = private_copy(network) if narrow else network
     not_compared: dict[SubnetSpec, str] = {}
     for spec in tqdm(narrow, "checking the space", delay=SHOW_AFTER_S, leave=False, disable=None):
@@ -186,36 +151,13 @@ def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> Che
         )
         raise InsertError(f"check: {fault}")
     compared = tuple(spec for spec in narrow if spec not in not_compared)
-    return CheckReport((full, *narrow), compared, not_compared, time.perf_counter() - start)
+    return CheckReport((full, *narrow), compared, not_compared)
 
 
 def _stacks(network: nn.Module) -> list[LayerSelect]:
     """Return the stacks in which skipped layers are identities in their places."""
     found = [module for module in network.modules() if isinstance(module, LayerSelect)]
     return [stack for stack in found if not isinstance(stack, ModuleSwitch)]
-
-
-class _Chain(Chain):
-    """The chain of a stack, noted while the largest subnet runs once.
-
-    Args:
-        view: the view of the largest subnet, which nobody else uses.
-        stack: the operator of the stack.
-    """
-
-    def __init__(self, view: nn.Module, stack: LayerSelect) -> None:
-        self._stack = stack
-        layers = view.get_submodule(stack.path)._modules
-        super().__init__(stack.path, layers, {name: stack._modules[name] or layers[name] for name in layers})
-
-    def refuse_breaks(self) -> None:
-        """Refuse a layer whose output is not the next layer's input, if either of them can be skipped."""
-        for layers, what in self.breaks():
-            if not layers.isdisjoint(self._stack.dims):
-                raise InsertError(
-                    f"check: {what}; let every layer return one tensor, which the next layer gets as it is, "
-                    "never skip these layers, or accept it with compare=False"
-                )
 
 
 def _run_visible(view: nn.Module, x: Any) -> Any:

@@ -19,14 +19,7 @@ __all__ = ["Elementwise", "elementwise", "has_hooks"]
 
 @dataclass(frozen=True, eq=False)
 class Elementwise:
-    """An operation on every element of its first argument.
-
-    Attributes:
-        name: one name for all ways to write the operation: `relu`, `relu6`, `silu`, `hardswish`, `gelu`,
-            `add` or `multiply`.
-        new: computes the result into a new tensor.
-        over: computes the result into its first argument.
-    """
+    """An operation on every element, computed into a `new` tensor or `over` its first argument."""
 
     name: str
     new: Callable[..., Tensor]

@@ -1,15 +1,9 @@
 """Generation: the one answer to whether the weights of a supernet have changed.
 
-Whatever outlives a change of the weights asks it: views, packed copies and fused programs, calibrations,
-bundles and exports that are being written, generators and key-value caches. Two things move it:
-
 - Weights are exchanged or replaced (`load_state_dict`, `refresh`, a new parameter): views and copies have to
   be made again, which `number` tells, and the weights are other ones, which a `Moment` tells.
 - Weights are changed in place: zero-copy views stay as they are, a `Moment` is another one, and copies find
   out from the version counters of what they were made of.
-
-torch counts no writes into the registries of modules (`network.fc = ...`, `functional_call`), so
-`replacements.py` does; what nothing counts, such as `parameter.data = ...`, only `untraced_changes.py` finds.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from subnetact.errors import StaleWeights
-from subnetact.operators.base import Operator
+from subnetact.supernet.bind import operators_in
 from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.untraced_changes import NamedView, PlainAttributes, outdated
 from subnetact.supernet.views import Views
@@ -41,11 +35,8 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class Moment(NamedTuple):
     """The weights that somebody reads, at one moment. Equal moments have equal weights.
 
-    Attributes:
-        owner: tells supernets apart.
-        weights: tells apart what was loaded into a supernet.
-        changes: how often these weights were changed in place.
-        statistics: how often the shared BatchNorm statistics were changed in place, by training for example.
+    `owner` tells supernets apart, `weights` what was loaded into one; `changes` and `statistics` grow when
+    the weights and the shared BatchNorm statistics are changed in place.
     """
 
     owner: str
@@ -61,8 +52,7 @@ class Moment(NamedTuple):
 class Weights:
     """The weights of a supernet from one exchange to the next one. Every view has the one that it reads.
 
-    The tensors are the weights, and then the shared BatchNorm statistics. If they are `carried`, copies and
-    pickles take them along: those of a network of its own do.
+    The tensors are those of `weights_of`. Copies and pickles take them along if they are `carried`.
     """
 
     def __init__(
@@ -111,11 +101,8 @@ class Weights:
 class Generation:
     """Tells whether the weights of a supernet have changed, and drops its views when they are exchanged.
 
-    Attributes:
-        number: another one whenever views have to be taken again. It grows, and no two supernets of a process
-            have the same one.
-        weights: what views read that are bound now.
-        lock: held while weights are exchanged, and while a view is bound.
+    `number` grows whenever views have to be taken again, `weights` are what views read that are bound now,
+    and `lock` is held while weights are exchanged and while a view is bound.
     """
 
     def __init__(self, supernet: nn.Module, views: Views) -> None:
@@ -188,11 +175,7 @@ class Generation:
         self.drop_copies()
 
     def move(self, same: bool = False, in_place: bool = False) -> None:
-        """Move on: views have to be taken again.
-
-        The weights may be the `same` as before, in other places; or they changed also `in_place`, where
-        former views read them.
-        """
+        """Let views be taken again: of the `same` weights in other places, or of others, also `in_place`."""
         with self.lock, self._views.lock:
             supernet, former = self._present(), self.weights
             former.close()
@@ -218,16 +201,12 @@ class Generation:
 
     def drop_copies(self) -> None:
         """Drop what operators copied from the weights."""
-        for module in self._present().modules():
-            if isinstance(module, Operator):
-                module.forget()
+        for operator in operators_in(self._present()):
+            operator.forget()
 
 
 def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of a network, and the shared BatchNorm statistics, which training changes.
-
-    Buffers are weights, too, apart from those with one integer, which networks count something with.
-    """
+    """Return the weights of a network, with its buffers but for counters, and the BatchNorm statistics."""
     weights: dict[int, Tensor] = {id(parameter): parameter for parameter in network.parameters()}
     statistics: dict[int, Tensor] = {}
     for name, buffer in _buffers(network):

@@ -1,23 +1,57 @@
-"""Load: other weights for a supernet, all at once, and the statistics rows that then stay."""
+"""Load: other weights for a supernet, all at once, and whether its statistics rows belong to them."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from subnetact.errors import UncalibratedSubnetWarning
-from subnetact.supernet.checkpoint import has_values
+from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.supernet.norm_table import NormTable
-from subnetact.supernet.storage import renew_storage_
+from subnetact.supernet.storage import checksum, renew_storage_
 
-__all__ = ["after_outer_load", "before_outer_load", "callers_level", "load_"]
+__all__ = ["after_outer_load", "before_outer_load", "callers_level", "fitting", "load_"]
 
+_PREFIXES = ("module.", "network.", "_orig_mod.")
+"""The prefixes of DataParallel and DistributedDataParallel, of `Supernet`, and of `torch.compile`."""
 _OWN_PACKAGES = ("subnetact", "ofa_adapters", "torch")
 """Packages whose lines a warning does not point to."""
+
+
+def fitting(state_dict: Any, own: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
+    """Return a state_dict under the names of a network's own one, or refuse it with a CheckpointError."""
+    if not isinstance(state_dict, Mapping):
+        kind = type(state_dict).__name__
+        raise CheckpointError(f"state_dict: expected tensors by name, got {kind}; torch.load(path) reads one")
+    named = _without_prefix(state_dict, own)
+    wrong = [
+        f"{n} is no tensor"
+        if not isinstance(t, Tensor)
+        else f"{n} {tuple(t.shape)} should be {tuple(own[n].shape)}"
+        for n, t in named.items()
+        if n in own and not (isinstance(t, Tensor) and t.shape == own[n].shape)
+    ]
+    if strict:
+        missing = [f"{n} is missing" for n in own if n not in named]
+        wrong = [*missing, *(f"{n} is extra" for n in named if n not in own), *wrong]
+    if wrong:
+        raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all)")
+    return named
+
+
+def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:
+    """Drop a prefix that all names have, if the prefix is none of the network."""
+    found = state_dict
+    while found and not any(name in own for name in found):
+        prefix = next((p for p in _PREFIXES if all(str(name).startswith(p) for name in found)), None)
+        if prefix is None:
+            return state_dict
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    return found
 
 
 def load_(
@@ -26,7 +60,7 @@ def load_(
     """Load what fits, as `Supernet.load_state_dict` says; a failure leaves everything as it was."""
     network, generation = supernet.network, supernet.generation
     with generation.lock:
-        rows = _RowsToKeep(supernet, state_dict, assign) if norms is None else None
+        table, before = supernet.norms, None if norms is not None else _Rows(supernet)
         modules: Any = network.modules() if assign else ()
         held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
         moved: list[tuple[Tensor, Tensor]] = []
@@ -36,8 +70,8 @@ def load_(
             moved = [] if assign else renew_storage_(network)
             result = network.load_state_dict(state_dict, strict, assign)
             loaded = True
-            if rows is not None:
-                dropped = rows.keep()
+            if before is not None:
+                dropped = before.keep()
             elif norms is not None:
                 supernet.norms = norms  # In the dtype that `assign` may have given the weights.
         except BaseException:
@@ -45,6 +79,7 @@ def load_(
                 tensor.data = former
             for kept, entries in held:
                 kept.update(entries)
+            supernet._norms = table
             raise
         finally:
             in_place = not assign and len(moved) < len({*network.parameters(), *network.buffers()})
@@ -53,48 +88,58 @@ def load_(
     return result
 
 
-class _RowsToKeep:
-    """The statistics rows of a supernet that is about to be loaded: which of them are right afterwards."""
-
-    def __init__(self, supernet: Any, state_dict: Mapping[str, Any], assign: bool) -> None:
-        rows = len(supernet.norms)
-        self._supernet = supernet
-        self._state_dict = state_dict
-        self._adopted = bool(rows) and supernet.has_adopted_statistics()
-        self._same = rows > self._adopted and has_values(supernet.network, state_dict, exact=assign)
-
-    def keep(self) -> int:
-        """Drop the rows if the load changed weights; an adopted row follows. Return how many were dropped."""
-        supernet, largest = self._supernet, self._supernet.space.largest()
-        same = self._same and has_values(supernet.network, self._state_dict, exact=False)
-        dropped = 0 if same else len(supernet.norms) - self._adopted
-        if self._adopted:
-            supernet.adopt_statistics()
-        if dropped:
-            table, kept = NormTable(supernet.space.id), supernet.norms.get(largest)
-            if self._adopted and kept is not None:
-                table.update({largest: kept})
-            supernet.norms = table
-        return dropped
-
-
-def before_outer_load(
-    supernet: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
-) -> None:
+def before_outer_load(supernet: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add the prefix `network.` to names that a module around the supernet saved without the prefix."""
     inner = f"{prefix}network."
     for name in [n for n in state_dict if n.startswith(prefix) and not n.startswith(inner)]:
         state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
     supernet.refresh()
-    given = {n.removeprefix(inner): t for n, t in state_dict.items() if n.startswith(inner)}
-    assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    supernet.__dict__["rows_to_keep"] = _RowsToKeep(supernet, given, assign)
+    supernet.__dict__["rows_before_load"] = _Rows(supernet)
 
 
 def after_outer_load(supernet: Any, _: Any) -> None:
     """Drop the statistics rows of former weights after a module around the supernet was loaded."""
-    rows = supernet.__dict__.pop("rows_to_keep").keep()
+    rows = supernet.__dict__.pop("rows_before_load").keep()
     _warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
+
+
+class _Rows:
+    """The statistics rows of a supernet that is about to be loaded."""
+
+    def __init__(self, supernet: Any) -> None:
+        self._supernet = supernet
+        self._adopted = self._largest_is_adopted()
+        self._sums = self._checksum()
+
+    def keep(self) -> int:
+        """Drop the rows if the load changed weights; an adopted row follows. Return how many were dropped."""
+        supernet = self._supernet
+        dropped = 0 if self._checksum() == self._sums else len(supernet.norms) - self._adopted
+        if dropped:
+            supernet.norms = NormTable(supernet.space.id)
+        if self._adopted:
+            supernet.adopt_statistics()
+        return dropped
+
+    def _largest_is_adopted(self) -> bool:
+        """Tell whether the largest subnet's statistics row holds the network's own statistics."""
+        largest, norms = self._supernet.space.largest(), self._supernet.norm_operators()
+        row, sizes = self._supernet.norms.get(largest), self._supernet.space.resolve(largest)
+        pairs = {} if row is None else row.pairs()
+        return row is not None and all(
+            not shared.is_meta and torch.equal(own.to(shared), shared)
+            for name, pair in pairs.items()
+            for own, shared in zip(pair, norms[name].shared_statistics(sizes), strict=True)
+        )
+
+    def _checksum(self) -> list[int]:
+        """Return the checksum of the weights, without the shared statistics."""
+        if not len(self._supernet.norms):
+            return []
+        shared = {id(b) for norm in self._supernet.norm_operators().values() for b in norm._buffers.values()}
+        own = self._supernet.network.state_dict(keep_vars=True)
+        weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and id(t) not in shared}
+        return checksum(t for name, t in weights.items() if not name.endswith("num_batches_tracked"))
 
 
 def _warn_of_dropped(rows: int, instead: str) -> None:

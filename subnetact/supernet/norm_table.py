@@ -1,15 +1,10 @@
-"""NormTable: the BatchNorm means and variances of every calibrated subnet.
-
-A `NormRow` is the statistics row of one subnet, in one tensor of its own. Subnets that begin with the same
-layers have equal statistics there; the file of a table stores such equal statistics once.
-"""
+"""NormTable: the BatchNorm means and variances of every calibrated subnet."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from hashlib import blake2b
 from os import PathLike
 from typing import Any
 
@@ -25,15 +20,11 @@ from subnetact.spec import SubnetSpec
 
 __all__ = ["NormRow", "NormTable"]
 
-ALLOWED_BYTES, BYTES_PER_STORED_BYTE = 2**26, 256
-"""The rows of a file may take this much memory: so much in any case, and so much per byte in the file."""
-NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 2, "save it again with NormTable.save()")
+NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 3, "save it again with NormTable.save()")
 
 
-class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
-    """The statistics row of one subnet: BatchNorm name -> (mean, variance), each of shape (channels,).
-
-    All pairs are slices of one tensor, so a change of that tensor in place changes them.
+class NormRow:
+    """The statistics row of one subnet: a (mean, variance) pair per BatchNorm, all slices of one tensor.
 
     Args:
         channels: the number of channels of every BatchNorm, by name.
@@ -63,11 +54,10 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
 
     @classmethod
     def of(cls, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> NormRow:
-        """Copy (mean, variance) pairs into one statistics row.
+        """Return a row with copies of (mean, variance) pairs by name, as `Supernet.statistics` returns them.
 
         Args:
-            statistics: BatchNorm name -> (mean, variance), each of shape (channels,), of one dtype and on one
-                device. `Supernet.statistics` returns such a mapping.
+            statistics: the pairs, each of shape (channels,), of one dtype and on one device.
         """
         means, variances = zip(*statistics.values(), strict=True) if statistics else ((), ())
         flat = torch.cat([*means, *variances]) if statistics else torch.empty(0)
@@ -79,7 +69,7 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
         return self.flat.numel() * self.flat.element_size()
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return every (mean, variance) pair by name, in one walk over the row."""
+        """Return every (mean, variance) pair by the name of its BatchNorm."""
         if not self.channels:
             return {}
         counts = list(self.channels.values())
@@ -89,15 +79,6 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
     def map(self, function: Callable[[Tensor], Tensor]) -> NormRow:
         """Return a statistics row whose tensor is `function(flat)`, of the same shape as `flat`."""
         return NormRow(self.channels, function(self.flat))
-
-    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.pairs()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.channels)
-
-    def __len__(self) -> int:
-        return len(self.channels)
 
 
 class NormTable:
@@ -138,14 +119,7 @@ class NormTable:
         return iter(list(self._rows))
 
     def get(self, spec: SubnetSpec) -> NormRow | None:
-        """Return the statistics row of a subnet.
-
-        Args:
-            spec: the subnet. Its precision makes no difference.
-
-        Returns:
-            Its row, or None if the subnet was never calibrated.
-        """
+        """Return the statistics row of the subnet `spec`, or None if it was never calibrated."""
         return self._rows.get(spec.base)
 
     @property
@@ -154,7 +128,7 @@ class NormTable:
         return self._rows
 
     def update(self, rows: Mapping[SubnetSpec, NormRow]) -> None:
-        """Add or replace statistics rows, all or none. Threads that do so at once lose no row.
+        """Add or replace statistics rows, all or none.
 
         Args:
             rows: the rows by subnet; the table keeps them as they are, without a copy.
@@ -170,29 +144,23 @@ class NormTable:
             self._rows = {**self._rows, **new}
 
     def nbytes(self) -> int:
-        """Return the bytes of all statistics in memory. The file of the table may be smaller."""
+        """Return the bytes of all statistics."""
         return sum(row.nbytes for row in self._rows.values())
 
     def to_like(self, tensor: Tensor | None) -> NormTable:
-        """Return a copy of the table.
-
-        Args:
-            tensor: the copy is made on its device and in its dtype; if None, each row keeps its own.
-        """
+        """Return a copy of the table on the device and in the dtype of a `tensor`; if None, of each row."""
         table = NormTable(self.space)
         table._rows = dict(self._rows)
         table.apply(lambda flat: flat.clone() if tensor is None else flat.to(tensor, copy=True))
         return table
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace the tensor of every row by what a function makes of it, a copy on a GPU for example."""
+        """Replace the tensor of every row by what `function` makes of it, a copy on a GPU for example."""
         with self._changing:
             self._rows = {spec: row.map(function) for spec, row in self._rows.items()}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the table as a safetensors file, atomically.
-
-        Statistics of a BatchNorm that are equal bit for bit in several rows are written once.
 
         Args:
             path: the file; an earlier one is replaced.
@@ -201,41 +169,21 @@ class NormTable:
             MissingFile: the folder of the file does not exist.
             WriteError: the file cannot be written.
         """
-        names: dict[str, int] = {}
-        numbers: dict[bytes, int] = {}
-        blocks: list[tuple[int, int, str]] = []
-        parts: dict[str, list[Tensor]] = {}
-        rows = []
-        for spec, row in self._rows.items():
-            dtype = str(row.flat.dtype).removeprefix("torch.")
-            own = []
-            for name, pair in row.map(lambda flat: flat.detach().cpu()).pairs().items():
-                digest = blake2b(f"{name} {dtype}".encode(), digest_size=16)
-                for tensor in pair:
-                    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-                number = numbers.setdefault(digest.digest(), len(blocks))
-                if number == len(blocks):
-                    blocks.append((names.setdefault(name, len(names)), pair[0].numel(), dtype))
-                    parts.setdefault(dtype, []).extend(pair)
-                own.append(number)
-            rows.append({"spec": spec.to_json(), "blocks": own})
-        index = {"names": list(names), "blocks": blocks, "rows": rows}
-        header = {**NORM_TABLE.metadata, "space": self.space}
-        tensors = {dtype: torch.cat(tensors) for dtype, tensors in parts.items()}
-        write_tensors(path, tensors, {**header, "index": json.dumps(index)})
+        rows = [{"spec": spec.to_json(), "channels": row.channels} for spec, row in self._rows.items()]
+        flats = [row.flat.detach().cpu().clone() for row in self._rows.values()]
+        tensors = {str(i): flat.contiguous() for i, flat in enumerate(flats)}
+        write_tensors(path, tensors, {**NORM_TABLE.metadata, "space": self.space, "rows": json.dumps(rows)})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> NormTable:
         """Read a table that `save` wrote.
 
-        The statistics belong to the weights that they were calibrated with. To load both, call
-        `supernet.load_state_dict(weights, norms=table)`.
-
         Args:
             path: the file.
 
         Returns:
-            The table, on the CPU. If the supernet has its weights already, assign it to `supernet.norms`.
+            The table, on the CPU. `supernet.load_state_dict(weights, norms=table)` loads it together with the
+            weights that it was calibrated with; if they are there already, assign it to `supernet.norms`.
 
         Raises:
             MissingFile: there is no such file.
@@ -251,8 +199,10 @@ class NormTable:
             header = file.metadata()
             NORM_TABLE.check_metadata(header, path)
             table = cls(header["space"])
-            table._rows = _rows(file, parse_json(header["index"]))
-            for spec, row in table._rows.items():
+            for i, entry in enumerate(parse_json(header["rows"])):
+                spec = SubnetSpec.from_json(entry["spec"])
+                channels = {name: int(count) for name, count in entry["channels"].items()}
+                row = table._rows[spec] = NormRow(channels, file.get_tensor(str(i)))
                 wrong = _wrong(row)
                 if wrong:
                     raise FileFormatError(
@@ -269,27 +219,3 @@ def _wrong(row: NormRow) -> str | None:
     if (row.flat.chunk(2)[1] < 0).any():
         return "have a negative variance"
     return None
-
-
-def _rows(file: Any, index: dict[str, Any]) -> dict[SubnetSpec, NormRow]:
-    stored = {dtype: file.get_tensor(dtype) for dtype in file.keys()}  # noqa: SIM118
-    ends = dict.fromkeys(stored, 0)
-    blocks: list[tuple[str, tuple[Tensor, Tensor]]] = []
-    for number, channels, dtype in index["blocks"]:
-        start, count = ends[dtype], int(channels)
-        if count < 1 or start + 2 * count > stored[dtype].numel():
-            raise ValueError(f"block {len(blocks)} of {count} channels is outside the statistics")
-        mean, var = stored[dtype][start : start + 2 * count].chunk(2)
-        blocks.append((index["names"][number], (mean, var)))
-        ends[dtype] += 2 * count
-    if ends != {dtype: tensor.numel() for dtype, tensor in stored.items()}:
-        raise ValueError("there are more statistics than blocks")
-    claimed = sum(blocks[i][1][0].nbytes for entry in index["rows"] for i in entry["blocks"])
-    if claimed > ALLOWED_BYTES + BYTES_PER_STORED_BYTE * sum(tensor.nbytes for tensor in stored.values()):
-        raise ValueError(f"rows of {claimed} bytes are claimed of {sum(ends.values())} stored numbers")
-    rows: dict[SubnetSpec, NormRow] = {}
-    for entry in index["rows"]:
-        if any(not 0 <= i < len(blocks) for i in entry["blocks"]):
-            raise ValueError(f"row {len(rows)} names a block that is not there")
-        rows[SubnetSpec.from_json(entry["spec"])] = NormRow.of(dict(blocks[i] for i in entry["blocks"]))
-    return rows

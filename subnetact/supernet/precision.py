@@ -13,44 +13,30 @@ from subnetact.errors import PrecisionError
 from subnetact.operators import AttentionSlice
 from subnetact.operators.base import Operator, slicer_of
 from subnetact.operators.layer_traits import traits_of
-from subnetact.operators.lowered_weight import Low, LoweredWeight
+from subnetact.operators.lowered_weight import Low
 
-__all__ = ["PrecisionSettings", "layer_errors", "put_precision_", "weight_errors"]
+__all__ = ["PrecisionSettings", "layer_errors", "put_precision_"]
 
 
 @dataclass(frozen=True)
 class PrecisionSettings:
-    """The arguments of `Supernet.enable_precision`, which bundles keep.
-
-    Attributes:
-        precisions: the precisions beside float32.
-        keep: the names of modules that stay at float32.
-        slots: the names of the parts of the network, each with the beginning of its modules' names.
-        last: whether the last module with weights follows the precision, too.
-    """
+    """The arguments of `Supernet.enable_precision`, which bundles keep."""
 
     precisions: tuple[str, ...]
     keep: tuple[str, ...] = ()
-    slots: tuple[tuple[str, str], ...] = (("network", ""),)
     last: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as dictionaries, lists and strings that JSON can hold."""
-        return {
-            "precisions": list(self.precisions),
-            "keep": list(self.keep),
-            "slots": dict(self.slots),
-            "last": self.last,
-        }
+        return {"precisions": list(self.precisions), "keep": list(self.keep), "last": self.last}
 
 
-def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mapping[str, int]) -> list[str]:
-    """Let linear layers and convolutions of a network follow the precision of the subnet, in place.
+def put_precision_(network: nn.Module, settings: PrecisionSettings, dim: int) -> None:
+    """Let linear layers and convolutions follow the precision, whose bits are at `dim` of the size row.
 
     Layers without a forward for lowered weights and the first module with weights stay as they are, and so
-    does the last one, unless the settings include it. Layers that no operator slices get an operator.
-    `dims` has the position in the size row of the bits of every slot. Return the names of the modules that
-    follow the precision now; raise `PrecisionError`, with the network unchanged, if there are none.
+    does the last one, unless the settings include it. Layers that no operator slices get an operator. A
+    refused network is unchanged.
     """
     named = dict(network.named_modules())
     unknown = [name for name in settings.keep if name not in named]
@@ -63,11 +49,9 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mappin
     for name in weighted:
         module = named[name]
         operator = module if isinstance(module, Operator) else _operator(module, name)
-        slot = next((slot for slot, start in settings.slots if name.startswith(start)), None)
-        if operator is None or operator.low_mixin() is None or name in kept or slot is None:
-            continue
-        if not _read_by_parent(named, name):
-            operator.precision_dim = dims[slot]
+        lowers = operator is not None and operator.low_mixin() is not None
+        if operator is not None and lowers and name not in kept and not _read_by_parent(named, name):
+            operator.precision_dim = dim
             chosen[name] = operator
     if not chosen:
         raise PrecisionError(
@@ -79,7 +63,6 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mappin
         for child_name, child in list(module._modules.items()):
             if child in replaced:
                 module._modules[child_name] = replaced[child]
-    return list(chosen)
 
 
 def _plain(module: nn.Module) -> nn.Module:
@@ -104,25 +87,8 @@ def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
     return traits_of(_plain(parent)).reads_children
 
 
-def weight_errors(network: nn.Module, bits: int) -> dict[str, float]:
-    """Return how far the weights are off at 8 or 16 bits: name -> the largest relative error of a channel."""
-    found: dict[str, float] = {}
-    for module in network.modules():
-        if not isinstance(module, Operator) or module.precision_dim is None:
-            continue
-        weight: Any = module._parameters[module.lowers[0]]
-        full, rows = (w.channels(module.out_axis()) for w in (LoweredWeight(weight), module.made_low(bits)))
-        off = (rows - full).norm(dim=1) / full.norm(dim=1).clamp_min(1e-30)
-        found[module.path] = float(off.max())
-    return found
-
-
 def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, float]:
-    """Return how far each layer is off on the inputs that it has at float32: name -> relative error.
-
-    `view` and `low` are private views of one subnet at float32 and at the lower precision; `run` runs a
-    network on the data. The errors of layers before a layer are not included.
-    """
+    """Return how far each layer of `low` is off on the inputs that it has in `view`, which is at float32."""
     found: dict[str, float] = {}
     handles = []
     for path, module in low.named_modules():

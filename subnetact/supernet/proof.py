@@ -2,13 +2,15 @@
 
 This is the one proof that slices fit together. `Supernet.check` asks it at the corners of a space,
 `describe` and `insert_` on copies with random weights, and the search for heads and neurons in transformers
-for single blocks. It runs on private copies (`unused_weights.py`); the weights of the network are only read.
+for single blocks. A subnet must not change if all weights that it does not use become NaN either; zeros also
+find slices of the wrong rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,19 +31,15 @@ from subnetact.supernet.unused_weights import (
     shared_view,
 )
 
-__all__ = ["Finding", "ModuleOutput", "difference", "first_changed", "module_outputs", "outputs_of", "prove"]
+__all__ = ["Finding", "first_changed", "outputs_of", "prove"]
 
 
 class Finding(NamedTuple):
-    """What the proof found.
+    """What the proof found, why or at which module first, and what to add to the description.
 
-    Attributes:
-        kind: `fails` if the subnet does not run, `foreign` if it reads weights that it should not use,
-            `shapes` if its outputs have other shapes than those of the full network, `differs` if they have
-            other values, `unmasked` if the full network does not run with zeros, and `incomparable` if there
-            is nothing to compare with.
-        why: the reason, or the module where it is seen first.
-        advice: what to add to the description of the network.
+    The kind is `fails` if the subnet does not run, `foreign` if it reads weights that it should not use,
+    `shapes` and `differs` if its outputs have other shapes or values than those of the full network,
+    `unmasked` if that does not run with zeros, and `incomparable` if there is nothing to compare with.
     """
 
     kind: str
@@ -61,20 +59,10 @@ def prove(
 ) -> Finding | None:
     """Compare a subnet with the full network in which everything that the subnet does not use is zero.
 
-    Args:
-        network: the network with operators.
-        copy: what `private_copy` returned for the network; its weights are overwritten.
-        row: the size row of the subnet.
-        largest: the size row of the largest subnet.
-        x: a batch.
-        tolerance: how far outputs may differ.
-        modules: whether the outputs of all modules are compared and not only those of the network.
-        compare: if False, the subnet only runs with NaN in all weights that it does not use.
-
-    Returns:
-        What is wrong; None if nothing is.
+    `copy` is a private copy of the network, whose weights are overwritten. With `modules`, the outputs of all
+    modules are compared. Without `compare`, the subnet only runs with NaN in weights that it does not use.
     """
-    run = module_outputs if modules else _network_output
+    run = partial(_module_outputs, inside=modules)
     fill_unused_(copy, network, row, float("nan"))
     view = shared_view(copy, row)
     try:
@@ -86,7 +74,7 @@ def prove(
     reference = masked_reference(copy, network, row, largest) if compare else None
     reason = "because compare=False" if reference is None else _pad_norms(network, reference, row, largest)
     if reason or not finite:
-        plain = module_outputs(shared_view(network, row), x)
+        plain = _module_outputs(shared_view(network, row), x)
         if not _alike(found[-1], plain[-1], tolerance):
             return Finding("foreign", _first_difference(found, plain, tolerance) or "its output")
     if reference is None or reason:
@@ -145,29 +133,16 @@ def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
     return [tensor.clone() for tensor in _tensors(found)]
 
 
-def difference(view: nn.Module, reference: nn.Module, x: Any, tolerance: Tolerance = MASKED) -> str | None:
-    """Find where a subnet departs from a network that should compute the same.
-
-    Every output of a module is compared with the output of the same module in the reference if both have
-    the same shape. Outputs of narrowed modules are smaller than those of a masked reference.
-
-    Returns:
-        The module with the first output that differs, and the module that came before it, in words. If
-        nothing differs, None.
-    """
-    return _first_difference(module_outputs(view, x), module_outputs(reference, x), tolerance)
-
-
 def first_changed(view: nn.Module, plain: nn.Module, x: Any) -> str | None:
     """Find the first module whose output has other numbers, in whichever order, than in another network."""
-    found, expected = module_outputs(view, x), module_outputs(plain, x)
+    found, expected = _module_outputs(view, x), _module_outputs(plain, x)
     for output in (*found, *expected):
         output.tensors[:] = [tensor.flatten().sort().values for tensor in output.tensors]
     return _first_difference(found, expected, EXACT)
 
 
 @dataclass(frozen=True)
-class ModuleOutput:
+class _ModuleOutput:
     """What one call of a module returned: floating-point tensors, images of them at few positions only."""
 
     path: str
@@ -176,18 +151,18 @@ class ModuleOutput:
     tensors: list[Tensor]
 
 
-def module_outputs(network: nn.Module, x: Any) -> list[ModuleOutput]:
-    """Run a network; return what its modules returned, in the order in which they ended."""
-    found: list[ModuleOutput] = []
+def _module_outputs(network: nn.Module, x: Any, inside: bool = True) -> list[_ModuleOutput]:
+    """Run a network; return what it and the modules inside returned, in the order in which they ended."""
+    found: list[_ModuleOutput] = []
     handles = []
-    for path, module in network.named_modules():
+    for path, module in network.named_modules() if inside else [("", network)]:
 
         def note(module: nn.Module, _: Any, output: Any, path: str = path) -> None:
             if isinstance(module, nn.MultiheadAttention):
                 output = output[0]  # the weights, averaged over heads, are those of other heads
             tensors = list(_tensors(output))
             kept = [t.clone() if not path else _sample(t) for t in tensors]
-            found.append(ModuleOutput(path, type(module).__name__, [t.shape for t in tensors], kept))
+            found.append(_ModuleOutput(path, type(module).__name__, [t.shape for t in tensors], kept))
 
         handles.append(module.register_forward_hook(note))
     try:
@@ -199,11 +174,6 @@ def module_outputs(network: nn.Module, x: Any) -> list[ModuleOutput]:
     return found
 
 
-def _network_output(network: nn.Module, x: Any) -> list[ModuleOutput]:
-    tensors = outputs_of(network, x)
-    return [ModuleOutput("", type(network).__name__, [tensor.shape for tensor in tensors], tensors)]
-
-
 def _sample(tensor: Tensor) -> Tensor:
     """Return a copy; of tensors of shape (N, C, H, W) at about 8 x 8 positions."""
     if tensor.dim() == 4:
@@ -212,9 +182,9 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _first_difference(
-    narrow: list[ModuleOutput], wide: list[ModuleOutput], tolerance: Tolerance
+    narrow: list[_ModuleOutput], wide: list[_ModuleOutput], tolerance: Tolerance
 ) -> str | None:
-    others: dict[str, list[ModuleOutput]] = {}
+    others: dict[str, list[_ModuleOutput]] = {}
     for output in wide:
         others.setdefault(output.path, []).append(output)
     before = ""
@@ -231,7 +201,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-def _alike(narrow: ModuleOutput, wide: ModuleOutput, tolerance: Tolerance) -> bool:
+def _alike(narrow: _ModuleOutput, wide: _ModuleOutput, tolerance: Tolerance) -> bool:
     """Tell whether what two calls returned is equal up to rounding, where the shapes are equal."""
     if len(narrow.shapes) != len(wide.shapes):
         return True  # The modules return other things; a later module will tell.
@@ -239,7 +209,7 @@ def _alike(narrow: ModuleOutput, wide: ModuleOutput, tolerance: Tolerance) -> bo
     return all(equal(a, b, tolerance) for a, b in pairs if a.shape == b.shape)
 
 
-def _resized(narrow: list[ModuleOutput], wide: list[ModuleOutput]) -> str | None:
+def _resized(narrow: list[_ModuleOutput], wide: list[_ModuleOutput]) -> str | None:
     """Return the first module whose images are of another size than in a reference."""
     sizes = {o.path: [shape[2:] for shape in o.shapes if len(shape) == 4] for o in wide}
     for output in narrow:

@@ -1,15 +1,13 @@
 """Replacements: notices modules, parameters and buffers of a network that are replaced by others.
 
 `network.fc = nn.Linear(...)`, `del network.fc` and `torch.func.functional_call` write into the registries of
-`nn.Module`. The registries of a watched network count these writes, so that a supernet can compare one number
-per call instead of walking over its modules.
+`nn.Module`, which torch does not count. Here they do, so that one number is compared per call.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 from torch import nn
@@ -33,12 +31,6 @@ class _Registry(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # A copy is watched again by the supernet that it belongs to.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        copied: dict[str, Any] = {}
-        memo[id(self)] = copied
-        copied.update({name: deepcopy(entry, memo) for name, entry in self.items()})
-        return copied
-
 
 def _counting(name: str) -> Callable[..., Any]:
     plain = getattr(dict, name)
@@ -59,11 +51,7 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
 
 
 class Replacements:
-    """Counts the writes into the registries of a network, and remembers what the registries held.
-
-    Attributes:
-        writes: a number that grows with every write.
-    """
+    """Counts the `writes` into the registries of a network, and remembers what the registries held."""
 
     def __init__(self) -> None:
         self.writes = 0

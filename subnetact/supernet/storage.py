@@ -13,11 +13,7 @@ __all__ = ["checksum", "exchange_storage_", "renew_storage_"]
 
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Move the parameters and buffers of a network to copies of their storage, as `exchange_storage_` does.
-
-    The parameters stay the same objects, so optimizers keep them. Tensors that share storage share their new
-    storage as well.
-    """
+    """Move the tensors of a network to copies of their storage, as `exchange_storage_` does."""
     tensors = [t for t in (*network.parameters(), *network.buffers()) if _movable(t)]
     storages = {storage_id(t): t.untyped_storage() for t in tensors}
     copies = {number: storage.clone() for number, storage in storages.items()}  # type: ignore[no-untyped-call]
@@ -27,17 +23,10 @@ def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
 def exchange_storage_(
     tensors: Iterable[Tensor], storages: Mapping[int, UntypedStorage]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Move tensors to other storage with the same values, in place.
+    """Move tensors to other storage with the same values, by the `storage_id` of the former one.
 
-    Tensors in shared memory, tensors that are not dense, and tensors of subclasses other than `nn.Parameter`
-    keep their storage.
-
-    Args:
-        tensors: the tensors. They stay the same objects.
-        storages: the new storage by the `storage_id` of the former one.
-
-    Returns:
-        Every tensor that was moved, with a tensor on its former storage.
+    They stay the same objects. Those in shared memory, not dense, or of subclasses other than `nn.Parameter`
+    keep their storage. Return every tensor that was moved, with a tensor on its former storage.
     """
     with torch.inference_mode(False), torch.no_grad():
         moved = []
@@ -69,11 +58,7 @@ def checksum(tensors: Iterable[Tensor]) -> list[int]:
     """Return one number per tensor, which changes with any single value and with the order of the values.
 
     Every value counts once with the position of its row (its index along the first axis) and once with its
-    position within the row, so that a permutation of channels changes the number, too.
-
-    Args:
-        tensors: tensors of any dtype and layout. All values are read twice. Tensors on the meta device, which
-            have no values, count as equal.
+    position within the row, so that a permutation of channels is seen. Meta tensors count as equal.
     """
     sums = []
     with torch.no_grad():

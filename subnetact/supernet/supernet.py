@@ -19,7 +19,6 @@ from subnetact.errors import (
     NotCalibrated,
     PrecisionError,
     SpecError,
-    StaleWeights,
     UncalibratedSubnetWarning,
     ViewError,
 )
@@ -31,21 +30,17 @@ from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
-from subnetact.supernet.bind import bind
+from subnetact.supernet.bind import bind, operators_in
 from subnetact.supernet.check import CheckReport, check, check_precisions
-from subnetact.supernet.checkpoint import fitting
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.load import after_outer_load, before_outer_load, callers_level, load_
+from subnetact.supernet.load import after_outer_load, before_outer_load, callers_level, fitting, load_
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_, weight_errors
+from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
 from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.views import Views
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
-
-_TRIES = 3
-"""How often something is done again because other threads changed the network meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class InsertReport:
 
     Attributes:
         elastic: name of a module -> the operator that replaced it, in words.
-        fixed: the names of the modules that have weights and were not replaced.
+        fixed: the names of the modules with weights that were not replaced.
     """
 
     elastic: Mapping[str, str] = field(default_factory=dict)
@@ -66,29 +61,22 @@ class InsertReport:
 
 
 def as_supernet(value: object) -> Supernet:
-    """Return the argument if it is a supernet.
-
-    Raises:
-        InsertError: the argument is something else, or its operators were removed.
-    """
-    if isinstance(value, Supernet):
-        value._present()
-    else:
+    """Return the argument if it is a supernet that still has its operators; otherwise raise InsertError."""
+    if not isinstance(value, Supernet):
         raise InsertError(
             f"expected a Supernet, got {type(value).__name__}; subnetact.insert_(network, space, elastic) or "
             "ofa_adapters.load(family, checkpoint) make one"
         )
+    value._present()
     return value
 
 
 class Supernet(nn.Module):
     """One copy of the weights, and every subnet as a zero-copy view of it.
 
-    `insert_` and `ofa_adapters.load` make supernets. The state_dict of a supernet is that of its network,
-    with the names of the network. `named_parameters` and `named_modules` add the prefix `network.`, under
-    which the supernet holds the network; `load_state_dict` takes names with and without the prefix. Settings
-    of the network, such as `config`, are read through the supernet; methods belong to its subnets:
-    `supernet.subnet(spec).generate(...)`.
+    `insert_` and `ofa_adapters.load` make supernets. The state_dict has the names of the network, and so do
+    settings such as `config`; methods belong to subnets: `supernet.subnet(spec).generate(...)`.
+    `named_parameters` and `named_modules` add the prefix `network.`, which `load_state_dict` takes as well.
 
     Whatever takes a specification raises `SpecError` if it is malformed, `ForeignSpec` if it is of another
     space.
@@ -102,13 +90,10 @@ class Supernet(nn.Module):
         network: as given.
         space: as given.
         report: as given.
-        norms: the statistics rows of calibrated subnets.
-        cached_views: the number of views that `subnet` and `supernet(x, subnet=...)` keep, 1024 by default.
-            Assign another number to change the limit. The least recently used view is evicted.
+        cached_views: how many views are kept; beyond that, the least recently used one is evicted.
         origin: how bundles build the supernet again: `{"name": family, "constructor": arguments}`. If None,
             loading a bundle needs a function that builds the supernet.
-        description: what `insert_` found out about the model. If None, its elastic modules were described by
-            hand.
+        description: what `insert_` found out about the model; None if it was described by hand.
         precision: the arguments of `enable_precision`. If None, all subnets are float32.
         on_bind: called with the supernet, every new view or extracted network, its subnet and the weights
             that it reads, before anybody uses it. Key-value caches are guarded by it.
@@ -181,39 +166,25 @@ class Supernet(nn.Module):
 
     # -- precision -------------------------------------------------------------------------------
 
-    def enable_precision(
-        self,
-        *precisions: str,
-        keep: Sequence[str] = (),
-        slots: Mapping[str, str] | None = None,
-        last: bool = False,
-    ) -> SubnetSpace:
-        """Let subnets choose a precision: the space gets one more axis, `precision`.
+    def enable_precision(self, *precisions: str, keep: Sequence[str] = (), last: bool = False) -> SubnetSpace:
+        """Let subnets choose a precision: `space` gets one more axis, `precision`. Return the new space.
 
-        At int8, linear layers and convolutions slice one int8 copy of the full weights, a quarter of their
-        size, which is made when an int8 subnet is first bound and follows the weights. Activations are
-        quantised in every call, with one scale per row of a linear layer and per sample of a convolution, so
-        that an answer does not depend on the other inputs of its batch; sums are int32. Grouped convolutions,
-        normalisation, softmax, and the first and (without `last`) the last layer stay at float32. At bfloat16
-        the same layers read a bfloat16 copy. Statistics rows are those of the same subnet at float32, and
-        training uses the full weights. Specifications without a precision mean float32.
-
-        A machine is refused if it has no kernel for a precision that is faster than float32;
-        `python -m subnetact.profile --machine` prints what it has.
+        At int8, linear layers and convolutions slice one int8 copy of the full weights, which follows them.
+        Activations are quantised in every call, with one scale per row of a linear layer and per sample of a
+        convolution, so that an answer does not depend on its batch mates; sums are int32. Grouped
+        convolutions, normalisation, softmax, and the first and (without `last`) the last layer stay at
+        float32. At bfloat16 the same layers read a bfloat16 copy. Statistics rows are those of the same
+        subnet at float32, and training uses the full weights.
 
         Args:
             precisions: `int8`, `bfloat16` or both.
             keep: the names of further modules that stay at float32, with all their submodules.
-            slots: name of a part of the network -> the beginning of the names of its modules, so that each
-                part chooses a precision of its own. If None, the whole network is one part.
             last: whether the last layer follows the precision, too.
-
-        Returns:
-            The new space, which is `supernet.space` from now on.
 
         Raises:
             PrecisionError: the network has no layer that could run at a lower precision, `keep` names no
-                module, or this kind of machine or build of torch has no kernel that is right and faster.
+                module, or this machine or build of torch has no kernel that is right and faster than
+                float32; `python -m subnetact.profile --machine` prints what it has.
             SpecError: a precision is unknown, or precisions were enabled before.
 
         Example:
@@ -221,31 +192,26 @@ class Supernet(nn.Module):
             >>> supernet(x, subnet=space.at_precision(spec, "int8"))
         """
         network = self._present()
-        parts = tuple({"network": ""}.items() if slots is None else slots.items())
-        space = self.space.with_precision(*precisions, slots=[name for name, _ in parts])
-        lower = tuple(p for p in PRECISIONS if p in precisions)
-        settings = PrecisionSettings(lower, tuple(keep), parts, bool(last))
+        space = self.space.with_precision(*precisions)
+        settings = PrecisionSettings(tuple(p for p in PRECISIONS if p in precisions), tuple(keep), bool(last))
         device = next(self.parameters()).device
         for precision in settings.precisions:
             require_precision(precision, device)
-        first = len(self.space.dimensions)
         with self._generation.lock:
-            dims = {name: first + i for i, (name, _) in enumerate(parts)}
-            put_precision_(network, settings, dims)
+            put_precision_(network, settings, len(self.space.dimensions))
             self.space, self.precision = space, settings
             self._generation.move(same=True)
         return space
 
-    def precision_errors(self, spec: SubnetSpec, x: Any = None) -> dict[str, float]:
+    def precision_errors(self, spec: SubnetSpec, x: Any) -> dict[str, float]:
         """Return how far each layer of a subnet is off because of its precision. Outliers show here.
 
         Args:
             spec: a subnet at int8 or bfloat16.
-            x: a batch that the network takes. If None, only the full weights are looked at.
+            x: a batch that the network takes.
 
         Returns:
-            Name of the module -> relative error: without a batch of the output channel whose weights are the
-            farthest off, with a batch of the outputs for the inputs that the module has at float32.
+            Name of the module -> relative error of its outputs for the inputs that it has at float32.
 
         Raises:
             PrecisionError: the subnet is float32, or a weight is not finite.
@@ -253,8 +219,6 @@ class Supernet(nn.Module):
         spec = self.space.check(spec)
         if spec.precision == FLOAT32:
             raise PrecisionError(f"{spec} is float32, which is exact; give space.at_precision(spec, 'int8')")
-        if x is None:
-            return weight_errors(self.network, PRECISIONS.get(spec.precision, min(PRECISIONS.values())))
         with self._generation.lock:
             exact = self.private_view(self.space.at_precision(spec, FLOAT32))[0]
             low = self.private_view(spec)[0]
@@ -262,24 +226,20 @@ class Supernet(nn.Module):
 
     def lowered_bytes(self) -> int:
         """Return the bytes of the copies of weights at lower precisions, which all subnets share."""
-        operators = [m for m in self.network.modules() if isinstance(m, Operator)]
-        return sum(copy.nbytes for operator in operators for copy in operator.packed_copies("lowered"))
+        return sum(
+            copy.nbytes for operator in operators_in(self) for copy in operator.packed_copies("lowered")
+        )
 
     # -- subnets ---------------------------------------------------------------------------------
 
     def subnet(self, spec: SubnetSpec) -> nn.Module:
-        """Return the view of one subnet: an ordinary module that shares the supernet's storage.
+        """Return the view of the subnet `spec`: an ordinary module that shares the supernet's storage.
 
-        Many threads may call this method and run views at the same time. While a view is cached, the same
-        module is returned. A subnet that was never calibrated runs on the shared BatchNorm statistics; the
-        first one gives an `UncalibratedSubnetWarning`.
-
-        Args:
-            spec: the subnet.
-
-        Returns:
-            The view, in evaluation mode. It follows changes of weights in place. After `load_state_dict` and
-            `to` it keeps the former weights and their memory; call this method again.
+        It is in evaluation mode and follows changes of weights in place. After `load_state_dict` and `to` it
+        keeps the former weights and their memory; call this method again. Many threads may call this method
+        and run views at the same time; all get the same module while it is cached. A subnet that was never
+        calibrated runs on the shared BatchNorm statistics; the first one gives an
+        `UncalibratedSubnetWarning`.
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
@@ -298,13 +258,12 @@ class Supernet(nn.Module):
         """
         spec = self.space.check(spec)
         with self._generation.lock:
-            for _ in range(_TRIES):
+            number = None
+            while number != self._generation.number:  # Another thread may replace a tensor meanwhile.
                 number = self.generation.number
                 with self._generation.own_weights():
                     statistics = self._norms.get(spec)
                     view = self._bind(spec, statistics)
-                if number == self._generation.number:  # Otherwise another thread replaced a tensor meanwhile.
-                    break
         if statistics is None:
             self._warn_uncalibrated(spec)
         return view, statistics
@@ -325,13 +284,11 @@ class Supernet(nn.Module):
         """Run a subnet.
 
         In training mode gradients reach the supernet's parameters, and BatchNorm normalises with the
-        statistics of the batch and updates the shared running statistics, as in elastic training.
+        statistics of the batch and updates the shared running statistics.
 
         `torch.func.functional_call(supernet, parameters, ...)` runs on the given parameters and leaves no
         trace in cached views. While it runs, other threads must not call the supernet; engines may run.
-
-        `torch.compile(supernet)` compiles the network of every subnet that runs; choosing the subnet breaks
-        the graph, so `fullgraph=True` is refused by torch. `Engine(compile=...)` compiles for serving.
+        `torch.compile(supernet)` compiles the network of every subnet that runs, without `fullgraph=True`.
 
         Args:
             args: the inputs of the network.
@@ -356,19 +313,15 @@ class Supernet(nn.Module):
             return norm.bind(row, trainable=True)
 
         with self._generation.lock:
-            return bind(self.network, row, bind_norm, trainable=True)
+            return bind(self._present(), row, bind_norm, trainable=True)
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
-        """Return an ordinary network of one subnet, with its own copy of the weights.
+        """Return an ordinary network of the subnet `spec`, in evaluation mode, with its own weights.
 
-        Args:
-            spec: the subnet.
-
-        Returns:
-            The network, in evaluation mode, with the statistics that the subnet runs on. It can be trained,
-            moved, saved and exported like any other module, but not trained at a lower precision. Tied
-            parameters that are sliced in the same way stay tied. A Hugging Face model still has the
-            configuration of the full network; `subnetact.insertion.as_pretrained` gives it its own.
+        It has the statistics that the subnet runs on, and can be trained (not at a lower precision), moved,
+        saved and exported like any other. Tied parameters that are sliced in the same way stay tied. A
+        Hugging Face model still has the configuration of the full network; `insertion.as_pretrained` gives it
+        its own.
         """
         spec = self.space.check(spec)
         with torch.no_grad(), self._generation.lock:
@@ -379,13 +332,9 @@ class Supernet(nn.Module):
             return network
 
     def remove(self) -> nn.Module:
-        """Give the ordinary network back: put every module that an operator replaced back into its place.
+        """Put every module that an operator replaced back into its place, and return the ordinary network.
 
         The supernet cannot be used any more afterwards; views and extracted networks can.
-
-        Returns:
-            The network that the operators were put into, with the same module objects, as it was apart from
-            what was trained or moved.
 
         Raises:
             InsertError: the operators were removed before.
@@ -404,7 +353,7 @@ class Supernet(nn.Module):
             network.template.training = network.training
             network = network.template
         self._generation.end()
-        self.network = _Removed()
+        self.network = nn.Module()
         self.refresh()
         return network
 
@@ -412,16 +361,15 @@ class Supernet(nn.Module):
         """Run the supernet at the corners of its space, and prove that its slices fit together.
 
         The corners are the largest subnet, the smallest one, and each axis alone at its smallest. Each runs
-        with NaN in all weights that it does not use. Then it is compared with the original network in which
-        these weights are zero and skipped layers are identities, which finds slices of wrong rows. Subnets
-        with a narrowed LayerNorm, for example, cannot be compared; the report names them. All of this happens
-        on a private copy and takes about two forward passes per corner.
+        with NaN in all weights that it does not use, and is then compared with the original network in which
+        these weights are zero and skipped layers are identities, which finds slices of wrong rows. This
+        happens on a private copy and takes about two forward passes per corner.
 
         Args:
             x: a batch that the network takes, a tensor or a tuple or dictionary of them; one input suffices.
                 Floating-point tensors that are all zero are replaced by random ones, if these run.
-            compare: whether to compare with the original network, and whether to refuse networks that change
-                the output of a layer that can be skipped before the next layer gets it. False is for networks
+            compare: whether to compare with the original network, and to refuse networks that change the
+                output of a layer that can be skipped before the next layer gets it. False is for networks
                 whose forward normalises over an elastic width by itself.
 
         Returns:
@@ -435,39 +383,27 @@ class Supernet(nn.Module):
         Example:
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
-        report = check(self.network, self.space, x, compare)
+        report = check(self._present(), self.space, x, compare)
         if self.precision is not None:
             with torch.inference_mode():
-                check_precisions(self.space, x, lambda spec: self._bind(spec, self._norms.get(spec)))
+                precisions = self.precision.precisions
+                check_precisions(
+                    self.space, precisions, x, lambda spec: self._bind(spec, self._norms.get(spec))
+                )
         return report
 
     def check_once(self, x: Any) -> None:
         """Run `check` on the first input of `x`, unless its shapes and dtypes have passed since `refresh`.
 
-        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. It raises what
-        `check` raises, or `StaleWeights` if another thread keeps changing the weights.
+        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Whoever loads
+        weights meanwhile has to wait.
         """
         x = map_tensors(lambda t: t[:1], x)
-        seen = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x)), self._generation.number
-        if seen not in self._checked:
-            self._check_at_rest(x)
-            self._checked.add(seen)
-
-    def _check_at_rest(self, x: Any) -> None:
-        """Run `check`, and run it again if weights were exchanged while it compared subnets."""
-        cause: InsertError | None = None
-        for _ in range(_TRIES):
-            before = self.generation.number
-            try:
+        shapes = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x))
+        with self.generation.lock:
+            if (shapes, self._generation.number) not in self._checked:
                 self.check(x)
-                return
-            except InsertError as error:
-                if self.generation.number == before:
-                    raise
-                cause = error
-        raise StaleWeights(
-            "check: weights were exchanged while subnets were compared; check between two loads"
-        ) from cause
+                self._checked.add((shapes, self._generation.number))
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
@@ -500,57 +436,34 @@ class Supernet(nn.Module):
             )
 
     def statistics(self, spec: SubnetSpec) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the BatchNorm statistics that a subnet runs on, for each BatchNorm that it has.
+        """Return the BatchNorm statistics that the subnet `spec` runs on: its own, or the shared ones.
 
-        Args:
-            spec: a subnet; if it was never calibrated, these are the supernet's shared statistics.
-
-        Returns:
-            BatchNorm name -> (mean, variance), each of shape (channels,): the tensors in use, not copies.
+        They are the tensors in use, not copies: BatchNorm name -> (mean, variance), of shape (channels,).
 
         Raises:
-            SpecError: the specification is malformed or of another space (`ForeignSpec`), or its own
-                statistics lack a BatchNorm or have another number of channels.
+            SpecError: its own statistics lack a BatchNorm or have another number of channels.
         """
         spec = self.space.check(spec)
         return self._statistics(spec, self._norms.get(spec))
 
-    def adopt_statistics(self, spec: SubnetSpec | None = None) -> None:
-        """Give a subnet the BatchNorm statistics that the network came with as its own statistics row.
+    def adopt_statistics(self) -> None:
+        """Give the largest subnet the BatchNorm statistics that the network came with as its statistics row.
 
-        The largest subnet of a pretrained network is then the original network, bit for bit. Calibrating it
-        would replace its statistics by averages over the calibration data.
-
-        Args:
-            spec: the subnet. If None, the largest. A smaller subnet gets the statistics of its first
-                channels, which are wrong for it unless its layers have the same inputs as in the largest.
+        In a pretrained network, it is then the original network, bit for bit.
         """
-        spec = self.space.largest() if spec is None else self.space.check(spec)
-        self._norms.update({spec: self._shared_row(spec)})
+        largest = self.space.largest()
+        with torch.inference_mode(False), torch.no_grad():
+            self._norms.update({largest: NormRow.of(self._statistics(largest, None))})
 
     def _statistics(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the statistics of every BatchNorm of a subnet that runs on a row, or on the shared ones."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
         self._bind(spec, row, note=found, hooked=False)
         return found
 
-    def _shared_row(self, spec: SubnetSpec) -> NormRow:
-        with torch.inference_mode(False), torch.no_grad():
-            return NormRow.of(self._statistics(spec, None))
-
-    def has_adopted_statistics(self) -> bool:
-        """Tell whether the largest subnet's statistics row holds the network's own statistics."""
-        largest = self.space.largest()
-        row = self._norms.get(largest)
-        if row is None:
-            return False
-        shared = self._shared_row(largest).flat
-        return not shared.is_meta and torch.equal(row.flat.to(shared), shared)
-
     def has_original_statistics(self) -> bool:
         """Tell whether the largest subnet is the trained network that `insert_` was given, unchanged since.
 
-        `calibrate` then leaves it alone. Networks of families were trained as supernets, so it is False.
+        `calibrate` then leaves it alone. Networks of families were trained as supernets.
         """
         return self.origin is None and self._unchanged_since_then()
 
@@ -574,11 +487,9 @@ class Supernet(nn.Module):
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 
-        Call this method after changes through `parameter.data` or NumPy, or in tensors that were made in
-        inference mode, and after plain attributes of modules were changed (`supernet.network.scale = 2.0`).
-        `verify` finds them where a copy or a view no longer matches; key-value caches and adopted statistics
-        learn of them from this method only. Other changes in place, replaced modules and parameters,
-        `supernet.load_state_dict` and `supernet.to` need no call.
+        These are changes through `parameter.data` or NumPy, in tensors that were made in inference mode, and
+        of plain attributes of modules (`supernet.network.scale = 2.0`). `verify` finds them where a copy or a
+        view no longer matches; key-value caches and adopted statistics learn of them from this method only.
         """
         self._generation.move(in_place=True)
 
@@ -588,21 +499,17 @@ class Supernet(nn.Module):
         There is one per operator and sizes, for all subnets with these sizes. `lowered_bytes` counts those at
         lower precisions.
         """
-        operators = [m for m in self.network.modules() if isinstance(m, Operator)]
-        every = sum(packed.nbytes for operator in operators for packed in operator.packed_copies())
+        every = sum(packed.nbytes for operator in operators_in(self) for packed in operator.packed_copies())
         return every - self.lowered_bytes()
 
     def verify(self, refresh: bool = False) -> tuple[str, ...]:
         """Find cached slices and copies that no longer match the weights that they were made of.
 
-        Most changes are noticed without this method. It finds those that leave no trace, as `refresh` lists
-        them. `Engine.verify` looks at fused programs as well.
+        It finds changes that leave no trace, as `refresh` lists them. `Engine.verify` looks at fused programs
+        as well.
 
         Args:
-            refresh: whether to call `refresh` if something is found, instead of raising an error.
-
-        Returns:
-            What was found, one line each. It is empty if all is well.
+            refresh: whether to call `refresh` if something is found, and return it, one line each.
 
         Raises:
             StaleWeights: something was found, and `refresh` is False.
@@ -635,11 +542,9 @@ class Supernet(nn.Module):
             if network is None or name.startswith("__") or not hasattr(network, name):
                 raise
         value = getattr(network, name)
-        if isinstance(value, nn.Module | Tensor) or callable(value):
-            kinds = {nn.Module: "module", Tensor: "tensor"}
-            kind = next((kind for cls, kind in kinds.items() if isinstance(value, cls)), "method")
+        if isinstance(value, Tensor) or callable(value):
             raise AttributeError(
-                f"Supernet has no attribute {name!r}; its network has this {kind}. A subnet has its own, "
+                f"Supernet has no attribute {name!r}, but its network has. A subnet has its own, "
                 f"supernet.subnet(spec).{name}; the full one is supernet.network.{name}"
             )
         return value
@@ -670,22 +575,19 @@ class Supernet(nn.Module):
             state_dict: tensors by the names of the network. If all names have one of the prefixes `module.`,
                 `network.` and `_orig_mod.`, which wrappers and `supernet.named_parameters()` add, the prefix
                 is dropped.
-            strict: whether all tensors must be there, and no others. Shapes must fit in any case. If they do
-                not, nothing is loaded.
-            assign: whether to use the given tensors themselves instead of copying them, as in
-                `nn.Module.load_state_dict`.
+            strict: whether all tensors must be there, and no others. Shapes must fit in any case.
+            assign: whether to use the given tensors themselves instead of copying them.
             norms: the statistics rows of these weights, which replace the former ones at the same moment.
                 Without it, rows stay if the weights are the same, and are dropped with an
-                `UncalibratedSubnetWarning` if not, also those that were assigned just before; engines then
-                refuse these subnets (`NotCalibrated`). A row of `adopt_statistics` follows the network's own
-                statistics. Give `norms=supernet.norms` to keep all rows.
+                `UncalibratedSubnetWarning` if not; engines then refuse these subnets (`NotCalibrated`). A row
+                of `adopt_statistics` follows the network's own statistics. Give `norms=supernet.norms` to
+                keep all rows.
 
         Returns:
             What `nn.Module.load_state_dict` returns.
 
         Raises:
-            CheckpointError: a tensor has another shape; `strict` is True, and tensors are missing or extra;
-                or the state_dict is no mapping. Nothing is then loaded.
+            CheckpointError: what is given does not fit. Nothing is then loaded.
             ForeignSpec: the norm table is of another space.
         """
         if norms is not None:
@@ -704,8 +606,7 @@ class Supernet(nn.Module):
 
     def tensors(self) -> list[Tensor]:
         """Return all parameters, buffers and statistics rows."""
-        rows = [row.flat for row in self._norms.rows.values()]
-        return [*self.network.parameters(), *self.network.buffers(), *rows]
+        return [*self.parameters(), *self.buffers(), *(row.flat for row in self._norms.rows.values())]
 
     def exchange_storage(self, storages: Mapping[int, UntypedStorage]) -> None:
         """Move weights and statistics to other `storages`, by the `storage_id` of the former ones."""
@@ -733,8 +634,11 @@ class Supernet(nn.Module):
 
     def _present(self) -> nn.Module:
         """Return the network, unless it was given back."""
-        if isinstance(self.network, _Removed):
-            raise _removed()
+        if type(self.network) is nn.Module:
+            raise InsertError(
+                "the operators of this supernet were removed; call insert_ again, or use the network that "
+                "remove() returned"
+            )
         return self.network
 
     def _require_own(self, table: NormTable) -> None:
@@ -745,7 +649,7 @@ class Supernet(nn.Module):
             raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
 
     def _own(self, table: NormTable) -> NormTable:
-        """Return a copy of a norm table for this supernet, in the dtype and on the device of its weights."""
+        """Return a copy of a norm table, in the dtype and on the device of the weights."""
         self._require_own(table)
         home = next(iter(self.norm_operators().values()), None)
         like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
@@ -799,20 +703,6 @@ class Supernet(nn.Module):
                 UncalibratedSubnetWarning,
                 stacklevel=callers_level(),
             )
-
-
-class _Removed(nn.Module):
-    """Stands in the place of a network that was given back."""
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        raise _removed()
-
-
-def _removed() -> InsertError:
-    return InsertError(
-        "the operators of this supernet were removed; call insert_ again, or use the network that remove() "
-        "returned"
-    )
 
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler with this module.

@@ -63,16 +63,10 @@ def trace_(
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """Return the graph of a view's forward of one tensor, and the leaves by the names of their calls.
 
-    PyTorch's own layers and layers derived from them are leaves: the graph has one call for each, and nothing
-    of their inside. A forward that cannot be traced raises what it raises.
-
-    Args:
-        view: a view that nobody else uses. It is unchanged afterwards.
-        is_leaf: tells which further modules are leaves.
-        looks_inside: tells which layers are no leaves.
-        tensors: receives the parameters and buffers that a forward reads itself, its own and those of
-            leaves, by the names under which the graph gets them. If None, they are constants in the arguments
-            of nodes.
+    Leaves are PyTorch's own layers and layers derived from them, apart from those that `looks_inside` tells,
+    and what `is_leaf` tells. `tensors` receives the parameters and buffers that a forward reads itself, by
+    the names under which the graph gets them; if None, they are constants in the arguments of nodes. Nobody
+    else may use the view meanwhile.
     """
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
@@ -119,10 +113,7 @@ def trace_(
 
 
 def _name_tensors(graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
-    """Let the graph get tensors that are arguments of nodes, such as the weight of a leaf, by names.
-
-    The names begin with `subnetact_`, so that no attribute of the network has them.
-    """
+    """Let the graph get tensors that are arguments of nodes, such as the weight of a leaf, by names."""
     names = {id(tensor): name for name, tensor in tensors.items()}
 
     def named(value: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from subnetact.errors import StaleWeights
 from subnetact.operators.base import Operator
 from subnetact.operators.tensor_version import storage_id
+from subnetact.supernet.bind import operators_in
 from subnetact.supernet.norm_table import NormRow
 
 __all__ = ["NamedView", "PlainAttributes", "outdated", "stale_weights"]
@@ -61,9 +62,9 @@ def outdated(network: nn.Module, views: Iterable[NamedView]) -> list[str]:
         moved = tensors_outside(view, own)
         if moved:
             found.append(f"{name}: {', '.join(moved[:3])} ({len(moved)} in all) moved to other storage")
-    for module in network.modules():
-        if isinstance(module, Operator) and not all(copy.matches() for copy in module.packed_copies()):
-            found.append(f"{module.path}: a packed copy is out of date")
+    for operator in operators_in(network):
+        if not all(copy.matches() for copy in operator.packed_copies()):
+            found.append(f"{operator.path}: a packed copy is out of date")
     return found
 
 

@@ -1,22 +1,18 @@
-"""Unused weights: a private copy of a network in which everything that a subnet does not use is NaN or zero.
-
-Two proofs need such copies. A subnet must not change if all weights that it does not use become NaN. And a
-subnet equals its masked reference, which is the original network with these weights at zero and with skipped
-layers as identities. The second proof also finds slices of the wrong rows, which the first one cannot.
-"""
+"""Unused weights: a private copy of a network, in which what a subnet does not use is NaN or zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from subnetact.operators import LayerSelect, SubnetNorm
 from subnetact.operators.base import Operator
 from subnetact.space import SizeRow
-from subnetact.supernet.bind import bind
+from subnetact.supernet.bind import bind, operators_in
 
 __all__ = [
     "fill_unused_",
@@ -29,66 +25,27 @@ __all__ = [
 
 
 def private_copy(network: nn.Module) -> nn.Module:
-    """Return a copy of a network with operators that shares no parameter and no buffer with the network.
-
-    What occurs several times in the network does so in the copy. Configuration objects are not copied.
-    """
-    tensors: dict[int, Tensor] = {}
-
-    def own(tensor: Tensor) -> Tensor:
-        if id(tensor) not in tensors:
-            copied = tensor.detach().clone()
-            tensors[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
-            tensors[id(tensor)].__dict__.update(tensor.__dict__)
-        return tensors[id(tensor)]
-
-    return _copy(network, own)
+    """Return a copy of a network with operators that shares no parameter and no buffer with the network."""
+    memo: dict[int, Any] = {}
+    for tensor in (*network.parameters(), *network.buffers()):
+        copied = tensor.detach().clone()
+        own = memo[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
+        own.__dict__.update(tensor.__dict__)
+    return _copy(network, memo)
 
 
 def structure_copy(network: nn.Module) -> nn.Module:
     """Return a copy of the modules of a network, as `private_copy` does, that shares all tensors with it."""
-    return _copy(network, lambda tensor: tensor)
+    return _copy(network, {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())})
 
 
-def _copy(network: nn.Module, own: Callable[[Tensor], Tensor]) -> nn.Module:
-    modules: dict[int, nn.Module] = {}
-    inside = {id(part) for part in (*network.modules(), *network.parameters(), *network.buffers())}
-
-    def owned(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        return {name: None if t is None else own(t) for name, t in tensors.items()}
-
-    def attribute(value: Any) -> Any:
-        if isinstance(value, nn.Module | Tensor):
-            inner: Any = visit if isinstance(value, nn.Module) else own
-            return inner(value) if id(value) in inside else value
-        if type(value) in (list, tuple):
-            return type(value)(map(attribute, value))
-        return {name: attribute(v) for name, v in value.items()} if type(value) is dict else value
-
-    def visit(module: nn.Module) -> nn.Module:
-        if id(module) in modules:
-            return modules[id(module)]
-        copied: nn.Module = object.__new__(type(module))
-        modules[id(module)] = copied
-        state = module.__getstate__() if isinstance(module, Operator) else module.__dict__
-        parts = {
-            "_parameters": owned(module._parameters),
-            "_buffers": owned(module._buffers),
-            "_modules": {name: None if m is None else visit(m) for name, m in module._modules.items()},
-        }
-        copied.__dict__.update(
-            {name: attribute(v) for name, v in state.items() if name not in parts}, **parts
-        )
-        if isinstance(module, Operator):
-            original = module.template.__dict__
-            template: nn.Module = object.__new__(type(module.template))
-            template.__dict__.update({n: attribute(v) for n, v in original.items() if n not in parts})
-            shared = original["_parameters"] is module._parameters
-            template.__dict__.update(parts if shared else {name: original[name] for name in parts})
-            copied.__dict__["template"] = template
-        return copied
-
-    return visit(network)
+def _copy(network: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a network; what its modules hold beside modules, configurations and hooks say, is shared."""
+    for module in network.modules():
+        for held in tree_leaves(vars(module)):
+            if not isinstance(held, nn.Module | dict):  # A watched registry is a dictionary of its own class.
+                memo.setdefault(id(held), held)
+    return deepcopy(network, memo)
 
 
 def fill_unused_(copy: nn.Module, network: nn.Module, row: SizeRow, value: float) -> None:
@@ -106,9 +63,8 @@ def fill_unused_(copy: nn.Module, network: nn.Module, row: SizeRow, value: float
                     if buffer is not None and buffer.is_floating_point():
                         buffer.fill_(value)
         _restore(copy, network, row, set())
-    for module in copy.modules():
-        if isinstance(module, Operator):
-            module.forget()
+    for operator in operators_in(copy):
+        operator.forget()
 
 
 def _restore(copy: nn.Module, network: nn.Module, row: SizeRow, done: set[int]) -> None:
@@ -174,8 +130,7 @@ def shared_view(network: nn.Module, row: SizeRow) -> nn.Module:
 def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest: SizeRow) -> nn.Module:
     """Return the full network in which everything that the subnet of a row does not use is zero.
 
-    Layers that the subnet skips are identities, and BatchNorms have its statistics. The outputs equal those
-    of the subnet if `loud_operators` returns nothing and the slices fit together. The reference holds the
+    Layers that the subnet skips are identities, and BatchNorms have its statistics. The reference holds the
     weights of the private copy, so it is valid until the copy is filled again.
     """
     fill_unused_(copy, network, row, 0.0)
@@ -200,17 +155,12 @@ def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest:
 
 
 def loud_operators(network: nn.Module, row: SizeRow, largest: SizeRow) -> list[Operator]:
-    """Return the narrowed operators for which zeroing is not dropping: they normalise over it, for example.
-
-    If there is none, the masked reference is exact unless a forward normalises without an operator.
-    """
-    changed = {i for i, (size, full) in enumerate(zip(row, largest, strict=True)) if size != full}
+    """Return the narrowed operators for which zeroing is not dropping, because they normalise for example."""
     return [
-        module
-        for module in network.modules()
-        if isinstance(module, Operator)
-        and any(
-            index in changed and not module.zeroing_equals_dropping(part)
-            for part, index in module.dims.items()
+        operator
+        for operator in operators_in(network)
+        if any(
+            row[i] != largest[i] and not operator.zeroing_equals_dropping(part)
+            for part, i in operator.dims.items()
         )
     ]

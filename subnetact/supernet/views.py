@@ -17,8 +17,7 @@ __all__ = ["Views"]
 class Views:
     """Views by subnet, each with the statistics row that it runs on, and the frozen tensors that they share.
 
-    Attributes:
-        lock: held while views are looked up, kept or cleared.
+    The `lock` is held while views are looked up, kept or cleared.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class Views:
         self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def get(self, spec: SubnetSpec, row: NormRow | None) -> nn.Module | None:
-        """Return the view of a subnet, unless it runs on another statistics row; the lock is held."""
+        """Return the view of a subnet, unless it runs on another statistics row."""
         view, statistics = self._kept.get(spec, (None, None))
         if view is None or statistics is not row:
             return None
@@ -35,13 +34,13 @@ class Views:
         return view
 
     def keep(self, spec: SubnetSpec, view: nn.Module, row: NormRow | None, limit: int) -> None:
-        """Keep a view, and evict others beyond the limit; the lock is held."""
+        """Keep a view, and evict others beyond the limit."""
         self._kept[spec] = view, row
         while len(self._kept) > limit:
             self._kept.popitem(last=False)
 
     def clear(self) -> None:
-        """Drop everything; the lock is held."""
+        """Drop everything."""
         self._kept.clear()
         self._frozen.clear()
 
@@ -51,12 +50,9 @@ class Views:
             return [(str(spec), view, row) for spec, (view, row) in self._kept.items()]
 
     def frozen(self, tensor: Tensor) -> Tensor:
-        """Return a frozen tensor on the storage of a parameter or buffer, one for all views.
-
-        A parameter of a subclass is returned as it is.
-        """
-        if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
-            return tensor
+        """Return a frozen tensor on the storage of a parameter or buffer, one for all views."""
+        if type(tensor) not in (nn.Parameter, Tensor):
+            return tensor  # of a subclass, whose meaning a plain parameter would lose
         known = self._frozen.get(id(tensor))
         if known is None or known[0] is not tensor or known[1].data_ptr() != tensor.data_ptr():
             plain = type(tensor) is Tensor

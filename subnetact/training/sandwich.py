@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,7 @@ LOWEST_TEMPERATURE = 1e-3
 
 @dataclass(frozen=True)
 class SandwichLosses:
-    """What one step computed.
-
-    Attributes:
-        losses: the loss of every subnet that was trained, the largest first, as numbers.
-    """
+    """What one step computed: the loss of every subnet that was trained, the largest first."""
 
     losses: Mapping[SubnetSpec, float]
 
@@ -68,13 +65,11 @@ def sandwich_step(
 ) -> SandwichLosses:
     """Add the gradients of one batch for the largest, the smallest and some random subnets.
 
-    The largest subnet learns from the targets. The others learn from the largest one's outputs
-    (in-place distillation), from the targets, or from a mixture. The call runs one subnet after the other,
-    forward and backward, so that memory holds the activations of one subnet at a time. It changes no
-    parameter: call `optimizer.zero_grad()` before and `optimizer.step()` after it. To accumulate gradients
-    over several batches, call it several times in between, and divide the loss by their number.
-
-    Training leaves the shared BatchNorm statistics of no use to any one subnet: call `calibrate` afterwards.
+    The largest subnet learns from the targets, the others from the largest one's outputs (in-place
+    distillation), from the targets, or from a mixture. Memory holds the activations of one subnet at a time.
+    No parameter is changed: call `optimizer.zero_grad()` before and `optimizer.step()` after this. To
+    accumulate gradients over several batches, call it several times in between, and divide the loss by their
+    number. Call `calibrate` after the training.
 
     Args:
         supernet: the supernet in training mode, or a `DistributedDataParallel` around it.
@@ -89,8 +84,8 @@ def sandwich_step(
             rest is `loss`.
         temperature: divides the scores of teacher and student. The distillation is the cross-entropy with the
             teacher's probabilities, times the square of the temperature.
-        class_dim: the dimension of the scores that holds the classes, which distillation needs: 1 for images
-            of scores (N, classes, H, W), -1 for language models (N, tokens, vocabulary). If None, it is 1 if
+        class_dim: the dimension of the classes in the scores, which distillation needs: 1 for images of
+            scores (N, classes, H, W), -1 for language models (N, tokens, vocabulary). If None, it is 1 if
             the scores have two dimensions or `loss` is `cross_entropy` of torch, which reads it there.
         teacher: a network that is called with the batch, without gradients, for the scores to learn from. The
             first subnet then has distillation in its loss, too. If None, the first subnet is the teacher.
@@ -144,9 +139,9 @@ def sandwich_step(
     if teacher is not None and distillation:
         with torch.no_grad():
             wanted = _probabilities(call_with(teacher, x), temperature, place)
-    run_backward = backward or _backward
     losses: dict[SubnetSpec, float] = {}
-    with _unsynchronised(supernet):
+    # One average of the sum of all gradients is enough.
+    with supernet.no_sync() if isinstance(supernet, DistributedDataParallel) else nullcontext():
         for spec in specs:
             scores = logits(_run(supernet, x, spec, largest=not losses))
             if wanted is None or not distillation:
@@ -158,7 +153,7 @@ def sandwich_step(
                 if distillation < 1.0:
                     total = total + (1.0 - distillation) * loss(scores, target)
             _check_loss(total)
-            run_backward(total)
+            (backward or torch.autograd.backward)(total)
             losses[spec] = float(total.detach())
     if average or (average is None and isinstance(supernet, DistributedDataParallel)):
         group = supernet.process_group if isinstance(supernet, DistributedDataParallel) else None
@@ -182,9 +177,7 @@ def _specs(
 
 def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:
     try:
-        if isinstance(x, tuple):
-            return supernet(*x, subnet=spec)
-        return supernet(**x, subnet=spec) if isinstance(x, dict) else supernet(x, subnet=spec)
+        return call_with(partial(supernet, subnet=spec), x)
     except RuntimeError as error:
         if largest or isinstance(error, SubnetActError | torch.OutOfMemoryError):
             raise
@@ -206,13 +199,6 @@ def _place(error: BaseException) -> str:
     return str(error)
 
 
-@contextmanager
-def _unsynchronised(supernet: nn.Module) -> Iterator[None]:
-    """Keep `DistributedDataParallel` from averaging after each subnet; one average of the sum is enough."""
-    with supernet.no_sync() if isinstance(supernet, DistributedDataParallel) else nullcontext():
-        yield
-
-
 def _check_loss(total: Any) -> None:
     if not isinstance(total, Tensor) or total.dim():
         got = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
@@ -222,10 +208,6 @@ def _check_loss(total: Any) -> None:
             "loss: the result has no gradient; compute it from the scores, and let the parameters require "
             "gradients"
         )
-
-
-def _backward(total: Tensor) -> None:
-    torch.autograd.backward(total)
 
 
 def _probabilities(output: Any, temperature: float, class_dim: int | None) -> Tensor:

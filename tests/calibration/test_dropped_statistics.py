@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from subnetact.errors import (
     EngineError,
     InsertError,
     NotCalibrated,
-    StaleWeights,
     UncalibratedSubnetWarning,
 )
 from subnetact.export import to_exported_programs, to_onnx, to_torchscript
@@ -242,24 +242,25 @@ def test_a_replica_refuses_no_more_than_the_engine(supernet: Supernet) -> None:
     torch.testing.assert_close(replica(X, 0), engine(X, 0), rtol=1e-3, atol=1e-4)
 
 
-def test_weights_that_change_during_a_check_are_no_fault_of_the_description(
+def test_weights_are_loaded_after_a_check_that_has_begun(
     supernet: Supernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seeds, x = iter([2, 3, 4, 5]), X[:, :, :2]
-    wrong = InsertError("check: differs")
+    options = {"norms": supernet.norms}
+    loading = threading.Thread(target=supernet.load_state_dict, args=(OTHER,), kwargs=options)
+    before, checks = supernet.fingerprint(), []
 
     def check(_: Any) -> None:
-        for seed in seeds:
-            supernet.load_state_dict(pretrained(seed).state_dict(), norms=supernet.norms)
-            raise wrong
+        if not checks:
+            loading.start()
+            loading.join(0.2)
+        checks.append(supernet.fingerprint())
 
     monkeypatch.setattr(supernet, "check", check)
-    with pytest.raises(StaleWeights, match="while subnets were compared"):
-        supernet.check_once(x)
-    supernet.check_once(x)
-    monkeypatch.setattr(supernet, "check", lambda _: (_ for _ in ()).throw(wrong))
-    with pytest.raises(InsertError):
-        supernet.check_once(x[:, :, :1])
+    for _ in range(3):
+        supernet.check_once(X[:, :, :2])
+        loading.join()
+    assert checks[0] == before != checks[1]
+    assert len(checks) == 2, "once for each of the weights"
 
 
 def test_a_network_that_changes_its_own_buffer_is_told_what_to_describe() -> None:
@@ -302,7 +303,7 @@ def test_fused_programs_follow_pairs_of_a_row(supernet: Supernet) -> None:
     assert engine.pin(0)
     before = engine(X, 0)
     supernet.statistics(small)["1"][0].add_(3)
-    supernet.norms.rows[small]["1"][1].mul_(2)
+    supernet.norms.rows[small].pairs()["1"][1].mul_(2)
     y = engine(X, 0)
     assert not torch.allclose(y, before, atol=0.1)
     torch.testing.assert_close(y, supernet.extract(small)(X), rtol=1e-3, atol=1e-4)

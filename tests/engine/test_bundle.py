@@ -262,7 +262,7 @@ def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(
     index = tmp_path / "b" / "bundle.json"
     document = json.loads(index.read_text())
     document.pop("checksum")
-    document["precision"] = {"precisions": ["int8"], "keep": [], "slots": {"network": ""}, "last": False}
+    document["precision"] = {"precisions": ["int8"], "keep": [], "last": False}
     document["space"] = "digits-000000000000"
     index.write_text(json.dumps({**document, "checksum": checksum(document)}))
     given = load_digits_supernet()

@@ -53,19 +53,6 @@ def test_exported_programs_of_int8_subnets_equal_the_views(
 
 
 @runs_int8
-def test_an_exported_program_of_mixed_precision_loads(tmp_path: Path) -> None:
-    supernet = load_digits_supernet()
-    space = supernet.enable_precision("int8", slots={"early": "stages.0", "late": "stages.2"})
-    spec = space.spec(depth=1, expand=0.5, width=1.0, precision=["float32", "int8"])
-    example = torch.zeros(1, 1, 16, 16)
-    engine = subnetact.Engine(supernet, [spec], example=example, allow_uncalibrated=True, check=False)
-    to_exported_programs(engine, tmp_path / "programs", progress=False)
-    x = torch.randn(2, 1, 16, 16)
-    exported = load_exported(tmp_path / "programs", trusted=True)
-    torch.testing.assert_close(exported(x, subnet=0), engine(x, subnet=0), rtol=1e-4, atol=1e-4)
-
-
-@runs_int8
 def test_onnx_files_of_int8_subnets_equal_the_views(engine: subnetact.Engine, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     to_onnx(engine, tmp_path / "onnx", subnets=[0], progress=False)

@@ -52,7 +52,6 @@ def test_every_variation_is_legal_and_canonical(spaces: dict[str, SubnetSpace], 
     for other in rest:
         one, two = two, variation.spec(variation.mutate(variation.cross(one, other)))
         for spec in (other, two):
-            assert spec in space
             assert space.check(spec) == spec
             assert variation.spec(variation.genes(spec)) == spec
 

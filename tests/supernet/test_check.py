@@ -15,7 +15,6 @@ from subnetact import Axis, SubnetSpace, Supernet, insert_
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerNormSlice, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.supernet.check import corners
-from subnetact.supernet.proof import difference
 from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy, shared_view
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -297,7 +296,6 @@ def test_the_copy_has_the_value_everywhere_but_in_the_weights_of_the_subnet() ->
     reference = masked_reference(copy, supernet.network, row, space.resolve(space.largest()))
     assert reference.get_submodule("0").out_channels == 8
     torch.testing.assert_close(reference(x), expected, rtol=5e-5, atol=5e-5)
-    assert difference(shared_view(supernet.network, row), reference, x) is None
 
 
 def test_corners_are_distinct() -> None:

@@ -336,8 +336,6 @@ def test_check_refuses_a_network_that_int8_ruins() -> None:
         for block in supernet.network.stages[0]:
             block.conv1.weight[:, 0] = 1e6  # every other weight of the channel rounds to zero
     space = supernet.enable_precision("int8")
-    errors = supernet.precision_errors(space.smallest())
-    assert errors["stages.0.0.conv1"] < 1e-4 < errors["stages.1.0.conv1"], "relative to the outlier"
     supernet.network.bn.weight.data[0] = 0  # the channel of the outlier carries nothing
     supernet.network.bn.bias.data[0] = 0
     supernet.refresh()
@@ -351,7 +349,7 @@ def test_layer_errors_are_small_and_named(digits: Supernet) -> None:
     assert set(errors) == {name for name, _ in low_modules(digits)}
     assert 0 < max(errors.values()) < 0.05
     with pytest.raises(PrecisionError, match="is float32"):
-        digits.precision_errors(digits.space.largest())
+        digits.precision_errors(digits.space.largest(), torch.zeros(1, 1, 16, 16))
 
 
 def test_specifications_stay_the_same_when_precisions_are_enabled() -> None:
@@ -373,31 +371,17 @@ def test_specifications_stay_the_same_when_precisions_are_enabled() -> None:
         assert subnetact.SubnetSpec.from_json(low.to_json()) == low
         assert space.resolve(spec) == (*before.resolve(spec), 32)
         assert space.resolve(low) == (*before.resolve(spec), 8)
-        with pytest.raises(ForeignSpec, match=r"chooses int8 .* lets 0 choose; .*enable_precision"):
+        with pytest.raises(ForeignSpec, match=r"is at int8, .*enable_precision"):
             before.check(low)
     assert len(set(space.enumerate())) == space.size()
 
 
-def test_a_specification_of_other_parts_is_refused(digits: Supernet) -> None:
+def test_a_specification_of_another_precision_is_refused(digits: Supernet) -> None:
     low = digits.space.at_precision(digits.space.largest(), "int8")
-    other = load_digits_supernet()
-    other.enable_precision("int8", slots={"early": "stages.0", "late": "stages.2"})
-    with pytest.raises(ForeignSpec, match=r"for 1 part\(s\).* this space lets 2 choose"):
-        other.subnet(low)
     half = load_digits_supernet()
     half.space = half.space.with_precision("bfloat16")
     with pytest.raises(IllegalChoice, match="'int8' is not a choice; choose from bfloat16, float32"):
         half.space.check(low)
-
-
-def test_parts_of_a_network_choose_their_precision() -> None:
-    supernet = load_digits_supernet()
-    space = supernet.enable_precision("int8", slots={"early": "stages.0", "late": "stages.2"})
-    spec = space.spec(depth=1, expand=0.5, width=1.0, precision=["float32", "int8"])
-    assert spec.precision == "mixed"
-    view = supernet.subnet(spec)
-    dtypes = [view.get_submodule(f"stages.{i}.0.conv1").weight.dtype for i in range(3)]
-    assert dtypes == [torch.float32, torch.float32, torch.int8]
 
 
 def test_statistics_are_those_of_the_float_subnet(digits: Supernet) -> None:
