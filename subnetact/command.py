@@ -1,8 +1,7 @@
 """What all commands share: JSON as an option, and a quiet end on Ctrl-C and closed pipes.
 
-A daemon thread that is inside torch when the interpreter ends aborts the process (SIGABRT). So the threads
-of the library run networks in `computing()`. When the interpreter ends, no thread begins to compute any more,
-and those that compute are waited for, but not for ever.
+A daemon thread that is inside torch when the interpreter ends aborts the process (SIGABRT), so the threads of
+the library run networks in `computing()`: from then on none begins, and those that compute are waited for.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ HELD_S = 30.0
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run the main function of a command, and end the process with the exit status that it returns.
-
-    Ctrl-C ends the process with status 130, and `command | head -1` with status 141, both without a
-    traceback.
-    """
+    """Run the main function of a command, and end the process with the exit status that it returns."""
     try:
         try:
             status = main()

@@ -32,36 +32,27 @@ Result = TypeVar("Result")
 SUFFIX = "partial"
 MOST_READS = 100
 """How often a reader begins again because the folder was replaced while the reader was at work."""
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Check that a path, with links followed, is an ordinary file, so that reading it ends.
-
-    Raises:
-        MissingFile: there is no such file.
-        FileFormatError: the path names a folder, a device, a pipe or a socket, or cannot be looked up.
-    """
+    """Raise MissingFile or FileFormatError unless a path is an ordinary file, so that reading it ends."""
     try:
-        _refuse_devices(path)
+        mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFile(f"{path}: no file is there; give the path of an existing file") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, SubnetActError):
-            raise
         raise FileFormatError(f"{path}: not readable ({error})") from error
+    if not stat.S_ISREG(mode):
+        raise FileFormatError(f"{path}: not readable, it is {_kind(mode)} and not a file; give a file")
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of an ordinary file; OSError if it cannot be read, FileFormatError if it is none."""
-    _refuse_devices(path)
-    return Path(path).read_bytes()
+    """Return the bytes of an ordinary file; MissingFile or FileFormatError if it cannot be read."""
+    require_regular(path)
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise FileFormatError(f"{path}: not readable ({error})") from error
 
 
 @contextmanager
@@ -69,12 +60,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on success it replaces `path`, on error it is removed.
 
     The new file is on the disk before it replaces the old one. It gets the permissions that any new file of
-    this process gets. If `path` is a symbolic link, the file that it points to is replaced.
-
-    Raises:
-        MissingFile: the folder of the file does not exist.
-        WriteError: `path` is a folder, a device, a pipe or a socket, or the file cannot be written, for
-            example because the disk is full. An earlier file is then unchanged.
+    this process gets. If `path` is a symbolic link, the file that it points to is replaced. MissingFile says
+    that there is no such folder, WriteError that the file cannot be written; it is then unchanged.
     """
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
@@ -96,13 +83,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 def replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> Iterator[Path]:
     """Yield a temporary folder next to `path`; on success it replaces `path`, on error it is removed.
 
-    `path` is new, empty, or a folder that holds the file `marker`, or a symbolic link to one. If several
-    processes write the same folder, one of them after the other puts its version into place.
-
-    Raises:
-        FileFormatError: the folder holds something else than `noun`.
-        WriteError: the folder cannot be written, for example because the disk is full. An earlier version is
-            then unchanged.
+    `path` is new, empty, or a folder that holds the file `marker`, or a symbolic link to one; others are
+    refused (FileFormatError), as they hold something else than `noun`. If several processes write the same
+    folder, one of them after the other puts its version into place.
     """
     target = Path(os.path.realpath(path))
     former = _former(target)
@@ -125,11 +108,7 @@ def replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> It
 
 
 def one_version(path: str | os.PathLike[str], read: Callable[[Path], Result]) -> Result:
-    """Return what `read` returns of a folder; it is called again if the folder is replaced meanwhile.
-
-    Raises:
-        FileFormatError: the folder was replaced again and again. Errors of `read` are raised as they are.
-    """
+    """Return what `read` returns of a folder; it is called again if the folder is replaced meanwhile."""
     target = Path(path)
     former = _former(Path(os.path.realpath(target)))
     for _ in range(MOST_READS):
@@ -147,14 +126,9 @@ def one_version(path: str | os.PathLike[str], read: Callable[[Path], Result]) ->
     raise FileFormatError(f"{target}: is replaced faster than it can be read; let one process write it")
 
 
-def _refuse_devices(path: str | os.PathLike[str]) -> None:
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        raise FileFormatError(f"{path}: not readable, it is {_kind(mode)} and not a file; give a file")
-
-
 def _kind(mode: int) -> str:
-    return _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 @contextmanager

@@ -1,9 +1,7 @@
 """Versioned documents: how every file of this library is written, read and checked.
 
-A document says of which kind and schema it is. A `DocumentFormat` writes the documents of one kind and
-refuses files that are missing, damaged, of another kind or of another schema, each with an error that names
-the file and the next step. A `FolderFormat` does the same for a folder of files with an index. All writing is
-atomic; see `subnetact.files.atomic`. Reading executes nothing.
+A document says of which kind and schema it is. Files that are missing, damaged, of another kind or of another
+schema are refused with an error that names the file and the next step. Reading executes nothing.
 """
 
 from __future__ import annotations
@@ -52,11 +50,8 @@ def write_json(path: str | os.PathLike[str], found: Any) -> None:
 class DocumentFormat:
     """One kind of document: its name, its schema, and how files of this kind are read and written.
 
-    Attributes:
-        noun: the kind in words and with an article, for messages; "a latency table" for example.
-        kind: the identifier in the files, "subnetact.latency_table" for example.
-        schema: the only schema that this version reads and writes.
-        next_step: what the user can do about a file that cannot be read, for messages.
+    `noun` ("a latency table") and `next_step` (what the user can do about a file that cannot be read) are for
+    messages; `kind` is the identifier in the files, and `schema` the only one that is read and written.
     """
 
     noun: str
@@ -83,37 +78,37 @@ class DocumentFormat:
             temporary.write_text(text + "\n", encoding="utf-8")
 
     def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Return all fields of a document, including those of the header.
-
-        Raises:
-            MissingFile: there is no such file.
-            FileFormatError: the file cannot be read, is not JSON, or is of another kind or schema.
-        """
-        with self.readable(path, unreadable=(ValueError,)):
-            document = parse_json(read_regular(path))
+        """Return all fields of a document, including those of the header."""
+        document = self._parsed(path, self._bytes(path))
         self.check(document, path)
         return dict(document)
 
     def read_lines(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Any], int]:
-        """Read a file with one JSON document per line, of which the first is the header.
+        """Return the first line of a file, the header, the other lines, and the bytes of complete lines.
 
         A last line without a line break was cut short while it was written; it is left out.
-
-        Returns:
-            The header, the documents of the further lines, and the length of all complete lines in bytes.
         """
-        with self.readable(path):
-            raw = read_regular(path)
+        raw = self._bytes(path)
         complete = raw[: raw.rfind(b"\n") + 1]
         lines = complete.split(b"\n")[:-1] or [b""]
-        header = self._parsed_line(path, 1, lines[0])
+        header, *documents = [self._parsed(f"{path}, line {i}", line) for i, line in enumerate(lines, 1)]
         self.check(header, path)
-        documents = [self._parsed_line(path, i, line) for i, line in enumerate(lines[1:], start=2)]
         return header, documents, len(complete)
 
-    def _parsed_line(self, path: str | os.PathLike[str], number: int, line: bytes) -> Any:
-        with self.readable(f"{path}, line {number}", unreadable=(ValueError,)):
-            return parse_json(line)
+    def _bytes(self, path: str | os.PathLike[str]) -> bytes:
+        try:
+            return read_regular(path)
+        except MissingFile as error:
+            kind = self.noun.split(" ", 1)[1]
+            raise MissingFile(f"{path}: no {kind} is there; {self.next_step}") from error
+
+    def _parsed(self, place: str | os.PathLike[str], text: bytes) -> Any:
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            raise FileFormatError(
+                f"{place}: not readable as {self.noun} ({error}); {self.next_step}"
+            ) from error
 
     def check(self, document: Any, path: str | os.PathLike[str]) -> None:
         """Raise FileFormatError unless a document is of this kind and schema; `path` is for messages."""
@@ -135,37 +130,13 @@ class DocumentFormat:
         self.check({"kind": found.get("format"), "schema": known}, path)
 
     @contextmanager
-    def readable(
-        self, path: str | os.PathLike[str], unreadable: tuple[type[Exception], ...] = ()
-    ) -> Iterator[None]:
-        """Translate the errors of reading a file: OSError, and those in `unreadable`."""
-        try:
-            yield
-        except SubnetActError:
-            raise
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise MissingFile(f"{path}: no file is there; {self.next_step}") from error
-        except Exception as error:
-            if not isinstance(error, (OSError, *unreadable)):
-                raise
-            raise FileFormatError(
-                f"{path}: not readable as {self.noun} ({error}); {self.next_step}"
-            ) from error
-
-    @contextmanager
     def fields(
         self,
         path: str | os.PathLike[str],
         passing: tuple[type[Exception], ...] = (SubnetActError,),
         damaged: tuple[type[Exception], ...] = (),
     ) -> Iterator[None]:
-        """Turn errors of taking fields out of a document (KeyError and the like) into FileFormatError.
-
-        Args:
-            path: the file, for messages.
-            passing: errors that are raised unchanged.
-            damaged: further errors that say that the document is damaged.
-        """
+        """Turn KeyError and the like, and those of `damaged`, apart from `passing`, into FileFormatError."""
         try:
             yield
         except Exception as error:
@@ -178,27 +149,18 @@ class DocumentFormat:
 
 @dataclass(frozen=True)
 class FolderFormat(DocumentFormat):
-    """One kind of folder, whose index has the size and the SHA-256 of every other file, and of itself.
+    """One kind of folder, whose file `index` has the size and the SHA-256 of every other file, and its own.
 
     Checksums find accidents and edits; they are no signature.
-
-    Attributes:
-        index: the name of the index.
     """
 
     index: str
 
     @contextmanager
     def writing(self, directory: str | os.PathLike[str], facts: Mapping[str, Any]) -> Iterator[Path]:
-        """Yield an empty folder to write into; after the block, add the index and move the folder into place.
+        """Yield an empty folder to write into; then add the index with `facts`, and move it into place.
 
-        Args:
-            directory: new, empty, or an earlier folder of this kind, which is replaced.
-            facts: the fields of the index; the mapping may be filled until the block ends.
-
-        Raises:
-            FileFormatError: the directory holds something else.
-            WriteError: the folder cannot be written.
+        The directory is new, empty, or an earlier folder of this kind. `facts` may be filled in the block.
         """
         with replacing_folder(directory, self.index, self.noun) as folder:
             yield folder
@@ -216,24 +178,13 @@ class FolderFormat(DocumentFormat):
     ) -> Result:
         """Return what `read` returns of a folder and the fields of its index, all of one version.
 
-        `read` may be called several times, and must change nothing. Its errors are raised as they are.
-
-        Raises:
-            MissingFile: the folder has no index.
-            FileFormatError: a file is missing, truncated or changed, or the index is of another kind or
-                schema; the message names the file.
+        `read` may be called several times, and must change nothing.
         """
         return one_version(directory, lambda folder: read(folder, self._checked_index(folder)))
 
     def _checked_index(self, folder: Path) -> dict[str, Any]:
         path = folder / self.index
-        try:
-            document = self.read(path)
-        except MissingFile as error:
-            raise MissingFile(
-                f"{folder}: no {self.noun.split(' ', 1)[1]} is there ({self.index} is missing); "
-                f"{self.next_step}"
-            ) from error
+        document = self.read(path)
         if document.pop("checksum", None) != checksum(document):
             raise FileFormatError(f"{path}: changed since it was written; restore it, or write it again")
         listed = document.get("files")
@@ -242,35 +193,26 @@ class FolderFormat(DocumentFormat):
         for name, known in listed.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise FileFormatError(f"{path}: {name!r} is not a file of this folder")
-            size = known.get("bytes") if isinstance(known, dict) else None
-            if _size(folder / name) != size or described(folder / name) != known:
+            if not (folder / name).exists() or described(folder / name) != known:
                 raise FileFormatError(
-                    f"{folder / name}: truncated or changed since it was written; restore it, or write it "
-                    "again"
+                    f"{folder / name}: missing, truncated or changed since it was written; restore it, or "
+                    "write it again"
                 )
         return document
 
 
 def described(path: Path) -> dict[str, Any]:
     """Return the size of a file as "bytes", and its SHA-256 as "sha256"; FileFormatError if unreadable."""
-    size, digest = _size(path), hashlib.sha256()
+    require_regular(path)
+    digest, size = hashlib.sha256(), 0
     try:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
+                size += len(block)
     except OSError as error:
-        raise FileFormatError(
-            f"{path}: not readable ({error.strerror}); restore it, or save again"
-        ) from error
+        raise FileFormatError(f"{path}: not readable ({error}); restore it, or save again") from error
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _size(path: Path) -> int:
-    try:
-        require_regular(path)
-    except MissingFile as error:
-        raise FileFormatError(f"{path}: not readable, it is missing; restore it, or save again") from error
-    return path.stat().st_size
 
 
 def checksum(document: Mapping[str, Any]) -> str:

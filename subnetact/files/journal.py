@@ -1,16 +1,9 @@
 """The journal: what long work has found so far, so that the work can be killed at any time and goes on.
 
-Searches, calibrations and latency profiles keep unfinished work in no other form:
-
-    journal = Journal(path, {"weights": fingerprint})  # opens an earlier file, unless it is of others
-    with journal.fields():                             # FileFormatError if a record cannot be used
-        known = {line["spec"]: line["ms"] for line in journal.of("measured")}
-    journal.append("measured", spec="a", ms=3.5)       # one more line, written at once
-    journal.replace("progress", batches=7)             # from now on the only record of its name
-
-The file has one JSON object per line. The first line holds the environment: the facts that must be the same
-for records to be of use. A last line that was cut short counts as not written. Every line has a checksum of
-itself and of the lines before it, so that a damaged journal is refused; checksums are no signature.
+Searches, calibrations and latency profiles keep unfinished work in no other form. The file has one JSON
+object per line. The first holds the environment: the facts that must be the same for records to be of use.
+A last line that was cut short counts as not written. Every line has a checksum of itself and of the lines
+before it, so that a damaged journal is refused; checksums are no signature.
 """
 
 from __future__ import annotations
@@ -33,22 +26,10 @@ JOURNAL = DocumentFormat("a journal", "subnetact.journal", 1, "choose another fi
 
 
 class Journal:
-    """Records in a file, in the order in which they were written; iterating yields them, `len` counts them.
+    """Records in a file, in the order in which they were written.
 
-    Args:
-        path: the file; it is created if it does not exist.
-        environment: facts, of values that JSON can hold, that must be the same for records to be comparable.
-        resume: whether the file may hold records of an earlier run.
-        folder: the folder that a user has to remove to begin anew, for messages; if None, the file.
-
-    Attributes:
-        path: the file.
-        environment: the facts, as JSON gives them back.
-
-    Raises:
-        MissingFile: the folder of the file does not exist.
-        FileFormatError: the file is damaged, of another kind, or of another schema.
-        ResumeMismatch: the file has records although `resume` is False, or records of another environment.
+    A file of another kind, schema or environment is refused, and one with records unless `resume`. `folder`
+    is what a user has to remove to begin anew, if not the file.
     """
 
     def __init__(
@@ -67,12 +48,6 @@ class Journal:
             self._read(resume)
         if not self._records:
             self._write([])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(list(self._records))
-
-    def __len__(self) -> int:
-        return len(self._records)
 
     def of(self, record: str) -> list[dict[str, Any]]:
         """Return the records of one name, each with its name as "record", in the order of writing."""

@@ -32,12 +32,7 @@ def write_tensors(
 
 
 def read_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file by name; together they are at most as large as the file.
-
-    Raises:
-        MissingFile: there is no such file.
-        FileFormatError: the file is damaged, or is not a safetensors file.
-    """
+    """Read all tensors of a safetensors file by name; together they are at most as large as the file."""
     require_regular(path)
     try:
         return load_file(Path(path), device=str(device))

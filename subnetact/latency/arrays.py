@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -17,7 +18,6 @@ from subnetact.spec import shown
 __all__ = [
     "LARGEST_BATCH",
     "Floats",
-    "array_of",
     "ascending_sizes",
     "checked_cells",
     "json_copy",
@@ -28,11 +28,11 @@ __all__ = [
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 LARGEST_BATCH = 65_536
-"""The largest batch size of any table. A table keeps an entry in memory for every size up to its own."""
+"""The largest batch size of any table, which keeps an entry in memory for every size up to its own."""
 
 
 def warn_of_fractions(accuracy: Sequence[Any]) -> None:
-    """Warn if accuracies, of which NaN ones are not known, look like fractions of 1 instead of percent."""
+    """Warn if the accuracies that are known look like fractions of 1 instead of percent."""
     known = [value for value in accuracy if isinstance(value, float) and value == value]
     if known and 0.0 < max(known) <= 1.0:
         warnings.warn(
@@ -63,18 +63,14 @@ def number(value: object, name: str) -> float:
     """Return a finite number as a float; `name` is for messages."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TableError(f"{name}: {shown(value)} is not a number")
-    try:
-        converted = float(value)
-    except OverflowError:
-        raise TableError(f"{name}: the number is too large for a floating-point number") from None
-    if not math.isfinite(converted):
-        raise TableError(f"{name}: {value} must be finite")
-    return converted
+    if not abs(value) <= sys.float_info.max:
+        raise TableError(f"{name}: {shown(value)} must be finite, and no larger than a float can be")
+    return float(value)
 
 
 def percentages(accuracy: Sequence[object], keys: Sequence[str]) -> tuple[float, ...]:
-    """Return one accuracy in percent per subnet; NaN stays."""
-    unknown = [isinstance(value, float | np.floating) and math.isnan(value) for value in accuracy]
+    """Return one accuracy in percent per subnet; NaN, and None, which becomes NaN, are not known."""
+    unknown = [v is None or (isinstance(v, float | np.floating) and math.isnan(v)) for v in accuracy]
     percents = tuple(
         math.nan if unknown[i] else number(value, f"accuracy[{i}]") for i, value in enumerate(accuracy)
     )
@@ -86,30 +82,31 @@ def percentages(accuracy: Sequence[object], keys: Sequence[str]) -> tuple[float,
     return percents
 
 
-def array_of(name: str, values: npt.ArrayLike) -> Floats:
-    """Return a copy of numbers as an array."""
+def checked_cells(
+    name: str,
+    values: npt.ArrayLike,
+    keys: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    above: tuple[int, ...] = (),
+    positive: bool = False,
+) -> Floats:
+    """Return a read-only copy of shape (*above, subnets, batch sizes) of finite values; NaN stays."""
     try:
-        return np.array(values, dtype=np.float64)
+        cells = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise TableError(
             f"{name}: not an array of numbers ({error}); give one number per subnet and batch size"
         ) from error
-
-
-def checked_cells(
-    name: str, values: Floats, keys: Sequence[str], sizes: Sequence[int], *, positive: bool = False
-) -> Floats:
-    """Return a read-only array (subnets, batch sizes) of finite values; NaN stays."""
-    cells, shape = np.array(values, dtype=np.float64), (len(keys), len(sizes))
+    shape = (*above, len(keys), len(sizes))
     if cells.shape != shape:
-        raise TableError(f"{name}: shape {cells.shape}; expected (subnets, batch sizes) = {shape}")
+        raise TableError(f"{name}: shape {cells.shape}; expected {shape}, (subnets, batch sizes) last")
     wrong = np.isinf(cells) | (cells <= 0 if positive else cells < 0)
     if wrong.any():
-        i, j = (int(at) for at in np.argwhere(wrong)[0])
-        bound = "> 0" if positive else ">= 0"
+        at = tuple(np.argwhere(wrong)[0])
         raise TableError(
-            f"{name} of {keys[i]!r} at batch size {sizes[j]}: {cells[i, j]} ms; "
-            f"give a finite value {bound}, or NaN if the cell cannot run"
+            f"{name} of {keys[at[-2]]!r} at batch size {sizes[at[-1]]}: {cells[at]} ms; "
+            f"give a finite value {'> 0' if positive else '>= 0'}, or NaN if the cell cannot run"
         )
     cells.setflags(write=False)
     return cells

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from subnetact.latency.arrays import Floats
 
-__all__ = ["Comparison", "differing_facts"]
+__all__ = ["Comparison"]
+
+SHOWN = 10
+"""The number of cells that a report lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,31 +39,6 @@ class Comparison:
     only_second: int
     differing: Mapping[str, tuple[Any, Any]]
 
-    @property
-    def _apart(self) -> Floats:
-        """By how much the slower table exceeds the faster one, percent, shape (subnets, batch sizes)."""
-        apart: Floats = 100.0 * (np.maximum(self.ratios, 1.0 / self.ratios) - 1.0)
-        return apart
-
-    @property
-    def worst(self) -> tuple[str, int, float]:
-        """(subnet, batch size, ratio) of the cell with the largest difference."""
-        i, j = np.unravel_index(int(np.nanargmax(self._apart)), self.ratios.shape)
-        return self.subnets[i], self.batch_sizes[j], float(self.ratios[i, j])
-
-    @property
-    def median(self) -> float:
-        """The median ratio."""
-        return float(np.nanmedian(self.ratios))
-
-    @property
-    def unevenness(self) -> float:
-        """The largest difference between a cell's ratio and the median ratio, percent.
-
-        0 means that one device is faster by the same factor everywhere.
-        """
-        return float(np.nanmax(replace(self, ratios=self.ratios / self.median)._apart))
-
     def within(self, tolerance_percent: float) -> bool:
         """Tell whether both tables have the same cells, and no latencies differ by more than a tolerance.
 
@@ -75,29 +53,29 @@ class Comparison:
         Args:
             tolerance_percent: the largest difference that is allowed, percent of the faster latency.
         """
-        apart = self._apart
+        apart = _apart(self.ratios)
         cells = sorted(np.argwhere(apart > tolerance_percent), key=lambda cell: -apart[tuple(cell)])
         return [(self.subnets[i], self.batch_sizes[j], float(self.ratios[i, j])) for i, j in cells]
 
-    def report(self, tolerance_percent: float, shown: int = 10) -> str:
-        """Return lines of text: the median and worst ratio, cells apart or in one table only, and other
-        facts.
+    def report(self, tolerance_percent: float) -> str:
+        """Return lines of text: the median and worst ratio, cells that differ, and facts that differ.
 
         Args:
-            tolerance_percent: cells that differ by more than this many percent are listed.
-            shown: list at most this many cells.
+            tolerance_percent: cells that differ by more than this are listed, ten at most.
         """
         outside = self.outside(tolerance_percent)
         cells = int(np.isfinite(self.ratios).sum())
-        key, size, ratio = self.worst
+        key, size, worst = self.outside(-1.0)[0]
+        median = float(np.nanmedian(self.ratios))
         lines = [
             f"{self.statistic} of {cells} cells ({len(self.subnets)} subnets, batch sizes "
-            f"{', '.join(map(str, self.batch_sizes))}): median ratio {self.median:.4f}, worst {ratio:.4f} "
+            f"{', '.join(map(str, self.batch_sizes))}): median ratio {median:.4f}, worst {worst:.4f} "
             f"at batch size {size} of {key}",
             f"{len(outside)} of {cells} cells differ by more than {tolerance_percent:g} %; divided by the "
-            f"median ratio, the most different cell is still {self.unevenness:.1f} % off",
+            f"median ratio, the most different cell is still {np.nanmax(_apart(self.ratios / median)):.1f} % "
+            "off",
         ]
-        lines += [f"  {ratio:8.4f}  batch {size:<4} {key}" for key, size, ratio in outside[:shown]]
+        lines += [f"  {ratio:8.4f}  batch {size:<4} {key}" for key, size, ratio in outside[:SHOWN]]
         if self.only_first or self.only_second:
             lines.append(f"only in the first: {self.only_first} cells; in the second: {self.only_second}")
         if self.differing:
@@ -106,11 +84,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def differing_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the facts that differ between two stamps, key -> (first, second), apart from the time."""
-    keys = [*first, *(key for key in second if key not in first)]
-    return {
-        key: (first.get(key), second.get(key))
-        for key in keys
-        if key != "measured" and first.get(key) != second.get(key)
-    }
+def _apart(ratios: Floats) -> Floats:
+    """Return by how much the slower table exceeds the faster one, percent."""
+    apart: Floats = 100.0 * (np.maximum(ratios, 1.0 / ratios) - 1.0)
+    return apart

@@ -1,7 +1,6 @@
 """Pareto dominance: fronts and hypervolume.
 
 A point *dominates* another one if no objective of the first is worse and at least one is better.
-This is the only implementation of dominance in the library; serving policies use it as well.
 """
 
 from __future__ import annotations
@@ -14,13 +13,7 @@ import numpy.typing as npt
 
 from subnetact.errors import TableError
 
-__all__ = [
-    "Costs",
-    "hypervolume",
-    "non_dominated",
-    "pareto_front",
-    "spread",
-]
+__all__ = ["Costs", "hypervolume", "non_dominated", "pareto_front", "spread"]
 
 Item = TypeVar("Item")
 Costs: TypeAlias = npt.NDArray[np.float64]
@@ -60,17 +53,11 @@ def pareto_front(
 def hypervolume(points: Any, reference: Sequence[float]) -> float:
     """Return the volume of the objective space that points dominate, bounded by a reference point.
 
-    With two objectives the hypervolume is an area: everything that is at least as good as the reference
-    and that some point is at least as good as.
-
     Args:
         points: array of shape (points, objectives). The first objective, the accuracy, is maximised;
             all others, the latencies, are minimised.
         reference: the worst point of interest, of shape (objectives,). Points that are worse than the
             reference in any objective add nothing.
-
-    Returns:
-        The volume, in the product of the units of the objectives.
 
     Raises:
         TableError: the shapes do not fit, or a number is NaN.

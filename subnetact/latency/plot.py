@@ -17,7 +17,7 @@ LABELLED = 16
 """A heat map of at most this many subnets shows the latency of every cell as a number."""
 
 
-def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str], title: str = "") -> None:
+def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str]) -> None:
     """Draw latency over batch size and subnet.
 
     Subnets ascend in accuracy, or in latency if an accuracy is not known. Cells that cannot run stay white.
@@ -25,7 +25,6 @@ def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str], title: str 
     Args:
         table: the latencies.
         path: the image file; its ending selects the format.
-        title: if empty, the number of subnets and the device.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -51,7 +50,7 @@ def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str], title: str 
     axes.set(
         xlabel="batch size",
         ylabel="accuracy (%)" if known else "subnet (accuracy not known), by latency",
-        title=title or f"{count} subnets on {table.stamp.get('device_name', 'an unnamed device')}",
+        title=f"{count} subnets on {table.stamp.get('device_name', 'an unnamed device')}",
     )
     if count <= LABELLED:
         middle = np.sqrt(np.nanmin(cells) * np.nanmax(cells))
@@ -61,13 +60,12 @@ def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str], title: str 
     figure.savefig(path, dpi=130)
 
 
-def plot_front(table: LatencyTable, path: str | os.PathLike[str], title: str = "") -> None:
+def plot_front(table: LatencyTable, path: str | os.PathLike[str]) -> None:
     """Draw accuracy over latency, with one Pareto front per batch size; dominated subnets are single points.
 
     Args:
         table: the latencies; every accuracy must be known.
         path: the image file; its ending selects the format.
-        title: of the figure.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -82,7 +80,7 @@ def plot_front(table: LatencyTable, path: str | os.PathLike[str], title: str = "
         front = pareto_front(points, cost=lambda p: p[0], gain=lambda p: p[1])
         (line,) = axes.plot(*zip(*front, strict=True), marker="o", markersize=3, label=f"batch {size}")
         axes.scatter(*zip(*points, strict=True), s=6, color=line.get_color(), alpha=0.4)
-    axes.set(xlabel="latency (ms)", ylabel="accuracy (%)", xscale="log", title=title)
+    axes.set(xlabel="latency (ms)", ylabel="accuracy (%)", xscale="log")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=130)

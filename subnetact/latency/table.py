@@ -19,7 +19,6 @@ from subnetact.errors import TableError
 from subnetact.files.documents import DocumentFormat
 from subnetact.latency.arrays import (
     Floats,
-    array_of,
     ascending_sizes,
     checked_cells,
     json_copy,
@@ -27,7 +26,7 @@ from subnetact.latency.arrays import (
     percentages,
     warn_of_fractions,
 )
-from subnetact.latency.compare import Comparison, differing_facts
+from subnetact.latency.compare import Comparison
 
 __all__ = ["LatencyTable"]
 
@@ -56,7 +55,7 @@ class LatencyTable:
             also has "stable" (1 or 0), "windows" and "runs" (counts). A statistic measured with 2 co-runners
             has a name such as "p99_with_2_co_runners".
         stamp: facts about the device and the measurement, of values that JSON can hold.
-        co_runners: the numbers of co-runners that latencies were measured with, ascending; empty if
+        co_runners: the numbers of co-runners that latencies were measured with, ascending, >= 0; empty if
             latencies were measured without co-runners only.
         co_runner_ms: latencies with co-runners, shape (numbers of co-runners, subnets, batch sizes), ms.
         pad_index: entry k is the column of the smallest batch size >= k, for k from 0 to the largest batch
@@ -77,7 +76,7 @@ class LatencyTable:
     def from_arrays(
         cls,
         subnets: Sequence[str],
-        accuracy: Sequence[float],
+        accuracy: Sequence[float | None],
         batch_sizes: Sequence[int],
         latency_ms: npt.ArrayLike,
         statistics: Mapping[str, npt.ArrayLike] | None = None,
@@ -85,41 +84,26 @@ class LatencyTable:
         co_runners: Sequence[float] = (),
         co_runner_ms: npt.ArrayLike | None = None,
     ) -> LatencyTable:
-        """Build a table.
+        """Return a table, with copies of all arrays, of what the attributes of the class describe.
 
-        Args:
-            subnets: one unique key per subnet.
-            accuracy: the accuracy of each subnet, percent, from 0 to 100; NaN if it is not known.
-            batch_sizes: positive integers, ascending.
-            latency_ms: shape (subnets, batch sizes), ms; NaN for a cell that cannot run.
-            statistics: further arrays of the same shape, by name.
-            stamp: facts about the measurement, of values that JSON can hold.
-            co_runners: the numbers of co-runners that `co_runner_ms` was measured with, ascending, >= 0.
-            co_runner_ms: shape (numbers of co-runners, subnets, batch sizes), ms.
-
-        Returns:
-            The table, with copies of all arrays.
+        They are `subnets`, `accuracy` (None is like NaN), `batch_sizes`, `latency_ms`, `statistics`, `stamp`,
+        `co_runners` and `co_runner_ms`.
 
         Raises:
-            TableError: an argument makes no table; the message names the first wrong value and its place.
+            TableError: they make no table; the message names the first wrong value and its place.
 
         Example:
             >>> table = LatencyTable.from_arrays(["small", "large"], [70.0, 75.0], [1, 8], [[1, 5], [2, 9]])
             >>> table.latency_at("small", 4)
             2.7142857142857144
         """
-        keys, sizes = tuple(str(key) for key in subnets), tuple(batch_sizes)
-        none = np.empty((0, len(keys), len(sizes)))
-        return cls(
-            keys,
-            tuple(accuracy),
-            sizes,
-            array_of("latency_ms", latency_ms),
-            {str(n): array_of(f"statistics[{n!r}]", values) for n, values in (statistics or {}).items()},
-            stamp or {},
-            tuple(co_runners),
-            none if co_runner_ms is None else array_of("co_runner_ms", co_runner_ms),
+        none = np.empty((0, len(tuple(subnets)), len(tuple(batch_sizes))))
+        given: tuple[Any, ...] = (
+            *(tuple(map(str, subnets)), tuple(accuracy), tuple(batch_sizes), latency_ms),
+            *(statistics or {}, stamp or {}, tuple(co_runners)),
+            none if co_runner_ms is None else co_runner_ms,
         )
+        return cls(*given)
 
     def __post_init__(self) -> None:
         keys = self.subnets
@@ -132,20 +116,14 @@ class LatencyTable:
         numbers = tuple(number(value, f"co_runners[{i}]") for i, value in enumerate(self.co_runners))
         if any(number < 0 for number in numbers) or any(a >= b for a, b in pairwise(numbers)):
             raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
-        if self.co_runner_ms.shape[:1] != (len(numbers),):
-            raise TableError(
-                f"co_runner_ms: {sum(self.co_runner_ms.shape[:1])} arrays of latencies for {len(numbers)} "
-                "numbers of co-runners; give one array per number"
-            )
         latency_ms = checked_cells("latency_ms", self.latency_ms, keys, sizes, positive=True)
         if np.isnan(latency_ms).all():
             raise TableError("latency_ms: every cell is NaN; no subnet can run at any batch size")
-        co_runner_ms: Floats = np.empty((len(numbers), len(keys), len(sizes)))
-        for i, cells in enumerate(self.co_runner_ms):
-            co_runner_ms[i] = checked_cells(f"co_runner_ms[{i}]", cells, keys, sizes, positive=True)
-        co_runner_ms.setflags(write=False)
+        co_runner_ms = checked_cells(
+            "co_runner_ms", self.co_runner_ms, keys, sizes, above=(len(numbers),), positive=True
+        )
         statistics = {
-            n: checked_cells(f"statistics[{n!r}]", a, keys, sizes) for n, a in self.statistics.items()
+            str(n): checked_cells(f"statistics[{n!r}]", a, keys, sizes) for n, a in self.statistics.items()
         }
         checked = {
             "accuracy": percentages(self.accuracy, keys),
@@ -161,19 +139,7 @@ class LatencyTable:
             object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LatencyTable):
-            return NotImplemented
-        facts = [
-            (t.subnets, t.batch_sizes, t.co_runners, dict(t.stamp), set(t.statistics)) for t in (self, other)
-        ]
-        return facts[0] == facts[1] and all(
-            np.array_equal(own, theirs, equal_nan=True)
-            for own, theirs in zip(self._numbers(), other._numbers(), strict=True)
-        )
-
-    def _numbers(self) -> list[Floats]:
-        statistics = [self.statistics[name] for name in sorted(self.statistics)]
-        return [np.array(self.accuracy), self.latency_ms, self.co_runner_ms, *statistics]
+        return isinstance(other, LatencyTable) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
         return hash((self.subnets, self.batch_sizes))
@@ -203,7 +169,7 @@ class LatencyTable:
         """Return the same latencies with other accuracies; warn if they look like fractions of 1.
 
         Args:
-            accuracy: the accuracy of each subnet, percent, from 0 to 100; NaN if it is not known.
+            accuracy: percent per subnet, from 0 to 100; NaN if it is not known.
 
         Raises:
             TableError: there is not one value per subnet, or a value is not a percentage.
@@ -248,7 +214,6 @@ class LatencyTable:
             batch_sizes=tuple(self.batch_sizes[j] for j in columns),
             latency_ms=self.latency_ms[cells],
             statistics={name: values[cells] for name, values in self.statistics.items()},
-            stamp=_stamp_of(self.stamp, chosen, sizes),
             co_runner_ms=self.co_runner_ms[:, chosen][:, :, columns],
         )
 
@@ -256,7 +221,7 @@ class LatencyTable:
         """Return the table of a device that is slower or faster by a constant factor.
 
         Args:
-            factor: every latency, and every statistic in ms, is multiplied by this.
+            factor: every latency, and every statistic in ms, is multiplied by this; > 0.
 
         Raises:
             TableError: the factor is not finite and > 0.
@@ -341,36 +306,33 @@ class LatencyTable:
         Raises:
             TableError: they have no cell in common, or one lacks the statistic.
         """
-        keys = tuple(key for key in self.subnets if key in set(other.subnets))
-        sizes = tuple(size for size in self.batch_sizes if size in set(other.batch_sizes))
-        if not keys or not sizes:
-            raise TableError(
-                "the tables have no cell in common; compare tables of the same subnets and batch sizes "
-                f"({self!r} and {other!r})"
-            )
-
-        def at(table: LatencyTable) -> Any:
+        keys = [key for key in self.subnets if key in set(other.subnets)]
+        sizes = [size for size in self.batch_sizes if size in set(other.batch_sizes)]
+        compared, common = [], []
+        for table in (self, other):
+            if statistic not in (None, *table.statistics):
+                raise TableError(
+                    f"statistic: a table has no {statistic!r}; it has {', '.join(table.statistics) or 'none'}"
+                )
+            compared.append(table.latency_ms if statistic is None else table.statistics[statistic])
             rows, columns = map(table.subnets.index, keys), map(table.batch_sizes.index, sizes)
-            return table._statistic(statistic)[np.ix_(list(rows), list(columns))]
-
+            common.append(compared[-1][np.ix_(list(rows), list(columns))])
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = at(other) / at(self)
+            ratios = common[1] / common[0]
         ratios[~(np.isfinite(ratios) & (ratios > 0))] = np.nan
         both = np.isfinite(ratios).sum()
         if not both:
-            raise TableError("the tables have no measured cell in common; profile the same subnets on both")
-        only = [int(np.isfinite(table._statistic(statistic)).sum() - both) for table in (self, other)]
-        differing = differing_facts(self.stamp, other.stamp)
-        return Comparison(keys, sizes, ratios, statistic or "latency", only[0], only[1], differing)
-
-    def _statistic(self, name: str | None) -> Floats:
-        if name is None:
-            return self.latency_ms
-        if name not in self.statistics:
             raise TableError(
-                f"statistic: the table has no {name!r}; it has {', '.join(self.statistics) or 'none'}"
+                "the tables have no measured cell in common; compare tables of the same subnets and batch "
+                f"sizes ({self!r} and {other!r})"
             )
-        return self.statistics[name]
+        only = [int(np.isfinite(cells).sum() - both) for cells in compared]
+        names = [name for name in {**self.stamp, **other.stamp} if name != "measured"]
+        facts = {name: (self.stamp.get(name), other.stamp.get(name)) for name in names}
+        differing = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
+        return Comparison(
+            tuple(keys), tuple(sizes), ratios, statistic or "latency", only[0], only[1], differing
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as dictionaries, lists, strings and numbers, for `from_json`."""
@@ -400,7 +362,7 @@ class LatencyTable:
         """
         return cls.from_arrays(
             document["subnets"],
-            [math.nan if percent is None else percent for percent in document["accuracy"]],
+            document["accuracy"],
             document["batch_sizes"],
             document["latency_ms"],
             document["statistics"],
@@ -457,16 +419,3 @@ def _rising(cells: Floats) -> Floats:
     missing = np.isnan(cells)
     rising: Floats = np.maximum.accumulate(np.where(missing, -np.inf, cells), axis=-1)
     return np.where(missing, np.nan, rising)
-
-
-def _stamp_of(stamp: Mapping[str, Any], chosen: Sequence[int], batch_sizes: Sequence[int]) -> dict[str, Any]:
-    """Return a stamp whose facts about subnets are those of the chosen ones, by their new indices."""
-    found = {name: value for name, value in stamp.items() if name != "dominated"}
-    if "out_of_memory" in found:
-        found["out_of_memory"] = sorted(
-            [co_runners, new, size]
-            for co_runners, subnet, size in found["out_of_memory"]
-            for new, old in enumerate(chosen)
-            if old == subnet and size in batch_sizes
-        )
-    return found

@@ -14,20 +14,6 @@ Which file answers which question:
 - `corunners`: which processes use the device at the same time?
 """
 
-from subnetact.profile.modes import MODES
-from subnetact.profile.pipeline import ProfileJob, outline, run_profile
-from subnetact.profile.selection import SelectionRequest
-from subnetact.profile.source import ProfileSource, load_source
-from subnetact.profile.sweep import SweepSettings, profile_latency
+from subnetact.profile.sweep import profile_latency
 
-__all__ = [
-    "MODES",
-    "ProfileJob",
-    "ProfileSource",
-    "SelectionRequest",
-    "SweepSettings",
-    "load_source",
-    "outline",
-    "profile_latency",
-    "run_profile",
-]
+__all__ = ["profile_latency"]

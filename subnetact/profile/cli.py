@@ -7,21 +7,20 @@ import math
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 from subnetact.command import INTERRUPTED
 from subnetact.device import find_device, machine
-from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError, UserCodeError
+from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, UserCodeError
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.kernel_table import kernel_here, why_not
 from subnetact.profile.modes import INCLUDES, MODES
-from subnetact.profile.options import OptionFormatter, add_options, call_with_options, option_facts
+from subnetact.profile.options import OptionFormatter, add_options, call_with_options
 from subnetact.profile.pipeline import ProfileJob, count_stable, outline, run_profile
 from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import load_source
@@ -32,6 +31,8 @@ __all__ = ["build_parser", "main"]
 
 DONE, USAGE, UNSTABLE = 0, 2, 3
 ROWS_SHOWN = 24
+USERS_MISTAKES = (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError)
+"""Errors whose message is enough. Others are shown with their place."""
 EPILOG = f"""exit status:
   {DONE}    done; with --compare: every cell is within the tolerance
   {USAGE}    an error; the message says which
@@ -45,37 +46,13 @@ your own network:
           network = MyNetwork(**constructor)
           network.load_state_dict(torch.load("weights.pth", weights_only=True))
           return subnetact.insert_(network.eval(), space, elastic)
-  The module must be importable: run the command in its folder, or name the folder in PYTHONPATH. The shape of
-  one input is not known, so give --input-shape too (and --input-dtype if the input holds integers).
+  Run the command in the folder of the module, or name the folder in PYTHONPATH.
 
 examples:
   python -m subnetact.profile --family ofa_resnet50 --checkpoint ofa.pth --subnets 100 --save-bundle bundle
   python -m subnetact.profile --model mynet:supernet --input-shape 3 32 32 --subnets random:20
   python -m subnetact.profile --bundle bundle --subnets all --device cuda --mode graphs --out h200.json
   python -m subnetact.profile --compare monday.json tuesday.json --tolerance 5"""
-GROUPS = {
-    "what to profile (if nothing is given, the embedded digits supernet)": (
-        *("family", "checkpoint", "model", "bundle", "constructor"),
-    ),
-    "which subnets": ("subnets", "accuracy", "fit_subnets", "evaluations", "seed", "precision"),
-    "BatchNorm statistics of the subnets": ("calibrate_on",),
-    "how subnets are run": (
-        *("batch_sizes", "input_shape", "input_dtype", "dtype", "mode", "memory_budget_mb", "include"),
-    ),
-    "where they are run": ("device", "threads", "machine", "co_runners", "co_runner_subnet"),
-    "how times are measured": (
-        *("warmup_ms", "min_time_ms", "windows", "max_windows", "tolerance", "quantiles", "statistic"),
-        "strict",
-    ),
-    "what is written": ("out", "save_bundle", "csv", "plot", "resume", "dry_run"),
-    "comparing two tables": ("compare",),
-}
-"""The options in the order of the help text; they are described where their values are taken."""
-METAVARS = {
-    **{"bundle": "DIR", "save_bundle": "DIR", "plot": "DIR", "checkpoint": "FILE"},
-    **{"subnets": "N|FILE|all|random:N", "model": "PKG.MOD:FACTORY"},
-    **{"calibrate_on": "DATA", "memory_budget_mb": "MIB", "tolerance": "PERCENT", "precision": "NAME"},
-}
 
 
 @dataclass(frozen=True)
@@ -85,7 +62,7 @@ class CommandOptions:
     Attributes:
         threads: CPU threads of one forward pass (default: torch's own).
         machine: only print what this machine has, and what it computes with at each precision, or why not.
-        compare: print the ratios of the second table to the first.
+        compare: only print the ratios of the second table to the first.
         strict: exit with 3 if a cell is unstable.
         dry_run: only print what would be done.
     """
@@ -97,6 +74,15 @@ class CommandOptions:
     dry_run: bool = False
 
 
+GROUPS = {
+    "what to profile (if nothing is given, the embedded digits supernet)": load_source,
+    "which subnets": SelectionRequest,
+    "how subnets are run, and what is written": ProfileJob,
+    "how times are measured": SweepSettings,
+    "what the command does": CommandOptions,
+}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -105,75 +91,59 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=OptionFormatter,
     )
-    facts = {
-        name: fact
-        for target in (load_source, SelectionRequest, ProfileJob, SweepSettings, CommandOptions)
-        for name, fact in option_facts(target).items()
+    changes = {
+        "precision": {"choices": tuple(PRECISIONS)},
+        "subnets": {"default": None},
+        "mode": {"choices": MODES},
+        "include": {"choices": INCLUDES},
+        "device": {"default": "cuda" if torch.cuda.is_available() else "cpu"},
+        "compare": {"nargs": 2},
     }
-    for name, metavar in METAVARS.items():
-        facts[name]["metavar"] = metavar
-    facts["precision"]["choices"] = tuple(PRECISIONS)
-    facts["mode"].update(choices=tuple(MODES), help=_listed(MODES))
-    facts["include"].update(choices=tuple(INCLUDES), help=f"time this too; {_listed(INCLUDES)}")
-    facts["device"]["default"] = "cuda" if torch.cuda.is_available() else "cpu"
-    facts["subnets"]["default"] = None
-    facts["subnets"]["help"] += " (default: 8; of a bundle, all its subnets)"
-    facts["statistic"]["default"] = None
-    facts["statistic"]["help"] += ". With --compare: the statistic that is compared (default: p50)"
-    facts["tolerance"]["help"] += "; with --compare: the largest difference between two tables"
-    facts["compare"]["nargs"] = 2
-    add_options(parser, GROUPS, facts)
+    add_options(parser, GROUPS, changes)
     return parser
 
 
-def _listed(described: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {what}" for name, what in described.items())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: the options. If None, those of `sys.argv`.
-
-    Returns:
-        The exit status; `--help` lists them.
-    """
+    """Run the command line, by default with the options of `sys.argv`; return the exit status."""
     args = build_parser().parse_args(arguments)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _sigterm_interrupts():
-            if args.compare:
-                return _compare(args)
-            if args.machine:
-                return _machine(args)
-            return _profile(args)
+        if args.compare:
+            return _compare(args)
+        if args.machine:
+            return _machine(args)
+        return _profile(args)
     except KeyboardInterrupt:
-        kept = ""
-        if not args.compare and not args.dry_run:
-            kept = f"; {ProfileJob(out=args.out).work} keeps what was done, --resume continues"
-        print(f"subnetact.profile: interrupted{kept}", file=sys.stderr)
+        print("subnetact.profile: interrupted; --resume continues a profile", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
         raise
-    except UserCodeError as error:
-        traceback.print_exception(error.__cause__)
-        print(f"subnetact.profile: {error}", file=sys.stderr)
+    except Exception as error:
+        if not isinstance(error, USERS_MISTAKES):
+            traceback.print_exc()
+        if isinstance(error, UserCodeError):
+            traceback.print_exception(error.__cause__)
+        hint = "; see --input-shape and --input-dtype" if isinstance(error, InvalidRequest) else ""
+        print(f"subnetact.profile: {error}{hint}", file=sys.stderr)
         return USAGE
-    except InvalidRequest as error:
-        print(f"subnetact.profile: {error}; see --input-shape and --input-dtype", file=sys.stderr)
-        return USAGE
-    except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
-        print(f"subnetact.profile: {error}", file=sys.stderr)
-        return USAGE
-    except Exception:  # not expected, so its place matters
-        traceback.print_exc()
-        return USAGE
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _profile(args: argparse.Namespace) -> int:
     _set_threads(args.threads)
-    job = _job(args)
+    job = call_with_options(
+        ProfileJob,
+        args,
+        request=call_with_options(
+            SelectionRequest,
+            args,
+            subnets=args.subnets or ("all" if args.bundle else SelectionRequest.subnets),
+        ),
+        settings=call_with_options(SweepSettings, args),
+    )
     find_device(job.device)
+    torch.manual_seed(args.seed)
     source = call_with_options(load_source, args)
     if args.dry_run:
         print(outline(job, source))
@@ -207,35 +177,27 @@ def _machine(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     first, second = map(LatencyTable.load, args.compare)
-    shared = [name for name in first.statistics if name in second.statistics]
-    if args.statistic not in (None, *shared):
-        raise TableError(
-            f"statistic: {args.statistic!r} is not in both tables; both have "
-            f"{', '.join(shared) or 'none'}; leave --statistic out to compare the tables' latencies"
-        )
-    comparison = first.compare(second, args.statistic or ("p50" if "p50" in shared else None))
+    shared = first.statistics.keys() & second.statistics.keys()
+    by_default = args.statistic == SweepSettings.statistic and args.statistic not in shared
+    comparison = first.compare(second, None if by_default else args.statistic)
     print(comparison.report(args.tolerance))
     return DONE if comparison.within(args.tolerance) else UNSTABLE
 
 
 def _print(job: ProfileJob, table: LatencyTable, own_network: bool) -> None:
     print(f"{job.out}: {table}")
-    print(
-        f"{job.scheduler_out}: the table for a Batcher or a simulation; its latencies never fall as the "
-        "batch grows"
-    )
+    print(f"{job.scheduler_out}: for a Batcher or a simulation; its latencies never fall as the batch grows")
     print(f"{job.work}: what --resume needs to add measurements; it may be deleted")
     print("  accuracy" + "".join(f"{f'batch {b}':>11}" for b in table.batch_sizes) + "  ms  subnet")
-    step = max(1, math.ceil(len(table.subnets) / ROWS_SHOWN))
+    step = math.ceil(len(table.subnets) / ROWS_SHOWN)
     for i in range(0, len(table.subnets), step):
         percent = table.accuracy[i]
-        cells = "".join("     (none)" if ms != ms else f"{ms:11.2f}" for ms in table.latency_ms[i])
-        print(
-            ("         -" if percent != percent else f"{percent:8.2f} %") + f"{cells}      {table.subnets[i]}"
-        )
+        known = "         -" if math.isnan(percent) else f"{percent:8.2f} %"
+        cells = "".join("     (none)" if math.isnan(ms) else f"{ms:11.2f}" for ms in table.latency_ms[i])
+        print(f"{known}{cells}      {table.subnets[i]}")
     if step > 1:
         print(f"  (one of every {step} of the {len(table.subnets)} subnets is shown)")
-    if any(percent != percent for percent in table.accuracy):
+    if np.isnan(table.accuracy).any():
         print(
             "accuracies are not known, and most policies need them: give table.with_accuracy([...]), or "
             "profile with --accuracy"
@@ -244,42 +206,11 @@ def _print(job: ProfileJob, table: LatencyTable, own_network: bool) -> None:
     if job.save_bundle is not None:
         own = ", supernet=yours" if own_network else ""
         print(f"{job.save_bundle}: the bundle; subnetact.Engine.load({str(job.save_bundle)!r}{own})")
-    cells_out = int(sum(ms != ms for ms in table.latency_ms.ravel()))
-    if cells_out:
+    if cells_out := int(np.isnan(table.latency_ms).sum()):
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
-    if dominated := table.stamp.get("dominated"):
-        print(
-            f"{dominated} of {len(table.subnets)} subnets are dominated: another subnet is at least as "
-            "accurate and has no larger latency at any batch size"
-        )
     ran, unstable = count_stable(table)
     if unstable:
         print(
             f"{unstable} of {ran} cells are unstable: their median is not known to "
             f"{job.settings.tolerance:g} %. Stop other work on the machine, or raise --max-windows"
         )
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _job(args: argparse.Namespace) -> ProfileJob:
-    subnets = args.subnets or ("all" if args.bundle else SelectionRequest.subnets)
-    return call_with_options(
-        ProfileJob,
-        args,
-        request=call_with_options(SelectionRequest, args, subnets=subnets),
-        settings=call_with_options(SweepSettings, args, statistic=args.statistic or SweepSettings.statistic),
-        include=tuple(name for name in INCLUDES if name in args.include),
-    )

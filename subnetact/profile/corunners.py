@@ -1,7 +1,6 @@
 """Co-runners: processes that run a network on the device while latencies are measured.
 
-Source: VELTAIR (ASPLOS'22, section 3) measures how much co-located layers slow each other down, and schedules
-by that measure. Here the measure is the number of processes that run one subnet without pause.
+Source: VELTAIR (ASPLOS'22, section 3) schedules by how much co-located layers slow each other down.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ STARTS_WITHIN_S = 120.0
 class CoRunners:
     """A context in which background processes exist; `run(n)` lets the first n of them work.
 
-    Co-runners are processes, not threads, so that they share the device, its caches and its memory bandwidth,
-    but not the interpreter. On entering the context, every process runs the network at least twice and then
-    pauses. The processes end with the context, and soon after this process if it is killed.
+    Processes share the device, its caches and its memory bandwidth, but not the interpreter. On entering the
+    context, every process runs the network at least twice and then pauses. The processes end with the
+    context, and soon after this process if it is killed.
     """
 
     def __init__(self, network: nn.Module, x: Any, count: int) -> None:
@@ -38,6 +37,7 @@ class CoRunners:
         self._turns = [self._context.Event() for _ in range(count)]
         self._busy = [self._context.Lock() for _ in range(count)]
         self._passes = [self._context.Value("q", 0) for _ in range(count)]
+        self._running = 0
         self._processes = [
             self._context.Process(
                 target=_work,
@@ -71,6 +71,10 @@ class CoRunners:
 
     def run(self, count: int) -> None:
         """Let the first processes run and the others pause; return once they do."""
+        self.check()
+        if count == self._running:
+            return
+        self._running = count
         for i, turn in enumerate(self._turns):
             turn.set() if i < count else turn.clear()
         before = self.passes
@@ -98,9 +102,8 @@ class CoRunners:
 
 
 def _work(network: nn.Module, x: Any, turn: Any, busy: Any, passes: Any, parent: int, threads: int) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends SIGINT to every process; the parent decides
+    # A terminal sends SIGINT to every process; the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     network = copy.deepcopy(network)  # parameters that are sent to a process share memory with the sender
     with torch.inference_mode():

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from subnetact.files.journal import Journal
-from subnetact.profile.stability import is_stable
 from subnetact.profile.window import CLOCKS, Window
 
 __all__ = ["Cell", "Measurements"]
@@ -27,7 +26,6 @@ class Measurements:
     def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
         self.windows: dict[Cell, list[Window]] = {}
         self.out_of_memory: set[Cell] = set()
-        self._stable: dict[Cell, tuple[int, bool]] = {}
         self._journal = journal
         self._record = record
         if journal is not None:
@@ -61,16 +59,6 @@ class Measurements:
         """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""
         co_runners, subnet, batch_size = cell
         return any((n, i) == (co_runners, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
-
-    def stable(self, cell: Cell, tolerance: float) -> bool:
-        """Tell whether the median is known to `tolerance` percent, which must be the same in every call."""
-        count = self.count(cell)
-        if not count:
-            return False
-        known = self._stable.get(cell)
-        if known is None or known[0] != count:
-            known = self._stable[cell] = count, is_stable(self.windows[cell], tolerance)
-        return known[1]
 
     def _put(self, cell: Cell, window: Window | None) -> None:
         if window is None:

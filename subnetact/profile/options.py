@@ -1,7 +1,6 @@
 """Makes the options of a command out of the dataclasses and functions that take their values.
 
-Names, types, defaults and help texts are those of the parameters and of their docstrings, so that every fact
-stands once.
+Names, types, defaults and help texts are those of the parameters and of their docstrings.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from subnetact.command import json_object
 
-__all__ = ["OptionFormatter", "add_options", "call_with_options", "option_facts"]
+__all__ = ["OptionFormatter", "add_options", "call_with_options"]
 
 Result = TypeVar("Result")
 
@@ -26,13 +25,29 @@ class OptionFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescri
     """Shows defaults unless they are empty or explained already, and keeps the lines of the epilog."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        empty = action.default is False or action.default in (None, [], {})
+        empty = action.default is False or action.default in (None, (), {})
         explained = "default" in (action.help or "")
         return action.help if empty or explained else super()._get_help_string(action)
 
 
-def option_facts(target: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """Return the arguments of `ArgumentParser.add_argument` for every parameter of plain data."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    groups: Mapping[str, Callable[..., Any]],
+    changes: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Add a group of options for every target; `changes` are further arguments of `add_argument` by name."""
+    for title, target in groups.items():
+        group = parser.add_argument_group(title)
+        for name, facts in _option_facts(target).items():
+            group.add_argument(_option(name), **{**facts, **changes.get(name, {})})
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _option_facts(target: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+    """Return the arguments of `add_argument` for every parameter of plain data."""
     hints = typing.get_type_hints(target)
     text = inspect.getdoc(target) or ""
     section = re.search(r"^(?:Args|Attributes):\n((?: {4}.*\n?)+)", text, re.MULTILINE)
@@ -42,9 +57,9 @@ def option_facts(target: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     for name, parameter in inspect.signature(target).parameters.items():
         kind = _kind(hints[name])
         if kind is not None:
-            default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
-            help_text = " ".join(documented.get(name, "").split()).removesuffix(".")
-            found[name] = {"default": default, "help": help_text, **kind}
+            words = " ".join(documented[name].split()).removesuffix(".").replace("%", "%%")
+            words = re.sub(r"`(\w+)`", lambda quoted: _option(quoted[1]), words)
+            found[name] = {"default": parameter.default, "help": words, **kind}
     return found
 
 
@@ -58,25 +73,8 @@ def _kind(hint: Any) -> dict[str, Any] | None:
         return {"type": json_object, "metavar": "JSON"}
     if typing.get_origin(hint) in (tuple, Sequence):
         return {**(_kind(typing.get_args(hint)[0]) or {}), "nargs": "+"}
-    metavars = {int: "N", float: "N", str: None, Path: "FILE"}
+    metavars = {int: "N", float: "N", str: None, Path: "PATH"}
     return {"type": hint, "metavar": metavars[hint]} if hint in metavars else None
-
-
-def add_options(
-    parser: argparse.ArgumentParser,
-    groups: Mapping[str, Iterable[str]],
-    facts: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Add the options of every group; `name` in a help text becomes --name if it is an option."""
-
-    def typed(found: re.Match[str]) -> str:
-        return f"--{found[1].replace('_', '-')}" if found[1] in facts else found[1]
-
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            text = re.sub(r"`([^`]*)`", typed, facts[name]["help"]).replace("%", "%%")
-            group.add_argument(f"--{name.replace('_', '-')}", **{**facts[name], "help": text})
 
 
 def call_with_options(target: Callable[..., Result], args: argparse.Namespace, **more: Any) -> Result:

@@ -7,47 +7,34 @@ the search and of the calibration) are files beside the journal, each written at
 
 from __future__ import annotations
 
-import csv
 import math
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import find_device
+from subnetact.engine.bundle import INDEX
 from subnetact.errors import TableError, UncalibratedSubnetWarning
-from subnetact.files.atomic import replacing
 from subnetact.files.documents import described
 from subnetact.files.journal import Journal
-from subnetact.latency.arrays import ascending_sizes, warn_of_fractions
-from subnetact.latency.pareto import non_dominated
+from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fractions
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
-from subnetact.nas.latency_predictor import require_scipy
 from subnetact.profile.modes import MEMORY_BUDGET_MB, TimedRunner, check_mode, engine_for, run_facts
-from subnetact.profile.selection import (
-    Selection,
-    SelectionRequest,
-    expected_count,
-    given_accuracies,
-    select_subnets,
-)
-from subnetact.profile.source import (
-    ProfileSource,
-    calibration_batches,
-    check_calibration_data,
-    random_images,
-)
+from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
+from subnetact.profile.source import RANDOM, ProfileSource, calibration_batches
 from subnetact.profile.sweep import Sweep, SweepSettings, environment
 from subnetact.spec import SubnetSpec
 
-__all__ = ["ProfileJob", "count_dominated", "count_stable", "outline", "run_profile"]
+__all__ = ["ProfileJob", "count_stable", "outline", "run_profile"]
 
 
 @dataclass(frozen=True)
@@ -59,19 +46,19 @@ class ProfileJob:
         settings: how they are measured.
         batch_sizes: ascending.
         device: cpu, cuda, cuda:1.
-        mode: one of `subnetact.profile.MODES`.
-        include: what a timed call includes besides the forward pass: `actuation`, `h2d`.
+        mode: eager: the subnet's view as a plain PyTorch module; zero-copy: an engine without a memory
+            budget, no weight is copied, inputs are channels_last; fused: every subnet as a fused program, on
+            CUDA as CUDA graphs; graphs: CUDA graphs of the views; compile: torch.compile (inductor).
+        include: time this too; h2d: the copy of the input to the device (CUDA only).
         memory_budget_mb: memory for fused programs and CUDA graphs, in MiB.
         calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches; or random:N
             for N random images, for latency only. If not given, subnets keep the statistics that they have.
         out: the table as measured. NAME.scheduler.json beside it is the table for a Batcher or a simulation:
             its latencies never fall as the batch grows. The folder NAME.json.work is what `resume` reads; it
             may be deleted after the run.
-        csv: the table, one line per cell.
         save_bundle: a directory for weights, statistics, subnets and tables.
         plot: a directory for a heat map, and for the Pareto front if accuracies are known.
         resume: continue where an earlier run stopped.
-        progress: whether to show progress bars when standard error is a terminal.
     """
 
     request: SelectionRequest = field(default_factory=SelectionRequest)
@@ -83,11 +70,9 @@ class ProfileJob:
     memory_budget_mb: float = MEMORY_BUDGET_MB
     calibrate_on: str | None = None
     out: Path = Path("latency.json")
-    csv: Path | None = None
     save_bundle: Path | None = None
     plot: Path | None = None
     resume: bool = False
-    progress: bool = True
 
     @property
     def scheduler_out(self) -> Path:
@@ -100,78 +85,49 @@ class ProfileJob:
         return self.out.with_name(f"{self.out.name}.work")
 
 
-def check_job(job: ProfileJob, source: ProfileSource) -> None:
-    """Refuse what could not be run or written, before anything is measured."""
+def checked(job: ProfileJob, source: ProfileSource) -> tuple[Wanted, Iterable[Any]]:
+    """Return the subnets wanted and the batches to calibrate with; refuse what is impossible."""
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     if not 0 <= job.memory_budget_mb < math.inf:
         raise TableError(f"memory_budget_mb: {job.memory_budget_mb} must be finite and at least 0")
-    _check_co_runner_subnet(job, expected_count(source, job.request))
-    known = given_accuracies(source, job.request)
-    if known is not None:
-        _check_table(job, [str(i) for i in range(len(known))], known)
-    if job.request.searches(source.supernet.space.size()) and job.request.fit_subnets:
-        require_scipy()
+    for name, path, is_folder in (
+        ("out", job.out, False),
+        ("plot", job.plot, True),
+        ("save-bundle", job.save_bundle, True),
+    ):
+        if path is not None and (not path.parent.is_dir() or (path.exists() and path.is_dir() != is_folder)):
+            kind = "a folder" if is_folder else "a file"
+            raise TableError(f"{name}: {path} is neither new nor {kind}, in a folder that exists")
+    bundle = job.save_bundle
+    if bundle is not None and bundle.exists() and any(bundle.iterdir()) and not (bundle / INDEX).exists():
+        raise TableError(f"save-bundle: {bundle} is neither new nor a bundle; choose a new directory")
     if job.plot is not None:
         need_matplotlib()
-    for name, path in (("out", job.out), ("csv", job.csv)):
-        if path is not None and (not path.parent.is_dir() or path.is_dir()):
-            raise TableError(f"{name}: {path} is not a file in a folder that exists")
-    bundle = job.save_bundle
-    if bundle is not None and (
-        not bundle.parent.is_dir()
-        or (bundle.exists() and not bundle.is_dir())
-        or (bundle.is_dir() and any(bundle.iterdir()) and not (bundle / "bundle.json").exists())
-    ):
-        raise TableError(f"save-bundle: {bundle} is neither new nor a bundle, in a folder that exists")
-    if job.plot is not None and (not job.plot.parent.is_dir() or job.plot.is_file()):
-        raise TableError(f"plot: {job.plot} is not a folder, in a folder that exists")
+    batches: Iterable[Any] = ()
     if job.calibrate_on:
-        check_calibration_data(job.calibrate_on, source.sample)
+        batches = calibration_batches(job.calibrate_on, source.sample, job.request.seed)
+    return what_is_wanted(source, job.request), batches
 
 
 def outline(job: ProfileJob, source: ProfileSource) -> str:
-    """Return a description of what `run_profile` would do, in a few lines; nothing is measured or written.
-
-    Args:
-        job: what to profile.
-        source: the supernet.
-
-    Raises:
-        SubnetActError: the job is impossible.
-    """
-    check_job(job, source)
-    settings, request = job.settings, job.request
-    space = source.supernet.space
-    count = expected_count(source, request)
-    cells = count * len(job.batch_sizes) * (1 + len(settings.co_runners))
+    """Describe in a few lines what `run_profile` would do; refuse what is impossible."""
+    wanted, _ = checked(job, source)
+    settings = job.settings
+    cells = wanted.count * len(job.batch_sizes) * (1 + len(settings.co_runners))
     least_s = cells * (settings.windows * settings.warmup_ms + settings.min_time_ms) / 1e3
-    sizes = ", ".join(map(str, job.batch_sizes))
-    searched = ""
-    if request.searches(space.size()):
-        latency = f"latencies fitted to {request.fit_subnets} measured subnets"
-        searched = f", {request.evaluations} evaluated by " + (
-            latency if request.fit_subnets else "multiply-accumulates"
-        )
-    return "\n".join(
-        [
-            f"supernet: {space}, weights {source.supernet.fingerprint()}",
-            f"subnets: {count} (--subnets {request.subnets}{searched})",
-            f"accuracy: {' '.join(request.accuracy) or 'not known'}; "
-            f"calibrated on {job.calibrate_on or 'nothing'}",
-            f"inputs: batch sizes {sizes} of {list(source.sample.shape)}, {source.sample.dtype}",
-            f"device: {find_device(job.device)}, {torch.get_num_threads()} threads, mode {job.mode}",
-            f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each; at least "
-            f"{least_s:.0f} s",
-            f"files: {job.out}, {job.scheduler_out}, progress in {job.work}"
-            + "".join(f", {path}" for path in (job.csv, job.plot, job.save_bundle) if path is not None),
-        ]
+    search = "" if wanted.specs is not None else f", {job.request.evaluations} evaluated by a search"
+    return (
+        f"supernet: {source.supernet.space}, weights {source.supernet.fingerprint()}\n"
+        f"subnets: {wanted.count}{search}; accuracy: {wanted.origin}\n"
+        f"inputs: batch sizes {list(job.batch_sizes)} of {list(source.sample.shape)}, {source.sample.dtype}\n"
+        f"device: {job.device}, {torch.get_num_threads()} threads, mode {job.mode}\n"
+        f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each; at least {least_s:.0f} s"
     )
 
 
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     """Open the journal of a job; that of a finished job is begun anew unless it is to be resumed."""
-    path = job.work / "journal.jsonl"
     facts = environment(
         source.supernet,
         find_device(job.device),
@@ -179,81 +135,47 @@ def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
         run_facts(job.mode, job.include),
         job.settings,
     )
-    files = (job.request.file, job.request.predictor)
+    files = [Path(name) for name in (job.request.subnets, *job.request.accuracy) if Path(name).is_file()]
     options = {
-        "batch_sizes": list(job.batch_sizes),
+        "batch_sizes": job.batch_sizes,
         "request": vars(job.request),
-        "files": {str(file): described(Path(file)) for file in files if file is not None},
+        "files": {str(file): described(file) for file in files},
         "memory_budget_mb": job.memory_budget_mb,
         "calibrate_on": job.calibrate_on,
     }
     if not job.resume and (job.work / "done").exists():
         shutil.rmtree(job.work)
     job.work.mkdir(exist_ok=True)
-    return Journal(path, {**facts, **options}, job.resume, job.work)
+    return Journal(job.work / "journal.jsonl", {**facts, **options}, job.resume, job.work)
 
 
 def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
-    """Select subnets, calibrate them, measure them, and write the files of the job.
+    """Select subnets, calibrate them, measure them, and write the files of the job; return the table.
 
     A job that was killed continues where it stopped if it is run again with `resume`.
-
-    Args:
-        job: what to profile.
-        source: the supernet.
-
-    Returns:
-        The table as measured; its files are written already. Its stamp says how its subnets were selected and
-        calibrated, and how many of them are dominated.
-
-    Raises:
-        ResumeMismatch: an unfinished job is not to be resumed, or was begun with another machine, other
-            weights or other options.
-        SubnetActError: the job is impossible. If that can be known beforehand, the error is raised before
-            anything is measured.
     """
-    check_job(job, source)
-    _check_table(job, ["-"], [math.nan])
-    journal = open_journal(job, source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
+        wanted, batches = checked(job, source)
+        journal = open_journal(job, source)
         selection = select_subnets(
             source,
             job.request,
+            wanted,
             journal=journal,
             batch_sizes=job.batch_sizes,
-            fit=partial(_quick_medians, job, source, journal),
-            measure=partial(_quick_medians, job, source, None),
-            progress=job.progress,
+            measure=partial(_quick_medians, job, source),
         )
-        accuracy = [math.nan if percent is None else percent for percent in selection.accuracy]
-        _check_table(job, [spec.key for spec in selection.specs], accuracy)
-        _check_co_runner_subnet(job, len(selection.specs))
+        accuracy = percentages(selection.accuracy, [spec.key for spec in selection.specs])
         warn_of_fractions(accuracy)
-        calibrated = _calibrate(job, source, selection)
+        calibrated = _calibrate(job, source, selection.specs, batches)
         runner = _runner(job, source, selection.specs, selection.accuracy)
         sweep = Sweep(runner, job.batch_sizes, job.settings, journal)
-        sweep.run(job.progress)
+        sweep.run()
     table = sweep.table(accuracy, calibrated_on=calibrated, **selection.facts)
-    dominated = count_dominated(table)
-    if dominated is not None:
-        table = replace(table, stamp={**table.stamp, "dominated": dominated})
     _write(job, table, runner)
     (job.work / "done").touch()
     return table
-
-
-def _check_table(job: ProfileJob, keys: Sequence[str], accuracy: Sequence[float]) -> None:
-    """Refuse, before measuring, keys and accuracies of which no table can be made."""
-    LatencyTable.from_arrays(keys, accuracy, job.batch_sizes, [[1.0] * len(job.batch_sizes)] * len(keys))
-
-
-def _check_co_runner_subnet(job: ProfileJob, count: int) -> None:
-    settings = job.settings
-    if settings.co_runners and not 0 <= settings.co_runner_subnet < count:
-        raise TableError(
-            f"co_runner_subnet: there is no subnet {settings.co_runner_subnet}; choose from 0 to {count - 1}"
-        )
 
 
 def _runner(
@@ -277,23 +199,17 @@ def _runner(
 def _quick_medians(
     job: ProfileJob,
     source: ProfileSource,
-    journal: Journal | None,
     specs: Sequence[SubnetSpec],
     batch_sizes: Sequence[int],
+    journal: Journal | None = None,
 ) -> list[list[float]]:
     """Measure subnets in few windows, for a search; return medians in ms, NaN if the memory ran out."""
     few = min(3, job.settings.windows)
     settings = replace(
-        job.settings,
-        windows=few,
-        max_windows=few,
-        quantiles=(50,),
-        statistic="p50",
-        co_runners=(),
-        co_runner_subnet=0,
+        job.settings, windows=few, max_windows=few, quantiles=(50,), statistic="p50", co_runners=()
     )
     sweep = Sweep(_runner(job, source, specs), batch_sizes, settings, journal, "fit")
-    sweep.run(job.progress and len(specs) > 1, "measuring a few subnets")
+    sweep.run(len(specs) > 1, "measuring a few subnets")
     none = np.full((len(specs), len(batch_sizes)), math.nan)
     medians: list[list[float]] = sweep.statistics().get("p50", none).tolist()
     return medians
@@ -301,23 +217,15 @@ def _quick_medians(
 
 def count_stable(table: LatencyTable) -> tuple[int, int]:
     """Return how many cells ran, beside every number of co-runners, and how many of them are not stable."""
-    names = ("stable", *(f"stable_with_{n:g}_co_runners" for n in table.co_runners))
-    stable = np.stack([table.statistics[name] for name in names if name in table.statistics])
+    stable = np.stack([cells for name, cells in table.statistics.items() if name.startswith("stable")])
     return int((~np.isnan(stable)).sum()), int((stable == 0).sum())
 
 
-def count_dominated(table: LatencyTable) -> int | None:
-    """Return how many subnets another one dominates at all batch sizes; None if an accuracy is unknown."""
-    if any(map(math.isnan, table.accuracy)):
-        return None
-    latency_ms = np.nan_to_num(table.latency_ms, nan=math.inf)
-    costs = np.column_stack([-np.array(table.accuracy), latency_ms])
-    return len(costs) - len(non_dominated(costs))
-
-
-def _calibrate(job: ProfileJob, source: ProfileSource, selection: Selection) -> str:
-    """Calibrate the selected subnets, if the job says so; return the origin of their statistics."""
-    supernet, specs = source.supernet, selection.specs
+def _calibrate(
+    job: ProfileJob, source: ProfileSource, specs: Sequence[SubnetSpec], batches: Iterable[Any]
+) -> str:
+    """Calibrate subnets if the job says so; return the origin of their statistics."""
+    supernet = source.supernet
     if not supernet.norm_operators():
         return "nothing to calibrate"
     if not job.calibrate_on:
@@ -329,37 +237,20 @@ def _calibrate(job: ProfileJob, source: ProfileSource, selection: Selection) -> 
             "statistics; latencies are valid, accuracies are not"
         )
     supernet.to(find_device(job.device))  # a resumed job has not built an engine, which would have moved it
-    batches = calibration_batches(job.calibrate_on, source.sample, job.request.seed)
-    calibrate(supernet, specs, batches, job.progress, resume=job.work / "calibration")
-    count = random_images(job.calibrate_on)
-    return f"{count} random images: latency only, no accuracy" if count else job.calibrate_on
+    calibrate(supernet, specs, batches, resume=job.work / "calibration")
+    only = " images: latency only, no accuracy" if job.calibrate_on.startswith(RANDOM) else ""
+    return job.calibrate_on + only
 
 
 def _write(job: ProfileJob, table: LatencyTable, runner: TimedRunner) -> None:
     scheduler = table.monotone()
     table.save(job.out)
     scheduler.save(job.scheduler_out)
-    if job.csv is not None:
-        _write_csv(table, job.csv)
     if job.plot is not None:
         job.plot.mkdir(exist_ok=True)
         plot_heat_map(table, job.plot / "latency.png")
-        if not any(map(math.isnan, table.accuracy)):
+        if not np.isnan(table.accuracy).any():
             plot_front(table, job.plot / "front.png")
     if job.save_bundle is not None:
         runner.engine.tables = {"measured": table, "scheduler": scheduler}
         runner.engine.save(job.save_bundle)
-
-
-def _write_csv(table: LatencyTable, path: Path) -> None:
-    names = list(table.statistics)
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        beside = [f"latency_ms_with_{n:g}_co_runners" for n in table.co_runners]
-        writer.writerow(["id", "subnet", "accuracy", "batch_size", "latency_ms", *names, *beside])
-        for i, key in enumerate(table.subnets):
-            for j, size in enumerate(table.batch_sizes):
-                planes = (table.latency_ms, *(table.statistics[name] for name in names), *table.co_runner_ms)
-                cells = ["" if math.isnan(plane[i, j]) else float(plane[i, j]) for plane in planes]
-                percent = table.accuracy[i]
-                writer.writerow([i, key, "" if math.isnan(percent) else percent, size, *cells])

@@ -7,47 +7,48 @@ if their accuracies are known.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from tqdm import tqdm
 
 from ofa_adapters import encode
 from subnetact.costs.model import CostModel
 from subnetact.errors import SpecError
+from subnetact.files.documents import parse_json
 from subnetact.files.journal import Journal
+from subnetact.latency.arrays import percentages
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
 from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor, require_scipy
 from subnetact.nas.search import search
-from subnetact.profile.source import ProfileSource, import_name, read_specs, user_code
+from subnetact.profile.source import RANDOM, ProfileSource, import_name, user_code
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
-__all__ = [
-    "Selection",
-    "SelectionRequest",
-    "expected_count",
-    "fitted_latencies",
-    "given_accuracies",
-    "select_subnets",
-]
+__all__ = ["Selection", "SelectionRequest", "Wanted", "fitted_latencies", "select_subnets", "what_is_wanted"]
 
 MOST = 10_000
-"""The largest number of subnets that `all` may stand for."""
+"""The largest number of subnets that are profiled."""
 NEVER_MS = 1e12
 """The latency that a search assumes for a subnet that ran out of memory."""
-MeasureLatencies: TypeAlias = Callable[[Sequence[SubnetSpec], Sequence[int]], Sequence[Sequence[float]]]
-"""A function (subnets, batch sizes) -> latencies in ms, one sequence per subnet; NaN if memory ran out."""
+ACCURACIES = "give numbers in percent, one pkg.mod:factory, or the checkpoint of an accuracy predictor"
 AccuracyFunction: TypeAlias = Callable[[SubnetSpec], float]
-"""A function subnet -> accuracy in percent."""
+"""A function subnet -> accuracy in percent; NaN if it is not known."""
+
+
+class MeasureLatencies(Protocol):
+    """Measures latencies in ms, one list per subnet; NaN if memory ran out. A journal keeps the times."""
+
+    def __call__(
+        self, specs: Sequence[SubnetSpec], batch_sizes: Sequence[int], journal: Journal | None = None
+    ) -> list[list[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class SelectionRequest:
 
     Attributes:
         subnets: N: a Pareto set of N subnets, found by a search; FILE: a JSON list of subnets; all; random:N:
-            the smallest, the largest and random ones.
+            the smallest, the largest and random ones (default: 8; of a bundle, all its subnets).
         accuracy: percent per subnet; or PKG.MOD:FACTORY, a function that is called with the supernet and
             returns a function subnet -> percent; or a checkpoint of OFA's accuracy predictor. Without
             accuracies the search uses multiply-accumulates as a stand-in and prefers more of them.
@@ -64,9 +65,6 @@ class SelectionRequest:
             scipy); 0: the search uses multiply-accumulates as a stand-in for latency.
         evaluations: subnets that a search evaluates, at least 2.
         seed: seed of random subnets, weights and images, and of the search.
-
-    Raises:
-        SpecError: an attribute is not one of the above.
     """
 
     subnets: str = "8"
@@ -76,17 +74,10 @@ class SelectionRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        number = self.subnets.removeprefix("random:")
-        listed = self.subnets != "all" and not number.lstrip("-").isdigit()
-        if listed and (number != self.subnets or not Path(self.subnets).is_file()):
-            raise SpecError(f"subnets: {self.subnets!r} is no file; give a number, all, random:8, or a file")
-        if number.lstrip("-").isdigit() and int(number) < 1:
+        if self.count is not None and self.count < 1:
             raise SpecError(f"subnets: {self.subnets} must be at least 1")
-        if self.predictor is not None and not Path(self.predictor).is_file():
-            raise SpecError(
-                f"accuracy: {self.predictor} is no file; give numbers in percent, one pkg.mod:factory, or "
-                "the checkpoint of an accuracy predictor"
-            )
+        if self.file is not None and not Path(self.file).is_file():
+            raise SpecError(f"subnets: {self.file!r} is no file; give a number, all, random:8, or a file")
         if self.fit_subnets and self.fit_subnets < FEWEST:
             raise SpecError(
                 f"--fit-subnets: {self.fit_subnets} must be 0 or at least {FEWEST}, to which latency "
@@ -96,48 +87,28 @@ class SelectionRequest:
             raise SpecError(f"--evaluations: {self.evaluations} must be at least 2")
 
     @property
+    def count(self) -> int | None:
+        """The number of subnets asked for; None for `all` and for a file."""
+        found = re.fullmatch(rf"(?:{RANDOM})?(-?\d+)", self.subnets)
+        return int(found[1]) if found else None
+
+    @property
     def file(self) -> str | None:
         """The file of subnets; None if subnets are asked for in another way."""
         return None if self.subnets == "all" or self.count is not None else self.subnets
 
-    @property
-    def count(self) -> int | None:
-        """The number of subnets asked for; None for `all` and for a file."""
-        number = self.subnets.removeprefix("random:")
-        return int(number) if number.isdigit() else None
 
-    @property
-    def factory(self) -> str | None:
-        """The `pkg.mod:factory` of a function subnet -> percent, or None."""
-        return self.accuracy[0] if len(self.accuracy) == 1 and ":" in self.accuracy[0] else None
+@dataclass(frozen=True)
+class Wanted:
+    """What a request comes to, known before anything is measured.
 
-    @property
-    def predictor(self) -> str | None:
-        """The checkpoint of an accuracy predictor, or None."""
-        if len(self.accuracy) != 1 or self.factory is not None:
-            return None
-        return None if _is_number(self.accuracy[0]) else self.accuracy[0]
+    `specs` is None if a search is to find `count` subnets; `accuracy` is None if no accuracy is known.
+    """
 
-    def searches(self, size: int) -> bool:
-        """Tell whether a space is searched for a Pareto set.
-
-        Args:
-            size: the number of subnets in the space.
-        """
-        return self.subnets.isdigit() and int(self.subnets) < size
-
-    def size(self, size: int) -> int:
-        """Return how many subnets of a space are asked for, if they are not listed in a file.
-
-        Args:
-            size: the number of subnets in the space.
-
-        Raises:
-            SpecError: all subnets are asked for, and they are too many.
-        """
-        if self.subnets == "all" and size > MOST:
-            raise SpecError(f"subnets: all {size:.3g} are too many; give a number")
-        return min(size, self.count or size)
+    specs: list[SubnetSpec] | None
+    count: int
+    accuracy: AccuracyFunction | None
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -149,78 +120,128 @@ class Selection:
 
     specs: list[SubnetSpec]
     accuracy: list[float | None]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
 
 
-def expected_count(source: ProfileSource, request: SelectionRequest) -> int:
-    """Return how many subnets are asked for; a search may find fewer."""
-    if request.subnets == "all" and source.specs:
-        return len(source.specs)
+def what_is_wanted(source: ProfileSource, request: SelectionRequest) -> Wanted:
+    """Return what a request comes to; refuse what is impossible."""
+    specs = _listed(source, request)
+    if specs is None and request.fit_subnets:
+        require_scipy()
+    count = len(specs) if specs is not None else request.count or 0
+    return Wanted(specs, count, *_accuracy(source, request, specs))
+
+
+def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec] | None:
+    space = source.supernet.space
     if request.file is not None:
-        return len(_read(source, request.file))
-    return request.size(source.supernet.space.size())
+        return list(dict.fromkeys(_read(Path(request.file), source.supernet)))
+    if request.subnets == "all" and source.specs:
+        return list(source.specs)
+    size = space.size()
+    count = min(size, request.count or size)
+    if count > MOST:
+        raise SpecError(f"subnets: {count:.3g} are too many; give a number up to {MOST}")
+    if request.subnets.startswith(RANDOM):
+        return space.sample(request.seed, count)
+    return list(space.enumerate()) if count == size else None
 
 
-def given_accuracies(source: ProfileSource, request: SelectionRequest) -> list[float] | None:
-    """Return the accuracies in percent that a request lists, one per subnet; None if it lists none."""
-    if request.factory is not None:
-        import_name(request.factory)
-    if not request.accuracy or request.factory is not None or request.predictor is not None:
-        return None
-    if request.searches(source.supernet.space.size()):
-        raise SpecError(
-            "accuracy: a search needs a function of a subnet; give one pkg.mod:factory, or the checkpoint of "
-            "an accuracy predictor"
+def _read(path: Path, supernet: Supernet) -> list[SubnetSpec]:
+    """Read a JSON list of subnets, each in the notation of its space or as `SubnetSpec.to_json` writes it."""
+    try:
+        listed = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: not a readable file of subnets ({error})") from error
+    if not isinstance(listed, list) or not listed:
+        raise SpecError(f"{path}: expected a JSON list of subnets, at least one")
+    space = supernet.space
+    return [
+        space.check(SubnetSpec.from_json(one))
+        if isinstance(one, dict) and set(one) == {"space", "values"}
+        else space.parse(one)
+        for one in listed
+    ]
+
+
+def _accuracy(
+    source: ProfileSource, request: SelectionRequest, specs: Sequence[SubnetSpec] | None
+) -> tuple[AccuracyFunction | None, str]:
+    """Return the function that gives a subnet's accuracy, None if none is known, and its origin."""
+    given = request.accuracy
+    known = {spec: p for spec, p in zip(source.specs, source.accuracy, strict=True) if p is not None}
+    if not given and known and specs is not None:
+        return (lambda spec: known.get(spec, math.nan)), "the bundle's"
+    if not given:
+        return None, "not known" + (
+            ": the search used multiply-accumulates as a stand-in and preferred more of them"
+            if specs is None
+            else ""
         )
     try:
-        known = [float(number) for number in request.accuracy]
+        numbers = [float(number) for number in given]
     except ValueError as error:
-        raise SpecError(
-            f"accuracy: {error}; give numbers in percent, one pkg.mod:factory, or the checkpoint of an "
-            "accuracy predictor, only one of them"
-        ) from error
-    count = expected_count(source, request)
-    if len(known) != count:
-        raise SpecError(f"accuracy: {len(known)} values for {count} subnets; give one per subnet")
-    return known
+        if len(given) > 1:
+            raise SpecError(f"accuracy: {error}; {ACCURACIES}, only one of them") from error
+        return _named_accuracy(given[0], source)
+    if specs is None:
+        raise SpecError(f"accuracy: a search needs a function of a subnet; {ACCURACIES}")
+    percents = percentages(numbers, [spec.key for spec in specs])
+    return dict(zip(specs, percents, strict=True)).__getitem__, "given"
+
+
+def _named_accuracy(name: str, source: ProfileSource) -> tuple[AccuracyFunction, str]:
+    """Return the function of a user's `pkg.mod:factory`, or the predictor of a checkpoint; and its origin."""
+    supernet = source.supernet
+    if ":" in name:
+        factory = import_name(name)
+        with user_code(f"accuracy {name!r}"):
+            function = factory(supernet)
+
+        def accuracy(spec: SubnetSpec) -> float:
+            with user_code(f"the function that accuracy {name!r} returned"):
+                return float(function(spec))
+
+        return accuracy, name
+    if not Path(name).is_file():
+        raise SpecError(f"accuracy: {name} is no file; {ACCURACIES}")
+    encodes_size = any(axis.name == "resolution" for axis in supernet.space.axes)
+    size = None if encodes_size else int(source.sample.shape[-1])
+    features = partial(encode, supernet.space, image_size=size)
+    return AccuracyPredictor.from_checkpoint(name, features), f"predicted by {Path(name).name}"
 
 
 def select_subnets(
     source: ProfileSource,
     request: SelectionRequest,
+    wanted: Wanted,
     *,
     journal: Journal,
     batch_sizes: Sequence[int],
-    fit: MeasureLatencies,
     measure: MeasureLatencies,
-    progress: bool = True,
 ) -> Selection:
     """Return the subnets of a request, the same ones whenever the journal is resumed.
 
-    The state of a search and the BatchNorm statistics of the selected subnets are files beside the journal.
-    `fit` measures the subnets that latency predictors are fitted to, `measure` those that the search has
-    found.
+    The state of a search, and statistics that an accuracy function has calibrated, are files beside the
+    journal.
     """
-    space = source.supernet.space
     statistics = journal.path.with_name("chosen-norms.safetensors")
     for line in journal.of("chosen"):
         with journal.fields():
-            specs = [space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
-            accuracy, facts = list(line["accuracy"]), dict(line["facts"])
+            specs = [source.supernet.space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
+            selection = Selection(specs, list(line["accuracy"]), dict(line["facts"]))
         if statistics.exists():
             source.supernet.norms = NormTable.load(statistics)
-        return Selection(specs, accuracy, facts)
-    if source.specs and request.subnets == "all":
-        known = list(source.accuracy)
-        if request.accuracy:
-            known = _accuracies(source, request, source.specs, progress)
-        selection = Selection(list(source.specs), known, {"subnets_chosen": "the bundle's"})
-    elif request.searches(space.size()):
-        selection = _search(source, request, journal, batch_sizes, fit, measure, progress)
+        return selection
+    if wanted.specs is None:
+        selection = _search(source, request, wanted, journal, batch_sizes, measure)
     else:
-        specs = _listed(source, request)
-        known = _accuracies(source, request, specs, progress)
-        selection = Selection(specs, known, {"subnets_chosen": request.subnets})
+        function = wanted.accuracy
+        bar = tqdm(wanted.specs, desc="accuracy", disable=None)
+        percents = [None if function is None else _known(function(spec)) for spec in bar]
+        chosen = "the bundle's" if source.specs and request.subnets == "all" else request.subnets
+        facts = {"subnets_chosen": chosen, "accuracy_source": wanted.origin}
+        selection = Selection(wanted.specs, percents, facts)
     _keep_statistics(source.supernet, selection.specs, statistics)
     journal.append(
         "chosen",
@@ -229,6 +250,10 @@ def select_subnets(
         facts=selection.facts,
     )
     return selection
+
+
+def _known(percent: float) -> float | None:
+    return None if math.isnan(percent) else percent
 
 
 def _keep_statistics(supernet: Supernet, specs: Sequence[SubnetSpec], path: Path) -> None:
@@ -240,134 +265,57 @@ def _keep_statistics(supernet: Supernet, specs: Sequence[SubnetSpec], path: Path
         supernet.norms.save(path)
 
 
-def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec]:
-    space = source.supernet.space
-    if request.subnets.startswith("random:"):
-        return space.sample(request.seed, request.size(space.size()))
-    if request.file is not None:
-        return _read(source, request.file)
-    request.size(space.size())
-    return list(space.enumerate())
-
-
-def _read(source: ProfileSource, file: str) -> list[SubnetSpec]:
-    return list(dict.fromkeys(read_specs(Path(file), source.supernet)))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _accuracy_function(
-    source: ProfileSource, request: SelectionRequest
-) -> tuple[AccuracyFunction | None, str]:
-    """Return the function that gives any subnet's accuracy (or None without one), and its origin."""
-    if request.factory is not None:
-        return _own_accuracy(request.factory, source.supernet), request.factory
-    if request.predictor is None:
-        return None, "not known"
-    space = source.supernet.space
-    encodes_size = any(axis.name == "resolution" for axis in space.axes)
-    features = partial(
-        encode,
-        space,
-        image_size=None if encodes_size else int(source.sample.shape[-1]),
-    )
-    predictor = AccuracyPredictor.from_checkpoint(request.predictor, features)
-    return predictor, f"predicted by {Path(request.predictor).name}"
-
-
-def _own_accuracy(name: str, supernet: Supernet) -> AccuracyFunction:
-    factory = import_name(name)
-    with user_code(f"accuracy {name!r}"):
-        function = factory(supernet)
-
-    def accuracy(spec: SubnetSpec) -> float:
-        with user_code(f"the function that accuracy {name!r} returned"):
-            return float(function(spec))
-
-    return accuracy
-
-
-def _accuracies(
-    source: ProfileSource, request: SelectionRequest, specs: Sequence[SubnetSpec], progress: bool
-) -> list[float | None]:
-    function, _ = _accuracy_function(source, request)
-    if function is not None:
-        bar = tqdm(specs, desc="accuracy", disable=not progress or None)
-        return [None if math.isnan(percent := float(function(spec))) else percent for spec in bar]
-    known = given_accuracies(source, request)
-    return [None] * len(specs) if known is None else [*known]
-
-
 def _search(
     source: ProfileSource,
     request: SelectionRequest,
+    wanted: Wanted,
     journal: Journal,
     batch_sizes: Sequence[int],
-    fit: MeasureLatencies,
     measure: MeasureLatencies,
-    progress: bool,
 ) -> Selection:
     """Search for subnets that are not dominated, spread evenly over latency.
 
-    Without latency predictors multiply-accumulates are a stand-in for latency; without accuracies they are a
-    stand-in for accuracy. Subnets are measured before they are selected if both are known.
+    Subnets are measured before they are selected if both accuracies and latencies are known.
     """
-    accuracy, origin = _accuracy_function(source, request)
     supernet, sample = source.supernet, source.sample
     latencies: list[LatencyPredictor] = []
     if request.fit_subnets:
-        some = source.supernet.space.sample(request.seed, request.fit_subnets)
-        latencies = fitted_latencies(source, some, sorted({batch_sizes[0], batch_sizes[-1]}), fit)
+        some = supernet.space.sample(request.seed, request.fit_subnets)
+        ends = sorted({batch_sizes[0], batch_sizes[-1]})
+        latencies = fitted_latencies(source, some, ends, partial(measure, journal=journal))
     sizes = [one.batch_size for one in latencies]
 
     def remeasure(spec: SubnetSpec) -> list[float]:
         return [NEVER_MS if math.isnan(ms) else ms for ms in measure([spec], sizes)[0]]
 
-    functions: list[Callable[[SubnetSpec], float]] = [*latencies]
-    if not functions:
-        costs = CostModel(supernet, sample)
-        functions = [lambda spec: float(costs(spec).macs)]
-    size = request.size(supernet.space.size())
+    costs = CostModel(supernet, sample)
     result = search(
         supernet,
-        accuracy,
-        functions,
-        size=size,
+        wanted.accuracy,
+        latencies or (lambda spec: float(costs(spec).macs)),
+        size=wanted.count,
         evaluations=request.evaluations,
         seed=request.seed,
-        batch_sizes=sizes or [1],
+        batch_sizes=sizes,
         input_shape=sample.shape,
-        remeasure=remeasure if latencies and accuracy is not None else None,
-        resume=journal.path.with_name(f"search-{_digest(journal, latencies)}.jsonl"),
-        progress=progress,
+        remeasure=remeasure if latencies and wanted.accuracy is not None else None,
+        resume=journal.path.with_name("search.jsonl"),
     )
-    if accuracy is None:
-        origin = "not known: the search used multiply-accumulates as a stand-in and preferred more of them"
     facts: dict[str, Any] = {
         "subnets_chosen": f"Pareto set of {request.subnets}",
-        "accuracy_source": origin,
+        "accuracy_source": wanted.origin,
         "search": result.method,
         "evaluated": len(result.evaluated),
-        "search_latency": "multiply-accumulates",
+        "search_latency": {f"batch {one.batch_size}": str(one.error) for one in latencies}
+        or "multiply-accumulates",
         "measured_before_trusted": result.remeasured,
     }
-    if latencies:
-        facts["search_latency"] = {f"batch {one.batch_size}": str(one.error) for one in latencies}
-    if len(result) < size:
-        message = f"{size} subnets were asked for, {len(result)} of those evaluated are not dominated"
-        facts["fewer"] = message
-        tqdm.write(message, file=sys.stderr)
-    return Selection(
-        [one.spec for one in result],
-        [None if math.isnan(one.accuracy) else one.accuracy for one in result],
-        facts,
-    )
+    if len(result) < wanted.count:
+        facts["fewer"] = (
+            f"{wanted.count} subnets were asked for, {len(result)} of those evaluated are not dominated"
+        )
+        tqdm.write(facts["fewer"], file=sys.stderr)
+    return Selection([one.spec for one in result], [_known(one.accuracy) for one in result], facts)
 
 
 def fitted_latencies(
@@ -377,7 +325,6 @@ def fitted_latencies(
     measure: MeasureLatencies,
 ) -> list[LatencyPredictor]:
     """Measure subnets and fit one latency predictor per batch size at which enough of them ran."""
-    require_scipy()
     costs = CostModel(source.supernet, source.sample)
     found, ran = [], []
     for size, column in zip(batch_sizes, zip(*measure(specs, batch_sizes), strict=True), strict=True):
@@ -392,9 +339,3 @@ def fitted_latencies(
             f"{', '.join(ran)}. Give smaller --batch-sizes, --fit-subnets 0, or --subnets all"
         )
     return found
-
-
-def _digest(journal: Journal, latencies: Sequence[LatencyPredictor]) -> str:
-    """Return a name for everything that the search depends on, so that no other search is resumed."""
-    facts = [journal.environment, [one.weights.tolist() for one in latencies]]
-    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()

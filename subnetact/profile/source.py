@@ -1,17 +1,11 @@
-"""Where a profile gets its supernet, its input and its images for calibration from.
-
-The supernet is that of a published family, of a user's own factory, of a bundle, or the embedded one for
-digits.
-"""
+"""Where a profile gets its supernet, its input and its images for calibration from."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,24 +16,23 @@ from ofa_adapters import registry
 from subnetact.digits import load_digits_supernet
 from subnetact.engine.engine import Engine
 from subnetact.errors import SpecError, UserCodeError
-from subnetact.files.documents import parse_json
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
 __all__ = [
+    "RANDOM",
     "ProfileSource",
     "build_model",
     "calibration_batches",
-    "check_calibration_data",
     "import_name",
     "load_source",
-    "random_images",
-    "read_specs",
     "user_code",
 ]
 
 IMAGES_PER_BATCH = 100
 """The number of images per calibration batch, unless a function makes the batches."""
+RANDOM = "random:"
+"""How a request for random subnets or images begins; a number follows."""
 
 
 @dataclass(frozen=True)
@@ -60,45 +53,32 @@ class ProfileSource:
 
 
 def load_source(
-    model: str | None = None,
     family: str | None = None,
     checkpoint: str | None = None,
-    constructor: Mapping[str, Any] | None = None,
+    model: str | None = None,
     bundle: str | None = None,
+    constructor: Mapping[str, Any] | None = None,
     input_shape: Sequence[int] | None = None,
     input_dtype: str | None = None,
     dtype: str | None = None,
-    seed: int = 0,
     precision: Sequence[str] = (),
 ) -> ProfileSource:
     """Load the supernet of a family, of a factory or of a bundle; if none is given, the one for digits.
 
     Args:
-        model: your own function that returns a Supernet; it is called with `constructor`.
         family: a family of ofa_adapters, for example ofa_resnet50.
         checkpoint: weights of the family; if not given, random weights, which run as fast as trained ones.
-        constructor: keyword arguments for the family or the factory.
+        model: PKG.MOD:FACTORY, your own function that returns a Supernet; it is called with `constructor`.
         bundle: a directory that Engine.save wrote; a bundle of your own network needs `model` too, which
             makes the network for the weights of the bundle.
+        constructor: keyword arguments for the family or the factory.
         input_shape: shape of one input without a batch dimension (default: that of the bundle, the family or
             the digits; `model` needs it).
         input_dtype: dtype of the input, int64 for token ids (default: that of the bundle or family, or
             `dtype`).
-        dtype: dtype of the weights: float32, bfloat16, float16 (default: the bundle's, or float32).
-        seed: seed of random weights.
-        precision: the precisions that subnets may choose: float32, int8, bfloat16 (default: the bundle's, or
-            float32). Subnets in files name theirs under the key precision; those that do not are float32.
-
-    Returns:
-        The supernet in evaluation mode on the CPU, one input, and the subnets of the bundle if there is one.
-
-    Raises:
-        UserCodeError: the factory raises an error.
-        SpecError: the factory returns no `Supernet`, the input is not a single tensor, the shape of the input
-            is not known, a dtype is unknown, or the arguments exclude each other.
-        CheckpointError: the checkpoint does not fit the family.
-        FileFormatError: the directory is no bundle.
-        PrecisionError: the network or this machine cannot compute at a precision.
+        dtype: dtype of the weights, for example bfloat16 (default: as they are loaded).
+        precision: the precisions that subnets may choose (default: the bundle's, or float32). Subnets in
+            files name theirs under the key precision; those that do not are float32.
     """
     given = [name for name, value in (("model", model), ("family", family), ("bundle", bundle)) if value]
     if len(given) > 1 and given != ["model", "bundle"]:
@@ -107,57 +87,46 @@ def load_source(
         raise SpecError("checkpoint: say with --family whose checkpoint it is")
     if constructor and not (model or family):
         raise SpecError("constructor: these are arguments for --family or --model; give one of them")
-    torch.manual_seed(seed)
     specs: tuple[SubnetSpec, ...] = ()
     accuracy: tuple[float | None, ...] = ()
-    shape = list(input_shape or ())
-    cast = _dtype(dtype or "float32")
-    input_cast = cast
+    own = build_model(model, constructor) if model else None
     if bundle:
-        own = build_model(model, constructor) if model else None
         engine = Engine.load(bundle, supernet=own, device="cpu", allow_uncalibrated=True)
-        supernet = engine.supernet
+        supernet, usual = engine.supernet, engine.sample
         specs, accuracy = zip(*((engine.specs[i], engine.accuracy[i]) for i in engine.ids), strict=True)
-        if not isinstance(engine.sample, Tensor):
+        if not isinstance(usual, Tensor):
             raise SpecError(
-                f"bundle {bundle}: its input is a {type(engine.sample).__name__}, and this command measures "
+                f"bundle {bundle}: its input is a {type(usual).__name__}, and this command measures "
                 "networks of one tensor only; use subnetact.profile_latency(engine)"
             )
-        shape = shape or list(engine.sample.shape)
-        if dtype is None or not engine.sample.is_floating_point():
-            input_cast = engine.sample.dtype
-    elif model:
-        supernet = build_model(model, constructor)
-        if not shape:
+    elif own is not None:
+        if not input_shape:
             raise SpecError(
                 f"model {model!r}: the shape of its input is not known; give one input's shape without the "
                 "batch dimension, for example --input-shape 3 224 224"
             )
+        supernet, usual = own, torch.zeros(input_shape, dtype=next(own.parameters()).dtype)
     elif family:
+        facts = registry.family_of(family)
         supernet = registry.load(family, checkpoint, **(constructor or {}))
-        usual = registry.family_of(family)
-        shape = shape or list(usual.input_shape)
-        if not _dtype(usual.input_dtype).is_floating_point:
-            input_cast = _dtype(usual.input_dtype)
+        usual = torch.zeros(facts.input_shape, dtype=_dtype(facts.input_dtype))
     else:
-        supernet = load_digits_supernet()
-        shape = shape or [1, 16, 16]
+        supernet, usual = load_digits_supernet(), torch.zeros(1, 16, 16)
     supernet.eval()
-    if dtype is not None or not bundle:
-        supernet.to(cast)
+    if dtype:
+        supernet.to(_dtype(dtype))
     lower = [name for name in precision if name != FLOAT32]
-    if lower and supernet.precision is None:
+    has = supernet.precision.precisions if supernet.precision else ()
+    if lower and not has:
         supernet.enable_precision(*lower)
         specs = tuple(map(supernet.space.check, specs))
-    elif precision and set(lower) != set(getattr(supernet.precision, "precisions", ())):
-        has = supernet.precision.precisions if supernet.precision else ()
+    elif precision and set(lower) != set(has):
         raise SpecError(
             f"precision: the supernet has {', '.join([*has, FLOAT32])}, got {' '.join(precision)}; leave out "
             "--precision"
         )
-    if input_dtype is not None:
-        input_cast = _dtype(input_dtype)
-    sample = torch.zeros(shape, dtype=input_cast)
+    name = input_dtype or (dtype if usual.is_floating_point() else None)
+    sample = torch.zeros(input_shape or usual.shape, dtype=_dtype(name) if name else usual.dtype)
     return ProfileSource(supernet, sample, specs, accuracy)
 
 
@@ -183,13 +152,11 @@ def import_name(name: str) -> Any:
         with user_code(f"importing {module!r}", passing=(ImportError,)):
             imported = import_module(module)
         return getattr(imported, attribute)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise SpecError(
             f"{name!r} cannot be imported ({error}); run this in the folder of the module, or name the "
             "folder in PYTHONPATH"
         ) from error
-    except AttributeError as error:
-        raise SpecError(f"{name!r} cannot be imported ({error})") from error
 
 
 @contextmanager
@@ -203,86 +170,38 @@ def user_code(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[
         raise UserCodeError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
-def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
-    """Read a JSON list of subnets, each in the notation of its space or as `SubnetSpec.to_json` writes it."""
-    try:
-        listed = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: not a readable file of subnets ({error})") from error
-    if not isinstance(listed, list) or not listed:
-        raise SpecError(f"{path}: expected a JSON list of subnets, at least one")
-    space = supernet.space
-    return [
-        space.check(SubnetSpec.from_json(one))
-        if isinstance(one, dict) and set(one) == {"space", "values"}
-        else space.parse(one)
-        for one in listed
-    ]
-
-
 def calibration_batches(calibrate_on: str, sample: Tensor, seed: int = 0) -> Iterable[Any]:
-    """Return batches to calibrate with, converted to the dtype of the example.
-
-    They come from a `.npy` file of images (N, C, H, W), from a function `pkg.mod:function`, or are
-    `random:N`.
-    """
-    count = random_images(calibrate_on)
-    if count is None:
-        return _loaded(calibrate_on, sample.dtype)
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(count, *sample.shape, generator=generator)
-    return torch.split(images.to(sample.dtype), IMAGES_PER_BATCH)
-
-
-def check_calibration_data(calibrate_on: str, sample: Tensor) -> None:
-    """Refuse calibration data that does not exist, or images of another shape; call no function."""
-    if random_images(calibrate_on) is not None:
-        return
-    if not calibrate_on.endswith(".npy"):
-        import_name(calibrate_on)
-        return
-    images = _images(calibrate_on)
-    if list(images.shape[1:]) != list(sample.shape):
-        raise SpecError(
-            f"{calibrate_on}: images are {list(images.shape[1:])}, --input-shape is {list(sample.shape)}"
-        )
+    """Refuse at once what cannot be used to calibrate; read the batches, of the sample's dtype, later."""
+    if calibrate_on.startswith(RANDOM):
+        number = calibrate_on.removeprefix(RANDOM)
+        if not number.isdecimal() or not int(number):
+            raise SpecError(f"calibrate_on: {calibrate_on} must be at least random:1")
+        generator = torch.Generator().manual_seed(seed)
+        sizes = (min(IMAGES_PER_BATCH, int(number) - i) for i in range(0, int(number), IMAGES_PER_BATCH))
+        return (torch.randn(n, *sample.shape, generator=generator).to(sample.dtype) for n in sizes)
+    if calibrate_on.endswith(".npy"):
+        images = _images(calibrate_on, sample)
+        starts = range(0, len(images), IMAGES_PER_BATCH)
+        batches = (torch.from_numpy(np.array(images[i : i + IMAGES_PER_BATCH])) for i in starts)
+    else:
+        batches = _own_batches(calibrate_on, import_name(calibrate_on))
+    return (_converted(batch, calibrate_on, sample.dtype) for batch in batches)
 
 
-def random_images(calibrate_on: str) -> int | None:
-    """Return N if the calibration data is `random:N`, otherwise None."""
-    if not re.fullmatch(r"random:-?\d+", calibrate_on):
-        return None
-    count = int(calibrate_on.removeprefix("random:"))
-    if count < 1:
-        raise SpecError(f"calibrate_on: {calibrate_on} must be at least random:1")
-    return count
-
-
-def _loaded(calibrate_on: str, dtype: torch.dtype) -> Iterator[Any]:
-    if not calibrate_on.endswith(".npy"):
-        for batch in _own_batches(calibrate_on):
-            yield _converted(batch, calibrate_on, dtype)
-        return
-    images = _images(calibrate_on)
-    for start in range(0, len(images), IMAGES_PER_BATCH):
-        batch = torch.from_numpy(np.array(images[start : start + IMAGES_PER_BATCH]))
-        yield _converted(batch, calibrate_on, dtype)
-
-
-def _own_batches(calibrate_on: str) -> Iterator[Any]:
-    function = import_name(calibrate_on)
-    with user_code(f"calibrate_on {calibrate_on!r}"):
+def _own_batches(name: str, function: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    with user_code(f"calibrate_on {name!r}"):
         yield from function()
 
 
-def _images(source: str) -> np.ndarray:
+def _images(source: str, sample: Tensor) -> np.ndarray:
     try:
         images: np.ndarray = np.load(source, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise SpecError(f"{source}: not readable as an array of images ({error})") from error
-    if images.ndim < 2 or images.dtype.kind not in "fiu" or not len(images):
+    if images.shape[1:] != sample.shape or images.dtype.kind not in "fiu" or not len(images):
         raise SpecError(
-            f"{source}: expected numbers of shape (N, C, H, W), got {images.dtype} {images.shape}"
+            f"{source}: images are {list(images.shape[1:])}, --input-shape is {list(sample.shape)}; give "
+            f"numbers of shape (N, C, H, W), at least one image, got {images.dtype} {images.shape}"
         )
     return images
 

@@ -30,7 +30,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import TimedRunner
-from subnetact.profile.stability import quantile_name, statistics_of
+from subnetact.profile.stability import is_stable, quantile_name, statistics_of
 from subnetact.profile.window import Window, measure
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
@@ -52,14 +52,13 @@ class SweepSettings:
         windows: the number of windows of every cell.
         max_windows: most windows of a cell whose median is not known well enough (default: 10, or `windows`).
         tolerance: a cell is stable if half the width of the 90 % confidence interval of its median is at most
-            this many percent of the median. Fewer than five windows never suffice.
+            this many percent of the median. Fewer than five windows never suffice. With `compare`: the
+            largest difference between two tables.
         quantiles: quantiles in the table, in percent, beside mean, standard deviation and minimum.
-        statistic: the statistic that becomes the table's latency: mean, p50, p90 ...; all are kept.
-        co_runners: measure also beside this many processes that run a subnet without pause; ascending.
-        co_runner_subnet: the position of the subnet that co-runners run.
-
-    Raises:
-        TableError: no table can be measured with a setting.
+        statistic: the statistic that becomes the table's latency: mean, p50, p90 ...; all are kept. With
+            `compare`: the statistic that is compared.
+        co_runners: measure also beside this many processes that run the first subnet without pause;
+            ascending.
     """
 
     warmup_ms: float = 20.0
@@ -70,7 +69,6 @@ class SweepSettings:
     quantiles: tuple[float, ...] = (50, 90, 95, 99)
     statistic: str = "p50"
     co_runners: tuple[int, ...] = ()
-    co_runner_subnet: int = 0
 
     def __post_init__(self) -> None:
         if not self.max_windows:
@@ -87,23 +85,17 @@ class SweepSettings:
         for name in ("warmup_ms", "min_time_ms", "tolerance"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise TableError(f"{name}: {getattr(self, name)} must be finite and >= 0")
-        if self.co_runner_subnet and not self.co_runners:
-            raise TableError("co_runner_subnet: there are no co-runners; give --co-runners too")
         if list(self.co_runners) != sorted(set(self.co_runners)) or any(n < 1 for n in self.co_runners):
             raise TableError(f"co_runners: {list(self.co_runners)} must be ascending numbers >= 1")
         if any(n > MOST_CO_RUNNERS for n in self.co_runners):
             raise TableError(f"co_runners: {max(self.co_runners)} processes; start at most {MOST_CO_RUNNERS}")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain lists, strings and numbers."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
-
-def _co_runners(runner: TimedRunner, settings: SweepSettings) -> CoRunners:
+def _co_runners(runner: TimedRunner, count: int) -> CoRunners:
     engine = runner.engine
-    network = engine.supernet.extract(engine.ready(settings.co_runner_subnet).spec).to(engine.device)
+    network = engine.supernet.extract(engine.ready(engine.ids[0]).spec).to(engine.device)
     x = map_tensors(lambda part: part.to(engine.device), batch_like(runner.sample, 1))
-    return CoRunners(network, x, settings.co_runners[-1])
+    return CoRunners(network, x, count)
 
 
 def environment(
@@ -126,7 +118,7 @@ def environment(
         "input_shape": shapes(sample),
         "input_dtype": map_tensors(lambda part: str(part.dtype).removeprefix("torch."), sample),
         **run_facts,
-        **settings.to_json(),
+        **asdict(settings),
         "subnetact": __version__,
     }
 
@@ -154,7 +146,7 @@ class Sweep:
         journal: Journal | None = None,
         record: str = "window",
         measure: Callable[..., Window] = measure,
-        start_co_runners: Callable[[TimedRunner, SweepSettings], CoRunners] = _co_runners,
+        start_co_runners: Callable[[TimedRunner, int], CoRunners] = _co_runners,
     ) -> None:
         self.runner, self.batch_sizes, self.settings = runner, tuple(batch_sizes), settings
         self.journal, self.measurements = journal, Measurements(journal, record)
@@ -166,56 +158,41 @@ class Sweep:
         """Measure what is not measured yet, with a progress bar when standard error is a terminal."""
         context: CoRunners | nullcontext[None] = nullcontext()
         if self.settings.co_runners:
-            context = self._start_co_runners(self.runner, self.settings)
+            context = self._start_co_runners(self.runner, self.settings.co_runners[-1])
         bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
         with context as processes, bar:
-            while wave := self._next_wave():
-                working = 0
-                for cell in wave:
+            while missing := self._missing():
+                bar.total = bar.n + sum(missing.values())
+                fewest = min(map(self.measurements.count, missing))
+                for cell in [cell for cell in missing if self.measurements.count(cell) == fewest]:
                     if self.measurements.impossible(cell):
                         continue
-                    bar.total = bar.n + self._remaining()
-                    if processes is not None and cell[0] == working:
-                        processes.check()
-                    elif processes is not None:
+                    if processes is not None:
                         processes.run(cell[0])
-                        working = cell[0]
                     self._measure_window(cell)
                     bar.update()
-                if processes is not None:
-                    processes.run(0)
 
-    def _needs_window(self, cell: Cell) -> bool:
-        """Tell whether a cell has too few windows, or a median that is not known well enough."""
-        count = self.measurements.count(cell)
-        if self.measurements.impossible(cell) or count >= self.settings.max_windows:
-            return False
-        return count < self.settings.windows or not self.measurements.stable(cell, self.settings.tolerance)
-
-    def _next_wave(self) -> list[Cell]:
-        """Return the cells to visit once each: of those that need a window, the ones with the fewest."""
-        needing = [cell for cell in self._cells if self._needs_window(cell)]
-        fewest = min(map(self.measurements.count, needing), default=0)
-        return [cell for cell in needing if self.measurements.count(cell) == fewest]
-
-    def _remaining(self) -> int:
-        """Return how many more windows are needed at least."""
-        return sum(
-            max(self.settings.windows - self.measurements.count(cell), int(self._needs_window(cell)))
-            for cell in self._cells
-            if not self.measurements.impossible(cell)
-        )
+    def _missing(self) -> dict[Cell, int]:
+        """Return how many more windows are needed at least, for every cell that needs one."""
+        missing = {}
+        for cell in self._cells:
+            count = self.measurements.count(cell)
+            left = self.settings.windows - count
+            if left <= 0 and count < self.settings.max_windows:
+                left = int(not is_stable(self.measurements.windows[cell], self.settings.tolerance))
+            if left > 0 and not self.measurements.impossible(cell):
+                missing[cell] = left
+        return missing
 
     def _measure_window(self, cell: Cell) -> None:
         runner, (_, subnet, batch_size) = self.runner, cell
         try:
-            with runner.prepared(subnet, batch_size) as timed:
+            with runner.prepared(subnet, batch_size) as call:
                 window = self._measure(
-                    timed.call,
-                    runner.device,
+                    call,
+                    runner.engine.device,
                     warmup_ms=self.settings.warmup_ms,
                     min_time_ms=self.settings.min_time_ms / self.settings.windows,
-                    before=timed.before,
                 )
         except SubnetActError:
             raise
@@ -227,7 +204,7 @@ class Sweep:
                     f"subnet {subnet} ({ready.spec}) does not run at batch size {batch_size}: {where}; give "
                     "the engine an example that the network takes, or other batch sizes"
                 ) from error
-            if runner.device.type == "cuda":
+            if runner.engine.device.type == "cuda":
                 torch.cuda.empty_cache()
             self.measurements.add(cell, None)
         else:
@@ -236,18 +213,17 @@ class Sweep:
     def statistics(self, co_runners: int = 0) -> dict[str, np.ndarray]:
         """Return arrays (subnets, batch sizes) by name, NaN where memory ran out; none if it always did."""
         found = []
-        for i in self.runner.engine.ids:
-            for size in self.batch_sizes:
-                windows = self.measurements.windows.get((co_runners, i, size), [])
-                impossible = self.measurements.impossible((co_runners, i, size)) or not windows
-                tolerance, quantiles = self.settings.tolerance, self.settings.quantiles
-                found.append({} if impossible else statistics_of(windows, tolerance, quantiles))
+        for cell in (cell for cell in self._cells if cell[0] == co_runners):
+            possible = not self.measurements.impossible(cell)
+            windows = self.measurements.windows.get(cell, []) if possible else []
+            tolerance, quantiles = self.settings.tolerance, self.settings.quantiles
+            found.append(statistics_of(windows, tolerance, quantiles) if windows else {})
         names = dict.fromkeys(name for one in found for name in one)
-        shape = len(self.runner.keys), len(self.batch_sizes)
+        shape = len(self.runner.engine.ids), len(self.batch_sizes)
         arrays = {name: np.array([one.get(name, math.nan) for one in found]).reshape(shape) for name in names}
         return {name: np.nan_to_num(a) if name in ("windows", "runs") else a for name, a in arrays.items()}
 
-    def table(self, accuracy: Sequence[float], **facts: Any) -> LatencyTable:
+    def table(self, accuracy: Sequence[float | None], **facts: Any) -> LatencyTable:
         """Return the measurements as a table; `facts` are further facts for the stamp."""
         runner, settings = self.runner, self.settings
         found = {n: self.statistics(n) for n in (0, *settings.co_runners)}
@@ -257,20 +233,15 @@ class Sweep:
                 "no cell could be measured: the memory ran out in all of them; use smaller batches"
             )
         numbers = tuple(found) if settings.co_runners else ()
-        none = np.full((len(runner.keys), len(self.batch_sizes)), math.nan)
+        none = np.full_like(alone[settings.statistic], math.nan)
         beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
         return LatencyTable.from_arrays(
-            runner.keys,
+            runner.engine.keys,
             accuracy,
             self.batch_sizes,
             alone[settings.statistic],
             statistics={**alone, **beside},
-            stamp={
-                **_environment_of(runner, settings),
-                "out_of_memory": sorted(list(cell) for cell in self.measurements.out_of_memory),
-                "measured": self._measured_at(),
-                **facts,
-            },
+            stamp={**_environment_of(runner, settings), "measured": self._measured_at(), **facts},
             co_runners=numbers,
             co_runner_ms=[found[n].get(settings.statistic, none) for n in numbers] if numbers else None,
         )
@@ -288,7 +259,7 @@ class Sweep:
 def profile_latency(
     engine: Engine,
     batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
-    accuracy: Sequence[float] | None = None,
+    accuracy: Sequence[float | None] | None = None,
     statistic: str = SweepSettings.statistic,
     warmup_ms: float = SweepSettings.warmup_ms,
     min_time_ms: float = SweepSettings.min_time_ms,
@@ -315,9 +286,13 @@ def profile_latency(
         accuracy: percent per subnet. If None, the accuracies of the engine, `engine.accuracy`. Accuracies
             that are not known are NaN, and schedulers refuse the table until `table.with_accuracy([...])`.
         statistic: `mean`, `p50`, `p90`, `p95` or `p99`, which becomes `table.latency_ms`.
-        warmup_ms: as in `SweepSettings`, and so are `min_time_ms`, `windows`, `max_windows` and `tolerance`;
-            `python -m subnetact.profile` has the same options and defaults.
-        progress: if True, show a progress bar when standard error is a terminal.
+        warmup_ms: untimed running before each window, ms.
+        min_time_ms: least timed running per cell, over its first windows, ms.
+        windows: the number of windows of every cell.
+        max_windows: most windows of a cell whose median is not known well enough; 0 means 10, or `windows`.
+        tolerance: a cell is stable if half the width of the 90 % confidence interval of its median is at most
+            this many percent of the median.
+        progress: whether to show a progress bar when standard error is a terminal.
         resume: a file that keeps every window as soon as it is measured. If the file exists, its windows are
             not measured again. If None, nothing is kept.
         shape: which of the shapes of the engine to measure, a position in `engine.samples`. By default the
@@ -338,12 +313,8 @@ def profile_latency(
         FileFormatError: the file `resume` is no journal.
 
     Example:
-        ```python
-        engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, 3, 224, 224))
-        table = subnetact.profile_latency(engine, [1, 4, 16], accuracy=[71.3, 76.1], resume="sweep.jsonl")
-        table.save("latency.json")
-        engine.tables["cpu"] = table  # engine.save(directory) writes the table too
-        ```
+        >>> table = subnetact.profile_latency(engine, [1, 4], accuracy=[71.3, 76.1], resume="sweep.jsonl")
+        >>> engine.tables["cpu"] = table  # engine.save(directory) writes the table too
     """
     if not isinstance(engine, Engine):
         raise TableError(
@@ -353,10 +324,7 @@ def profile_latency(
         raise TableError(f"batch_sizes: {batch_sizes} is one number; write ({batch_sizes},)")
     batch_sizes = tuple(batch_sizes)
     settings = SweepSettings(warmup_ms, min_time_ms, windows, max_windows, tolerance, statistic=statistic)
-    known = [
-        math.nan if percent is None else percent
-        for percent in (engine.accuracy if accuracy is None else accuracy)
-    ]
+    known = engine.accuracy if accuracy is None else accuracy
     LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
     warn_of_fractions(known)
     samples = engine.samples

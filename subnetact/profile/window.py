@@ -27,12 +27,10 @@ def measure(
     device: torch.device,
     warmup_ms: float,
     min_time_ms: float,
-    before: Callable[[], Any] | None = None,
 ) -> Window:
-    """Time a call repeatedly; the host waits for the device after every run.
+    """Time a call repeatedly for `min_time_ms`, after running it untimed for `warmup_ms`, at least once.
 
-    The call runs untimed for `warmup_ms`, at least once. Then it is timed for `min_time_ms`. If `before` is
-    given, it is called untimed before every timed run.
+    The host waits for the device after every run.
     """
     cuda = device.type == "cuda"
     start = time.perf_counter()
@@ -45,9 +43,6 @@ def measure(
     on_device: list[float] = []
     begun = time.perf_counter()
     while len(host) < FEWEST_RUNS or (time.perf_counter() - begun) * 1e3 < min_time_ms:
-        if before is not None:
-            before()
-            synchronize(device)
         if cuda:
             first, last = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

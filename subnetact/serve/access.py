@@ -9,7 +9,7 @@ import hmac
 from collections.abc import Iterable, Mapping
 from os import PathLike
 
-from subnetact.errors import FileFormatError, MissingFile, ServeError
+from subnetact.errors import MissingFile, ServeError
 from subnetact.files.atomic import read_regular
 
 __all__ = ["Access", "read_tokens"]
@@ -86,9 +86,7 @@ def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
     """
     try:
         lines = read_regular(path).decode("utf-8").splitlines()
-    except FileFormatError:
-        raise
-    except (OSError, ValueError) as error:
+    except (MissingFile, UnicodeDecodeError) as error:
         raise MissingFile(f"token file: {path} cannot be read ({error})") from error
     tokens: dict[str, str] = {}
     for number, line in enumerate(lines, 1):

@@ -192,8 +192,7 @@ class NormTable:
         """
         require_regular(path)
         with (
-            NORM_TABLE.readable(path, unreadable=(SafetensorError,)),
-            NORM_TABLE.fields(path, passing=()),
+            NORM_TABLE.fields(path, passing=(), damaged=(OSError, SafetensorError)),
             safe_open(path, framework="pt") as file,
         ):
             header = file.metadata()

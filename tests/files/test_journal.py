@@ -26,7 +26,7 @@ def test_a_journal_cut_at_any_byte_goes_on_with_whole_records(tmp_path: Path) ->
         kept = sum(end <= cut for end in ends[1:])
         assert [line["cell"][1] for line in resumed.of("window")] == list(range(kept))
         resumed.append("window", cell=[0, 9, 1], host_ms=[1.0])
-        assert [line["cell"][1] for line in Journal(path, facts)] == [*range(kept), 9]
+        assert [line["cell"][1] for line in Journal(path, facts).of("window")] == [*range(kept), 9]
 
 
 def test_a_journal_of_another_environment_is_refused_by_name(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_journal_of_another_environment_is_refused_by_name(tmp_path: Path) -> 
         Journal(path, changed)
     with pytest.raises(ResumeMismatch, match="1 records of an earlier run"):
         Journal(path, facts, resume=False)
-    assert len(Journal(path, facts)) == 1
+    assert len(Journal(path, facts).of("window")) == 1
 
 
 @pytest.mark.parametrize(

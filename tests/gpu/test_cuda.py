@@ -102,7 +102,6 @@ def test_memory_that_runs_out_on_cuda_is_a_missing_cell() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert table.latency_ms[0, 0] > 0
     assert table.latency_ms[0, 1] != table.latency_ms[0, 1]
-    assert table.stamp["out_of_memory"] == [[0, 0, 400]]
 
 
 @pytest.mark.parametrize("budget", [0, 512])

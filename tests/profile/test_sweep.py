@@ -20,14 +20,8 @@ from subnetact.digits import new_digits_supernet
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.files.journal import Journal
 from subnetact.profile.corunners import CoRunners
-from subnetact.profile.modes import (
-    MODES,
-    TimedCall,
-    TimedRunner,
-    engine_for,
-)
+from subnetact.profile.modes import MODES, TimedRunner, check_mode, engine_for
 from subnetact.profile.sweep import Sweep, SweepSettings
-from subnetact.profile.window import FEWEST_RUNS, measure
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -43,21 +37,20 @@ class FakeRunner:
         self.engine = SimpleNamespace(
             ready=lambda subnet: SimpleNamespace(bound=None, spec=f"subnet {subnet}"),
             ids=tuple(range(subnets)),
+            keys=tuple(f"s{i}" for i in range(subnets)),
             supernet=new_digits_supernet(),
             device=torch.device("cpu"),
             fingerprint="made up",
         )
         self.sample = EXAMPLE
-        self.keys = tuple(f"s{i}" for i in range(subnets))
-        self.device = torch.device("cpu")
         self.times = times
         self.visits: list[tuple[int, int]] = []
 
     @contextmanager
-    def prepared(self, subnet: int, batch_size: int) -> Iterator[TimedCall]:
+    def prepared(self, subnet: int, batch_size: int) -> Iterator[Callable[[], float]]:
         visit = self.visits.count((subnet, batch_size))
         self.visits.append((subnet, batch_size))
-        yield TimedCall(lambda: self.times(subnet, batch_size, visit))
+        yield lambda: self.times(subnet, batch_size, visit)
 
 
 def made_up(call: Any, device: Any, **_: Any) -> dict[str, np.ndarray]:
@@ -127,7 +120,7 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(tmp_path: Path) -> 
         with pytest.raises(KeyboardInterrupt):
             sweep(first, [1, 4], settings, Journal(path, {}))
         before = path.read_bytes()
-        done = Counter(tuple(line["cell"]) for line in Journal(path, {}))
+        done = Counter(tuple(line["cell"]) for line in Journal(path, {}).of("window"))
         second = FakeRunner(lambda i, b, visit, done=done: times(i, b, done[0, i, b] + visit))
         sweep(second, [1, 4], settings, Journal(path, {}))
         assert path.read_bytes().startswith(before)
@@ -156,7 +149,6 @@ def test_cells_without_memory_are_recorded_and_larger_batches_skipped(
     assert (1, 8) not in runner.visits
     table = Sweep(runner, [1, 4, 8], settings, Journal(tmp_path / "j", {})).table([70.0, 80.0])
     assert np.isnan(table.latency_ms).tolist() == [[False] * 3, [False, True, True]]
-    assert table.stamp["out_of_memory"] == [[0, 1, 4]]
     assert table.statistics["runs"][1].tolist() == [20, 0, 0]
     assert np.isnan(table.monotone().latency_ms).tolist() == np.isnan(table.latency_ms).tolist()
     nothing = FakeRunner(lambda *_: times(1, 4, 0))
@@ -189,12 +181,6 @@ def test_settings_are_checked(changes: dict[str, Any], words: str) -> None:
         SweepSettings(**changes)
 
 
-def test_what_is_done_before_each_run_is_not_timed() -> None:
-    order: list[str] = []
-    measure(lambda: order.append("run"), torch.device("cpu"), 0, 0, before=lambda: order.append("before"))
-    assert order == ["run", *("before", "run") * FEWEST_RUNS]
-
-
 @pytest.fixture
 def engine(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.largest()]
@@ -203,36 +189,25 @@ def engine(digits: Supernet) -> subnetact.Engine:
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("graphs", "compile")])
-@pytest.mark.parametrize("actuation", [False, True])
-def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str, actuation: bool) -> None:
+def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str) -> None:
     supernet, specs = engine.supernet, engine.specs
     engine = engine_for(supernet, specs, mode, example=EXAMPLE[None], device="cpu", memory_budget_mb=64)
-    runner = TimedRunner(engine, mode, ["actuation"] if actuation else [])
+    runner = TimedRunner(engine, mode)
     assert runner.facts["channels_last"] == (mode != "eager")
-    assert runner.facts["include_actuation"] == actuation
     for batch_size in (1, 3):
         x = torch.randn((batch_size, 1, 16, 16), generator=torch.Generator().manual_seed(0))
         for i, spec in enumerate(specs):
-            with runner.prepared(i, batch_size) as timed:
-                if timed.before is not None:
-                    assert mode == "eager"
-                    timed.before()
-                    assert supernet.active != spec
-                output = timed.call()
+            with runner.prepared(i, batch_size) as call:
+                output = call()
                 assert engine.is_fused(i) == (mode == "fused")
             torch.testing.assert_close(output, supernet(x, subnet=spec), rtol=1e-3, atol=1e-4)
-            if mode == "eager" and actuation:
-                assert supernet.active == spec
 
 
-def test_modes_of_another_device_are_refused(engine: subnetact.Engine) -> None:
-    for mode, error in (("graphs", DeviceError), ("quick", TableError)):
-        with pytest.raises(error, match=mode):
-            engine_for(engine.supernet, engine.specs, mode, example=EXAMPLE[None], device="cpu")
+def test_modes_of_another_device_are_refused() -> None:
+    with pytest.raises(DeviceError, match="graphs"):
+        check_mode("graphs", (), torch.device("cpu"))
     with pytest.raises(DeviceError, match="leave h2d out"):
-        TimedRunner(engine, include=["h2d"])
-    with pytest.raises(TableError, match="choose from actuation, h2d"):
-        TimedRunner(engine, include=["copies"])
+        check_mode("eager", ["h2d"], torch.device("cpu"))
 
 
 def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engine, tmp_path: Path) -> None:
@@ -252,7 +227,7 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
 
 
 def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact.Engine) -> None:
-    settings = SweepSettings(warmup_ms=0, min_time_ms=2, co_runners=(1,), co_runner_subnet=1)
+    settings = SweepSettings(warmup_ms=0, min_time_ms=2, co_runners=(1,))
     measured = Sweep(TimedRunner(engine), [1], settings)
     measured.run(progress=False)
     table = measured.table([60.0, 80.0])
@@ -279,9 +254,6 @@ def test_co_runners_run_in_their_cells_only(tmp_path: Path) -> None:
         def run(self, count: int) -> None:
             self.running = count
 
-        def check(self) -> None:
-            pass
-
     company = Company()
     running: list[int] = []
     wanted: list[int] = []
@@ -299,7 +271,6 @@ def test_co_runners_run_in_their_cells_only(tmp_path: Path) -> None:
     sweep(FakeRunner(times), [1, 2], settings, journal, start_co_runners=lambda *_: company)
     assert len(running) == 2 * 2 * 3 * settings.windows
     assert running == wanted
-    assert company.running == 0
 
 
 def test_co_runners_pause_when_they_are_told_to(wait_for: Callable[..., None]) -> None:
