@@ -163,9 +163,9 @@ def test_sizes_are_whole_numbers() -> None:
 
 
 def test_paths_to_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileFormatError, match=r"nowhere.*: no bundle is there; .*Engine\.save\(\) wrote"):
+    with pytest.raises(FileFormatError, match=r"nowhere.*expected a bundle; .*Engine\.save\(\) wrote"):
         subnetact.Engine.load(tmp_path / "nowhere")
-    with pytest.raises(FileFormatError, match=r"nowhere.*: no export is there"):
+    with pytest.raises(FileFormatError, match=r"nowhere.*expected an export"):
         load_exported(tmp_path / "nowhere", trusted=True)
 
 

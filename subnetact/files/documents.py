@@ -99,8 +99,7 @@ class DocumentFormat:
         try:
             return read_regular(path)
         except MissingFile as error:
-            kind = self.noun.split(" ", 1)[1]
-            raise MissingFile(f"{path}: no {kind} is there; {self.next_step}") from error
+            raise MissingFile(f"{path}: no file is there, expected {self.noun}; {self.next_step}") from error
 
     def _parsed(self, place: str | os.PathLike[str], text: bytes) -> Any:
         try:

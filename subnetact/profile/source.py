@@ -152,7 +152,9 @@ def import_name(name: str) -> Any:
         with user_code(f"importing {module!r}", passing=(ImportError,)):
             imported = import_module(module)
         return getattr(imported, attribute)
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
+        raise SpecError(f"{name!r} cannot be imported ({error})") from error
+    except ImportError as error:
         raise SpecError(
             f"{name!r} cannot be imported ({error}); run this in the folder of the module, or name the "
             "folder in PYTHONPATH"

@@ -139,9 +139,10 @@ def test_a_folder_names_what_changed(tmp_path: Path) -> None:
     read: Callable[[], Any] = lambda: notes.read_version(folder, lambda _, index: index)  # noqa: E731
     assert read()["by"] == "me"
     assert list(read()["files"]) == ["sub/a.txt"]
-    (folder / "sub" / "a.txt").write_text("b")
-    with pytest.raises(FileFormatError, match=r"a\.txt: truncated or changed"):
-        read()
+    for damage in (lambda path: path.write_text("b"), Path.unlink):
+        damage(folder / "sub" / "a.txt")
+        with pytest.raises(FileFormatError, match=r"a\.txt: missing, truncated or changed"):
+            read()
     index = folder / "index.json"
     index.write_text(index.read_text().replace('"me"', '"you"'))
     with pytest.raises(FileFormatError, match=r"index\.json: changed since it was written"):
