@@ -7,9 +7,10 @@ import math
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ class CommandOptions:
     dry_run: bool = False
 
 
-GROUPS = {
+GROUPS: dict[str, Callable[..., Any]] = {
     "what to profile (if nothing is given, the embedded digits supernet)": load_source,
     "which subnets": SelectionRequest,
     "how subnets are run, and what is written": ProfileJob,
@@ -91,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=OptionFormatter,
     )
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "precision": {"choices": tuple(PRECISIONS)},
         "subnets": {"default": None},
         "mode": {"choices": MODES},

@@ -78,6 +78,7 @@ class TimedRunner:
     def prepared(self, subnet: int, batch_size: int) -> Iterator[Callable[[], Any]]:
         """Make a subnet ready at a batch size for as long as the context lasts; yield the call to time."""
         x = self._input(batch_size)
+        run: Callable[..., Any]
         if self.mode == "eager":
             run = partial(call_with, self.engine.supernet.subnet(self.engine.specs[subnet]))
         else:
