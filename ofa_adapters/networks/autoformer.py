@@ -56,6 +56,7 @@ class AutoFormerLayout(Layout):
     mlp_ratio: tuple[float, ...]
     depth: tuple[int, ...]
     blocks: int
+    positions: bool
 
     family = "autoformer"
     keys: ClassVar = {"layer_num": "depth", "embed_dim": "embed", "num_heads": "heads", "mlp_ratio": "mlp"}
@@ -112,7 +113,8 @@ class AutoFormerLayout(Layout):
 
     def elastic(self) -> dict[str, Elastic]:
         names = [f"block{i}" for i in range(self.blocks)]
-        elastic = transformer_elastic("embed", [(f"{b}.qkv", f"{b}.attention", f"{b}.mlp") for b in names])
+        blocks = [(f"{b}.qkv", f"{b}.attention", f"{b}.mlp") for b in names]
+        elastic = transformer_elastic("embed", blocks, self.positions)
         elastic["blocks"] = LayerSelect.on(**{str(i): f"{b}.keep" for i, b in enumerate(names)})
         return elastic
 
@@ -235,7 +237,7 @@ def build(
             raise SpecError(f"autoformer: search_space has the keys {', '.join(CHOICES)}, got {got}")
         lists = [search_space[name] for name in CHOICES]
     embeds, heads, ratios, depths = map(choices, lists)
-    layout = AutoFormerLayout(embeds, heads, ratios, depths, depth)
+    layout = AutoFormerLayout(embeds, heads, ratios, depths, depth, abs_pos)
     side, reach = img_size // patch_size, max_relative_position
     blocks = [
         TransformerBlock(

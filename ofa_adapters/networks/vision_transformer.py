@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
-from subnetact.operators import Elastic, LayerNormSlice, ParameterSlice, Segments, WeightSlice
+from subnetact.operators import Elastic, ElasticAttribute, LayerNormSlice, Segments, WeightSlice
 
 __all__ = [
     "HEAD_FEATURES",
@@ -137,14 +137,16 @@ class VisionTransformer(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def transformer_elastic(width: str, blocks: Sequence[tuple[str | Segments, str, str]]) -> dict[str, Elastic]:
+def transformer_elastic(
+    width: str, blocks: Sequence[tuple[str | Segments, str, str]], positions: bool = True
+) -> dict[str, Elastic]:
     """Return the entries of a VisionTransformer whose features follow one dimension.
 
     Every block has the dimensions of its queries, keys and values together, of the outputs of its heads, and
     of its neurons.
     """
     elastic = {
-        "": ParameterSlice.on(features=width),
+        "": ElasticAttribute.on(cls_token=width, pos_embed=width if positions else None),
         "patch_embed": WeightSlice.on(out=width),
         "norm": LayerNormSlice.on(features=width),
         "head": WeightSlice.on(in_=width),

@@ -27,8 +27,7 @@ Which operator makes which module elastic:
 | BatchNorm1d to BatchNorm3d, SyncBatchNorm | SubnetNorm(channels) |
 | LayerNorm, RMSNorm and its relatives in transformers and timm, GroupNorm | LayerNormSlice(features) |
 | MultiheadAttention | AttentionSlice(out, in_) |
-| parameters of a module itself: a class token, position embeddings | ParameterSlice(features) |
-| some of them, or along another axis: `gamma`, `"layer_scale.0"` | ElasticAttribute(name) |
+| parameters of a module itself: `cls_token`, `gamma`; another axis: `"scale.0"` | ElasticAttribute(name) |
 | numbers that a forward reads: `num_heads`, `"config.num_attention_heads"` | ElasticAttribute(name) |
 | Sequential, ModuleList, other modules with layers that a subnet may skip | LayerSelect(name of a layer) |
 | KernelConv2d, SwitchableModule, PerWidthBatchNorm2d | ElasticKernel, ModuleSwitch, PerWidthNorm |
@@ -36,10 +35,10 @@ Which operator makes which module elastic:
 
 from subnetact.operators.attention_slice import AttentionSlice
 from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.elastic_attribute import ElasticAttribute
 from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
 from subnetact.operators.layer_norm_slice import LayerNormSlice
 from subnetact.operators.layer_select import LayerSelect, ModuleSwitch, SwitchableModule
-from subnetact.operators.parameter_slice import ElasticAttribute, ParameterSlice
 from subnetact.operators.per_width_norm import PerWidthBatchNorm2d, PerWidthNorm
 from subnetact.operators.segments import Segments
 from subnetact.operators.subnet_norm import CALIBRATION_RULES, SubnetNorm
@@ -56,7 +55,6 @@ __all__ = [
     "LayerSelect",
     "ModuleSwitch",
     "Operator",
-    "ParameterSlice",
     "PerWidthBatchNorm2d",
     "PerWidthNorm",
     "Segments",

@@ -106,7 +106,7 @@ class Operator(nn.Module):
     """The kinds of layers (`LayerTraits.kind`) that this operator slices if a description names no other."""
 
     segmented: ClassVar[tuple[str, ...]] = ()
-    """The parts that a description may give as `Segments`."""
+    """Those of `parts` that a description may give as `Segments`."""
 
     lowers: ClassVar[tuple[str, str]] = ("weight", "bias")
     """The weight that can have a lower precision, and the parameter that is sliced as its output channels."""
@@ -272,10 +272,10 @@ class Operator(nn.Module):
 
     def length(self, name: str) -> int:
         """Return the size of the part or segment of this `name` in the full network."""
-        if not self.segments:
+        if not self.segments or name in self.parts:
             return self.full(name)
         part, _, index = name.rpartition(".")
-        return self.lengths(part)[int(index)] if part in self.parts else self.full(name)
+        return self.lengths(part)[int(index)]
 
     def size(self, part: str, row: SizeRow) -> int:
         """Return the size of a `part`, or of a segment of one, in the subnet of a size `row`.

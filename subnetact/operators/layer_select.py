@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class LayerSelect(Operator):
         >>> LayerSelect.on(**{"2": "block2.keep", "3": "block3.keep"})
     """
 
-    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
-        super().__init__(template, path, dims)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._stand_ins: dict[str, nn.Module] = {}
 
     def check(self) -> None:

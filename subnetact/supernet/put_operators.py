@@ -13,7 +13,6 @@ from subnetact.operators import (
     Elastic,
     ElasticAttribute,
     Operator,
-    ParameterSlice,
     Segments,
     SubnetNorm,
 )
@@ -34,10 +33,9 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
             raise InsertError(
                 f"{path}: {entry!r} is no description; write WeightSlice.on(out=...) for example"
             )
-        if path == "" and entry.operator not in (ElasticAttribute, ParameterSlice):
+        if path == "" and entry.operator is not ElasticAttribute:
             raise InsertError(
-                f"{entry} describes the network itself; only ElasticAttribute and ParameterSlice may do so; "
-                "wrap it in a Sequential"
+                f"{entry}: only ElasticAttribute describes the network itself; wrap it in a Sequential"
             )
         if path not in modules:
             close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
@@ -69,7 +67,7 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
     for part, given in entry.follows.items():
         if parts and part not in parts:
             raise InsertError(f"{path}: {kind.__name__} has no part {part!r}; choose from {', '.join(parts)}")
-        if isinstance(given, Segments) and part not in kind.segmented:
+        if isinstance(given, Segments) and parts and part not in kind.segmented:
             raise InsertError(
                 f"{path}: {part!r} of a {kind.__name__} is one segment, got {given}; give one dimension "
                 f"(parts that can have Segments: {', '.join(kind.segmented) or 'none'})"

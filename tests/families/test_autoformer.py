@@ -17,7 +17,7 @@ from ofa_adapters import load
 from ofa_adapters.networks.autoformer import RelativePosition
 from subnetact.errors import CheckpointError, InsertError, SpecError
 from subnetact.insertion.insert import insert_
-from subnetact.operators import ElasticAttribute, LayerNormSlice, ParameterSlice
+from subnetact.operators import ElasticAttribute, LayerNormSlice
 from subnetact.space import Axis, AxisValues, SubnetSpace
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "autoformer"
@@ -200,7 +200,7 @@ SPACE = SubnetSpace("slices", [Axis.uniform("width", ["w"], (4, 8))], resolve)
 
 def test_parameters_norms_and_settings_follow_their_dimension() -> None:
     network = nn.Sequential(Token(), nn.LayerNorm(8))
-    elastic = {"0": ParameterSlice.on(features="width"), "1": LayerNormSlice.on(features="width")}
+    elastic = {"0": ElasticAttribute.on(token="width"), "1": LayerNormSlice.on(features="width")}
     supernet = insert_(network, SPACE, elastic).eval()
     x = torch.randn(3, 4)
     expected = F.layer_norm(x + torch.arange(4.0) / 8, (4,))
@@ -220,9 +220,11 @@ def test_parameters_norms_and_settings_follow_their_dimension() -> None:
     [
         (nn.Linear(8, 8), LayerNormSlice.on(features="width"), "only GroupNorm, and LayerNorm"),
         (nn.LayerNorm((2, 8)), LayerNormSlice.on(features="width"), "over several axes"),
-        (nn.ReLU(), ParameterSlice.on(features="width"), "the own parameters of a module, all of one width"),
-        (nn.Linear(4, 8), ParameterSlice.on(features="width"), "all of one width"),
-        (nn.Sequential(nn.Linear(8, 8)), ParameterSlice.on(features="width"), "the own parameters"),
+        (
+            nn.Sequential(nn.Linear(8, 8)),
+            ElasticAttribute.on(weight="width"),
+            "parameters of the module itself",
+        ),
         (
             nn.ReLU(),
             ElasticAttribute.on(heads="width"),

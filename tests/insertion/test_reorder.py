@@ -18,7 +18,7 @@ from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice, r
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
 from subnetact.insertion.importance import ChannelGroup
 from subnetact.insertion.units import Trial, UnitGroup, unit_groups
-from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, ParameterSlice, Segments
+from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, Segments
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -145,7 +145,7 @@ def fused() -> tuple[Any, Supernet]:
     space = space_of(lambda w: {"stream": 4 * w + 4, "heads": 4 * w, "neurons": 3 * w + 1}, [1, 3])
     stream = LayerNormSlice.on(features="stream")
     elastic = {
-        "token": ParameterSlice.on(features="stream"),
+        "token": ElasticAttribute.on(token="stream"),
         "embed": WeightSlice.on(out="stream"),
         "norm1": stream,
         "norm2": stream,

@@ -17,7 +17,7 @@ import subnetact
 import subnetact.costs
 from subnetact import Axis, SubnetNorm, SubnetSpace, WeightSlice
 from subnetact.errors import InsertError, SpecError
-from subnetact.operators import ElasticKernel, LayerNormSlice, Operator, ParameterSlice, Segments
+from subnetact.operators import ElasticAttribute, ElasticKernel, LayerNormSlice, Operator, Segments
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -220,7 +220,7 @@ def sliced(segments: Segments, sizes: dict[str, int], part: str, module: nn.Modu
         nn.BatchNorm1d: SubnetNorm,
         nn.LayerNorm: LayerNormSlice,
     }
-    elastic = {"0": operator.get(type(module), ParameterSlice).on(**{part: segments})}
+    elastic = {"0": operator.get(type(module), ElasticAttribute).on(**{part: segments})}
     supernet = subnetact.insert_(nn.Sequential(module).eval(), space, elastic)
     return supernet.subnet(supernet.space.parse({name: [size] for name, size in sizes.items()}))[0]
 
@@ -262,7 +262,7 @@ def test_every_operator_keeps_the_beginning_of_every_segment(seed: int) -> None:
         "depthwise": ("out", nn.Conv1d(total, total, 2, groups=total), 0),
         "batch norm": ("channels", nn.BatchNorm1d(total), 0),
         "layer norm": ("features", nn.LayerNorm(total), 0),
-        "parameter": ("features", Own(total), 1),
+        "parameter": ("token", Own(total), 1),
     }
     for what, (part, module, axis) in modules.items():
         full = dict(module.named_parameters()).get("weight")

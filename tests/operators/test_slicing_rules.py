@@ -20,7 +20,6 @@ from subnetact.operators import (
     ElasticKernel,
     KernelConv2d,
     LayerNormSlice,
-    ParameterSlice,
     PerWidthBatchNorm2d,
     PerWidthNorm,
     WeightSlice,
@@ -235,12 +234,6 @@ def test_group_norm_refuses_part_of_a_group() -> None:
     supernet = supernet_of(nn.GroupNorm(4, 8), LayerNormSlice.on(features="w"), w=[3, 8])
     with pytest.raises(SpecError, match=r"features=3 is not legal; choose from 2 to 8 in steps of 2"):
         supernet.subnet(supernet.space.smallest())
-
-
-@pytest.mark.parametrize("norm", [nn.RMSNorm(8), nn.LayerNorm(8)])
-def test_parameter_slice_leaves_norms_to_their_operator(norm: nn.Module) -> None:
-    with pytest.raises(InsertError, match=r"use LayerNormSlice\.on\(features="):
-        supernet_of(norm, ParameterSlice.on(features="w"), w=[3, 8])
 
 
 # -- parameters and numbers of modules with submodules ----------------------------------------------------

@@ -1,4 +1,4 @@
-"""ParameterSlice and ElasticAttribute: own parameters, and plain numbers, that follow the subnet."""
+"""ElasticAttribute: own parameters of a module, and plain numbers, that follow the subnet."""
 
 from __future__ import annotations
 
@@ -11,43 +11,7 @@ from torch import nn
 
 from subnetact.operators.base import Operator
 
-__all__ = ["ElasticAttribute", "ParameterSlice"]
-
-
-class ParameterSlice(Operator):
-    """Slices every parameter of a module on its last axis.
-
-    It is meant for modules with parameters of their own, such as a class token or position embeddings. If
-    only some of the parameters are elastic, or on another axis, use ElasticAttribute.
-
-    Parts:
-        features: the length of the last axis of every parameter; it may be `Segments`.
-    """
-
-    parts = ("features",)
-    segmented = ("features",)
-
-    def check(self) -> None:
-        """Refuse norms, and modules without own parameters or with parameters of several widths."""
-        if hasattr(self.template, "normalized_shape"):
-            raise self.refuse("a norm has attributes of its size; use LayerNormSlice.on(features=...)")
-        widths = {p.shape[-1] for p in self._parameters.values() if p is not None and p.dim()}
-        if len(widths) != 1:
-            raise self.refuse("it slices the own parameters of a module, all of one width")
-
-    def full(self, part: str) -> int:  # noqa: ARG002
-        """Return the length of the last axis in the full network."""
-        return next(p.shape[-1] for p in self._parameters.values() if p is not None)
-
-    def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
-        """Return False: what the forward of an own module does with its parameters is not known."""
-        return False
-
-    def axes(self, name: str) -> tuple[str, ...]:
-        """Return the features for the last axis of the parameter of a `name`, and "" for the others."""
-        parameter: Any = self._parameters[name]
-        axes: tuple[str, ...] = ("",) * parameter.dim() + self.parts
-        return axes[1:]
+__all__ = ["ElasticAttribute"]
 
 
 class ElasticAttribute(Operator):
@@ -55,23 +19,30 @@ class ElasticAttribute(Operator):
 
     A part is the name of an attribute that the forward of the module reads. If the attribute is a whole
     number, such as a number of attention heads, the subnet's module has the size instead; the template has
-    the largest value. If it is a parameter of the module itself, such as the `gamma` of a ConvNeXt block, the
-    first entries of its last axis are kept; `"gamma.0"` names axis 0 instead. An object that the module holds
-    may also state the number, as in `"config.num_attention_heads"`; the subnet's module has a copy of that
-    object.
+    the largest value. If it is a parameter of the module itself, such as a class token, the first entries of
+    its last axis, or of each of its `Segments`, are kept; `"gamma.0"` names axis 0 instead. An object that
+    the module holds may state the number, as in `"config.num_attention_heads"`; the subnet's module has a
+    copy of that object.
 
     Example:
         >>> ElasticAttribute.on(num_heads="block0.heads", gamma="block0.width")
     """
 
-    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
-        super().__init__(template, path, dims)
-        self.parts = tuple(dims)
+    def __init__(
+        self,
+        template: nn.Module,
+        path: str,
+        dims: Mapping[str, int],
+        segments: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        super().__init__(template, path, dims, segments)
+        whole = (part for part in dims if part.rpartition(".")[0] not in self.segments)
+        self.parts = (*self.segments, *whole)
         self._dim = {name: p.dim() for name, p in template._parameters.items() if p is not None}
 
     def check(self) -> None:
         """Refuse attributes that are missing, or neither whole numbers nor parameters with such an axis."""
-        wrong = [part for part in self.dims if not (self._is_number(part) or self._is_axis(part))]
+        wrong = [part for part in self.parts if not (self._is_number(part) or self._is_axis(part))]
         if wrong or not self.dims:
             raise self.refuse(
                 f"it sets whole numbers and slices parameters of the module itself, not {wrong}; the module "
@@ -109,7 +80,7 @@ class ElasticAttribute(Operator):
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the numbers of the subnet's module, by name, and the objects that state numbers."""
         found: dict[str, Any] = {}
-        for part, size in zip(self.dims, sizes, strict=True):
+        for part, size in zip(self.parts, self.totals(sizes), strict=True):
             if self._is_number(part):
                 name, _, inner = part.partition(".")
                 if inner:
