@@ -36,7 +36,7 @@ that are needed last are dropped and computed again.
 Which file answers which question:
 
 - `calibrate.py`: the function and its report. `run.py`: the work of one calibration, batch by batch.
-- `calibration_norm.py`: how statistics are averaged, and when a subnet has seen enough batches.
+- `calibration_norm.py`: how statistics are averaged.
 - `shared_forward.py`: the graph of all subnets; `inplace.py`: which of its nodes may overwrite their inputs.
 - `progress.py`: the journal with which an interrupted calibration goes on (`resume=`).
 """

@@ -115,7 +115,7 @@ def calibrate(
             takes one argument only, and arguments if the network needs that many.
 
     Returns:
-        How many batches each subnet took, what sharing saved, and which subnets ran one at a time and why.
+        What was calibrated, what sharing saved, and which subnets ran one at a time and why.
 
     Raises:
         SpecError: a specification is not of this supernet, an argument is out of its range, there are no
@@ -206,7 +206,6 @@ def _pass(
 ) -> None:
     length = len(batches) if isinstance(batches, Sized) else None
     subnets = len(run.specs)
-    given = 0
     with tqdm(
         total=None if length is None else length * subnets,
         desc=f"calibrating {subnets} subnets",
@@ -214,16 +213,15 @@ def _pass(
         disable=not progress or None,
         leave=None,
     ) as bar:
-        for batch in batches:
+        for i, batch in enumerate(batches):
             x = map_tensors(lambda t: t.to(run.device), inputs_of(batch))
-            given += 1
-            if given == 1:
+            if i == 0:
                 run.prepare(x)
                 kept.restore(run)
-            if not kept.needs_run(x, given, run.finished):
+            if not kept.needs_run(x, run.finished):
                 bar.update(subnets)
                 continue
-            bar.set_postfix(batch=given, refresh=False)
+            bar.set_postfix(batch=i + 1, refresh=False)
             for _ in _explained(run, x, require):
                 bar.update()
                 require()
@@ -231,9 +229,7 @@ def _pass(
             if unchecked is not None:
                 unchecked.check_once(x)
                 unchecked = None
-    if not given:
-        raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
-    kept.check_length(given)
+    kept.check_length()
 
 
 def _require_same_weights(supernet: Supernet, began: Moment) -> None:

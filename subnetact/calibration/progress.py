@@ -12,6 +12,7 @@ import torch
 
 from subnetact import __version__
 from subnetact.calibration.run import CalibrationRun
+from subnetact.errors import SpecError
 from subnetact.files.journal import Journal
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import tensors_of
@@ -66,23 +67,25 @@ class Progress:
         """The time that the calibration has taken, with earlier parts."""
         return self._stored_seconds + time.perf_counter() - self._began
 
-    def needs_run(self, x: Any, given: int, finished: int) -> bool:
-        """Take batch number `given` (from 1) into the checksum; return whether it has to be run."""
+    def needs_run(self, x: Any, finished: int) -> bool:
+        """Take the next batch into the checksum; return whether it has to be run."""
+        self._given += 1
         if self._journal is None:
             return True
         for part in tensors_of(x):
             self._digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
             self._digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        self._given = given
-        if self._stored_given == given and self._stored_digest != self._digest.hexdigest():
-            raise self._journal.mismatch(f"its first {given} batches are others. Give the same data")
-        return given > finished
+        if self._stored_given == self._given and self._stored_digest != self._digest.hexdigest():
+            raise self._journal.mismatch(f"its first {self._given} batches are others. Give the same data")
+        return self._given > finished
 
-    def check_length(self, given: int) -> None:
-        """Refuse data of fewer batches than the file."""
-        if self._journal is not None and given < self._stored_given:
+    def check_length(self) -> None:
+        """Refuse data of no batch, or of fewer batches than the file."""
+        if not self._given:
+            raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
+        if self._journal is not None and self._given < self._stored_given:
             raise self._journal.mismatch(
-                f"it has {self._stored_given} batches, the data only {given}. Give the same data"
+                f"it has {self._stored_given} batches, the data only {self._given}. Give the same data"
             )
 
     def save_if_due(self, run: CalibrationRun) -> None:

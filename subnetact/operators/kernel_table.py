@@ -144,7 +144,23 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
             "the processor announces matrix units (AMX) and lets no process use them; set the environment "
             "variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported"
         )
-    return _computes(precision, facts.device)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.inference_mode():
+            if precision == "int8":
+                short = torch.randint(-LARGEST, LARGEST + 1, (64, 256), generator=generator)
+                short[:4] = LARGEST  # Kernels without VNNI may saturate in 16 bits.
+                rows, right = short.to(torch.int8).to(facts.device), short @ short.t()
+                good = all(
+                    torch.equal(int8_product(rows[:n], rows).cpu().long(), right[:n]) for n in (1, len(rows))
+                )
+                return None if good else "its int8 products are wrong"
+            x, weight = torch.randn(2, 512, 512, generator=generator).to(facts.device)
+            short = F.linear(x.bfloat16(), weight.bfloat16()).float()
+            good = equal(short, F.linear(x, weight), SHORT)
+            return None if good else "its bfloat16 products are wrong"
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return " ".join(str(error).split())[:120]
 
 
 def _tiles_work() -> bool:
@@ -155,27 +171,6 @@ def _tiles_work() -> bool:
     )
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
-
-
-def _computes(precision: str, kind: str) -> str | None:
-    """Return what is wrong with the products of a precision on this machine, or None if nothing is."""
-    generator = torch.Generator().manual_seed(0)
-    try:
-        with torch.inference_mode():
-            if precision == "int8":
-                short = torch.randint(-LARGEST, LARGEST + 1, (64, 256), generator=generator)
-                short[:4] = LARGEST  # Kernels without VNNI may saturate in 16 bits.
-                rows, right = short.to(torch.int8).to(kind), short @ short.t()
-                good = all(
-                    torch.equal(int8_product(rows[:n], rows).cpu().long(), right[:n]) for n in (1, len(rows))
-                )
-                return None if good else "its int8 products are wrong"
-            x, weight = torch.randn(2, 512, 512, generator=generator).to(kind)
-            short = F.linear(x.bfloat16(), weight.bfloat16()).float()
-            good = equal(short, F.linear(x, weight), SHORT)
-            return None if good else "its bfloat16 products are wrong"
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
-        return " ".join(str(error).split())[:120]
 
 
 def int8_product(short: Tensor, weight: Tensor) -> Tensor:

@@ -74,18 +74,15 @@ class SubnetNorm(Operator):
         Subnets without a statistics row of their own run on them. Segments that do not touch are packed
         copies; `write_statistics` changes the shared ones themselves.
         """
-        mean: Any = self.running_mean
-        var: Any = self.running_var
+        full: Any = {name: self._buffers[name] for name in _STATISTICS}
         sizes = self.sizes(row)
-        if not self.segments:
-            return mean.data[: sizes[0]].data, var.data[: sizes[0]].data
-        if len(self.kept_parts(sizes)[0].runs()) == 1:
-            return self.gather(row, mean.data).data, self.gather(row, var.data).data
-        full: dict[str, Any] = dict(zip(_STATISTICS, (mean, var), strict=True))
-        packed = self.packed(
-            ("statistics", *sizes), lambda: {n: self.gather(row, t) for n, t in full.items()}
-        )
-        mean, var = (packed.frozen(name, packed.tensors[name], buffer=True) for name in _STATISTICS)
+        if self.segments and len(self.kept_parts(sizes)[0].runs()) > 1:
+            packed = self.packed(
+                ("statistics", *sizes), lambda: {n: self.gather(row, t) for n, t in full.items()}
+            )
+            mean, var = (packed.frozen(name, packed.tensors[name], buffer=True) for name in _STATISTICS)
+        else:
+            mean, var = (t.data[: self.totals(sizes)[0]].data for t in full.values())
         return mean, var
 
     def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
