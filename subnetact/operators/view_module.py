@@ -215,28 +215,21 @@ def _own(view: nn.Module, done: dict[int, nn.Module], tensors: dict[Any, Any]) -
     module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in _HOOKS})
     module._non_persistent_buffers_set = set(view._non_persistent_buffers_set)
 
-    def copied(tensor: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    def copied(tensor: Any, trains: bool) -> Any:
         if tensor is None:
             return None
         place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-        key: Any = make, tensor.dtype, *place
-        if not tensor.numel():
-            key = id(tensor)
+        key: Any = (trains, tensor.dtype, *place) if tensor.numel() else id(tensor)
         if key not in tensors:
-            tensors[key] = tensor, make(tensor)  # The tensor is kept, so that no other gets its storage.
+            own = tensor.detach().clone(memory_format=torch.contiguous_format)
+            if trains:
+                own = nn.Parameter(own, requires_grad=tensor.is_floating_point())
+            tensors[key] = tensor, own  # The tensor is kept, so that no other gets its storage.
         return tensors[key][1]
 
-    module._parameters = {name: copied(p, _own_parameter) for name, p in view._parameters.items()}
-    module._buffers = {name: copied(b, _copy) for name, b in view._buffers.items()}
+    module._parameters = {name: copied(p, trains=True) for name, p in view._parameters.items()}
+    module._buffers = {name: copied(b, trains=False) for name, b in view._buffers.items()}
     module._modules = {
         name: None if m is None else _own(m, done, tensors) for name, m in view._modules.items()
     }
     return module
-
-
-def _own_parameter(tensor: Tensor) -> Tensor:
-    return nn.Parameter(_copy(tensor), requires_grad=tensor.is_floating_point())
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
