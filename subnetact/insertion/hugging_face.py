@@ -21,7 +21,7 @@ from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.key_value_cache import note_skipped_
-from subnetact.insertion.layer_vocabulary import NEURONS, SKIPPED, layer_stacks, number_of
+from subnetact.insertion.layer_vocabulary import HEADS, NEURONS, SKIPPED, layer_stacks, number_of
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.proof import outputs_of
@@ -29,7 +29,6 @@ from subnetact.supernet.proof import outputs_of
 __all__ = ["as_pretrained", "heterogeneous"]
 
 DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
-HEADS = ("num_attention_heads", "num_key_value_heads")
 PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
 """Fields of configurations, under their common names; models map other names to these."""
 _ALL_HEADS = "the number of heads"

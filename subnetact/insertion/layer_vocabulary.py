@@ -17,6 +17,7 @@ from subnetact.space import AxisValues
 from subnetact.spec import shown
 
 __all__ = [
+    "HEADS",
     "NEURONS",
     "SKIPPED",
     "LayerConfigs",
@@ -26,6 +27,7 @@ __all__ = [
     "vocabulary_of",
 ]
 
+HEADS = ("num_attention_heads", "num_key_value_heads")
 NEURONS = (
     "intermediate_size",
     "ffn_dim",
@@ -35,7 +37,7 @@ NEURONS = (
     "encoder_ffn_dim",
     "decoder_ffn_dim",
 )
-"""Fields of configurations that state a number of neurons."""
+"""Fields of configurations that state numbers of heads, and of neurons."""
 
 SKIPPED = ("attention", "mlp")
 """What `skip` lists for a layer that is skipped as a whole."""
@@ -43,27 +45,23 @@ SKIPPED = ("attention", "mlp")
 
 @dataclass(frozen=True)
 class LayerVocabulary:
-    """A stack of so many layers, and the fields of `per_layer_config` that state sizes of its layers.
+    """A stack of so many layers, and the fields that state sizes of its layers.
 
-    Every field comes with the number in the model: neurons, query heads, and key and value heads, which have
-    no field if all queries share one.
+    `stated` has, by axis ("ffn" and "heads"), the fields with their numbers in the model.
     """
 
     stack: str
     layers: int
-    neurons: tuple[str, int] | None
-    queries: tuple[str, int] | None
-    pairs: tuple[str, int] | None
+    stated: Mapping[str, Mapping[str, int]]
 
     def fields(self, axis: str, size: int) -> dict[str, int]:
-        """Return the fields of one layer that state a size of an axis, `"ffn"` or `"heads"`."""
-        asked = (self.neurons,) if axis == "ffn" else (self.queries, self.pairs)
-        known = [pair for pair in asked if pair is not None]
-        return {field: size * number // known[-1][1] for field, number in known}
+        """Return the fields of one layer that state a size of an axis."""
+        full = self.stated.get(axis, {})
+        return {field: size * number // min(full.values()) for field, number in full.items()}
 
     def full(self) -> dict[str, int]:
         """Return the fields with the numbers in the model."""
-        return dict(pair for pair in (self.neurons, self.queries, self.pairs) if pair is not None)
+        return {field: number for fields in self.stated.values() for field, number in fields.items()}
 
     def layer_of(self, module: str) -> int:
         """Return the number of the layer that a module is in."""
@@ -93,21 +91,19 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     if len(stacks) != 1 or config.is_heterogeneous:
         return None
     config = config.get_text_config()
-    ffn = {slot.full for slot in slots if slot.axis == "ffn"}
-    heads = {slot.full for slot in slots if slot.axis == "heads"}
-    queries, pairs = (number_of(config, f) for f in ("num_attention_heads", "num_key_value_heads"))
-    field = next((f for f in NEURONS if {number_of(config, f)} == ffn), None)
-    grouped = pairs if pairs > 1 else queries
-    wrong = (ffn and field is None) or (heads and heads != {grouped})
-    if wrong or any(slot.axis not in ("depth", "ffn", "heads") for slot in slots):
-        return None
-    return LayerVocabulary(
-        stacks[0],
-        int(config.num_hidden_layers),
-        (field, ffn.pop()) if field else None,
-        ("num_attention_heads", queries) if heads else None,
-        ("num_key_value_heads", pairs) if heads and pairs > 1 else None,
-    )
+    sizes: dict[str, set[int]] = {}
+    for slot in slots:
+        sizes.setdefault(slot.axis, set()).add(slot.full)
+    sizes.pop("depth", None)
+    heads = {field: number for field in HEADS if (number := number_of(config, field)) > 1}
+    candidates = {"ffn": [{field: number_of(config, field)} for field in NEURONS], "heads": [heads]}
+    stated = {}
+    for axis, full in sorted(sizes.items()):
+        fitting = [fields for fields in candidates.get(axis, ()) if {min(fields.values(), default=0)} == full]
+        if not fitting:
+            return None
+        stated[axis] = fitting[0]
+    return LayerVocabulary(stacks[0], int(config.num_hidden_layers), stated)
 
 
 def number_of(config: Any, field: str) -> int:
