@@ -587,7 +587,8 @@ class _Trials:
         module, call = self.observed.modules[unit], self.observed.calls[unit]
         cut = len(unit) + 1 if unit else 0
         renamed = tuple(replace(m, module=f"unit.{m.module[cut:]}".rstrip(".")) for m in group.members)
-        key = str(module), tuple(t.shape for t in _floats((call.args, call.kwargs)))
+        given = (leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor))
+        key = str(module), tuple(t.shape for t in given if t.is_floating_point())
         if key not in self._units:
             self._units[key] = disturbed_copy(module).float()
         if (key, renamed) not in self._known:
@@ -638,7 +639,3 @@ def _fresh(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value.clone()
     return None if _is_cache(value) else value
-
-
-def _floats(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

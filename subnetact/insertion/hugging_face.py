@@ -71,17 +71,16 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     _drop_inputs(weights, old, kept)
     _narrow(config, full, weights, model)
     found: Any = _built(cls, config).to(next(model.parameters()).dtype).eval()
-    for name, tensor in found.state_dict().items():
-        given = tuple(weights[name].shape) if name in weights else None
-        if given != tuple(tensor.shape):
-            fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if number_of(config, f)]
-            told = ", ".join(f"{field}={getattr(config, field)}" for field in fields)
-            raise InsertError(
-                f"no configuration of {cls.__name__} describes this subnet: {name} has the shape {given}, "
-                f"and with {told} the model has {tuple(tensor.shape)}; save its state_dict instead, and load "
-                "that into the same subnet"
-            )
-    found.load_state_dict(weights)
+    try:
+        found.load_state_dict(weights)
+    except RuntimeError as error:
+        fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if number_of(config, f)]
+        told = ", ".join(f"{field}={getattr(config, field)}" for field in fields)
+        why = str(error).splitlines()[1].strip(" \t.")
+        raise InsertError(
+            f"no configuration of {cls.__name__} describes this subnet: with {told}, {why}; save its "
+            "state_dict instead, and load that into the same subnet"
+        ) from error
     found.tie_weights()
     if not equal(outputs_of(found, example), outputs_of(model, example)):
         raise InsertError(
