@@ -84,8 +84,8 @@ def declared(model: nn.Module, example: Any) -> Declaration:
     settle(attentions)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
     settle(_feed_forwards(observed, attentions))
-    for path, role in observed.roles.items():
-        if role.startswith("moe_"):
+    for path, module in observed.modules.items():
+        if path.endswith(".experts") and module._parameters:
             refused[f"{path}.ffn"] = "the weights of all experts are one parameter, which no operator slices"
     blocks = _blocks(trials, [m.module for g in groups for m in g.members], refused)
     return Declaration(tuple(groups), blocks, refused)
@@ -107,14 +107,13 @@ class _Call:
 class _Observation:
     """A forward pass: linear layers and attentions of torch in their order, and calls of what contains them.
 
-    `sides` has the numbers of inputs and outputs of these layers, `roles` those of modules in the plan for
-    tensor parallelism ("colwise" for example), and `blocks` the members of stacks of modules of one class.
+    `sides` has the numbers of inputs and outputs of these layers, `blocks` the members of stacks of modules
+    of one class.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model = model
         self.modules = dict(model.named_modules())
-        self.roles = _roles(model)
         self.blocks = [block for path, m in self.modules.items() for block in _blocks_of(path, m)]
         self.order: list[str] = []
         self.calls: dict[str, _Call] = {}
@@ -180,22 +179,6 @@ def _blocks_of(path: str, module: nn.Module) -> list[str]:
 
 def _is_checkpointed(module: nn.Module) -> bool:
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
-
-
-def _roles(model: nn.Module) -> dict[str, str]:
-    """Return the roles of modules in the plans for tensor parallelism of all configurations of a model."""
-    found: dict[str, str] = {}
-    names = [path for path, _ in model.named_modules()]
-    for path, module in model.named_modules():
-        plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-        if not isinstance(plan, Mapping) or not hasattr(module, "base_model_prefix"):
-            continue
-        inner = str(module.base_model_prefix)
-        prefix = ".".join(p for p in (path, inner if inner in module._modules else "") if p)
-        for key, role in plan.items():
-            pattern = re.escape(f"{prefix}.{key}" if prefix else key).replace(r"\*", r"\d+")
-            found.update({name: str(role) for name in names if re.fullmatch(pattern, name)})
-    return found
 
 
 def _parent(path: str) -> str:
@@ -273,10 +256,9 @@ def _attention(observed: _Observation, path: str) -> _Proposal:
     inside = [layer for layer in observed.order if layer.startswith(f"{path}.")]
     later = observed.order[observed.order.index(inside[-1]) + 1 :]
     after = [layer for layer in later if layer.startswith(f"{_parent(path)}.") or not _parent(path)][:1]
-    rowwise = [layer for layer in inside if observed.roles.get(layer, "").startswith("rowwise")]
     proposal = _Proposal(f"{path}.heads", [*inside])
     reasons: list[str] = []
-    for out in dict.fromkeys((*rowwise, inside[-1], *after)):
+    for out in (inside[-1], *after):
         try:
             proposal.variants += _head_groups(observed, path, [x for x in inside if x != out], out)
         except _Unfit as unfit:
@@ -343,9 +325,6 @@ class _Heads:
             rows = self.rows(*packed[0])
             yield [Member(layer, "out", WeightSlice, rows)] if rows else []
             return
-        if outputs == self.queries:  # one number per head, of a gate for example
-            yield [Member(layer, "out", WeightSlice, self.queries // self.full)]
-            return
         for segments in packed:
             members, start = [], 0
             for shared in segments:
@@ -366,8 +345,6 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
     """Yield the groups that heads may form, for every packing of fused layers and every set of numbers."""
     module = observed.modules[path]
     heads = _heads(observed, path, out)
-    if any(layer in observed.roles for layer in projections):
-        projections = [p for p in projections if observed.roles.get(p, "").startswith("colwise")]
     if not projections:
         raise _Unfit("no linear layer in it makes queries, keys and values")
     packings = [list(heads.projection(layer, observed.sides[layer][1])) for layer in projections]

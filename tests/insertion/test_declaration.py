@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from subnetact.insertion.declaration import _roles, declared
+from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import Description
 from subnetact.insertion.insert import describe, insert_
 from subnetact.supernet.supernet import Supernet
@@ -384,15 +384,6 @@ def test_the_output_of_a_tokenizer_is_an_example() -> None:
     model = MODELS["bert"][0]()
     supernet = insert_(model, example=transformers.BatchEncoding(tokens()))
     assert {axis.name for axis in supernet.space.axes} == {"depth", "ffn", "heads"}
-
-
-def test_plans_for_tensor_parallelism_name_the_roles_of_layers() -> None:
-    model = MODELS["llama"][0]()
-    roles = _roles(model)
-    assert roles["model.layers.3.self_attn.q_proj"] == "colwise"
-    assert roles["model.layers.0.mlp.down_proj"] == "rowwise"
-    assert "lm_head" not in roles
-    assert not _roles(MODELS["bert"][0]())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "pooling"])
