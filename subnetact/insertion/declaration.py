@@ -63,7 +63,7 @@ class Declaration(NamedTuple):
 def declared(model: nn.Module, example: Any) -> Declaration:
     """Return what can be elastic in a transformer, as far as the model declares it."""
     observed = _Observation(model, example)
-    trials = _Trials(observed, example)
+    trials = _Trials(observed)
     groups: list[Group] = []
     refused: dict[str, str] = {}
 
@@ -226,16 +226,13 @@ def _number(observed: _Observation, path: str, names: Sequence[str], inherited: 
 
 def _attentions(observed: _Observation) -> Iterator[_Proposal]:
     """Propose the heads of every attention."""
-    found: list[str] = []
+    found = [path for path in observed.order if isinstance(observed.modules[path], nn.MultiheadAttention)]
+    yield from [_torch_attention(observed, path) for path in found]
     for path in observed.calls:
         layers = [layer for layer in observed.order if layer.startswith(f"{path}.")]
         named = "attention" in type(observed.modules[path]).__name__.lower()
         if layers and _number(observed, path, HEADS, inherited=named) is not None:
             found.append(path)
-    for path in observed.order:
-        if isinstance(observed.modules[path], nn.MultiheadAttention):
-            found.append(path)
-            yield _torch_attention(observed, path)
     for path in found:
         innermost = not any(other.startswith(f"{path}.") for other in found)
         if innermost and not isinstance(observed.modules[path], nn.MultiheadAttention):
@@ -256,14 +253,12 @@ def _attention(observed: _Observation, path: str) -> _Proposal:
     inside = [layer for layer in observed.order if layer.startswith(f"{path}.")]
     later = observed.order[observed.order.index(inside[-1]) + 1 :]
     after = [layer for layer in later if layer.startswith(f"{_parent(path)}.") or not _parent(path)][:1]
-    proposal = _Proposal(f"{path}.heads", [*inside])
-    reasons: list[str] = []
+    proposal = _Proposal(f"{path}.heads", inside)
     for out in (inside[-1], *after):
         try:
             proposal.variants += _head_groups(observed, path, [x for x in inside if x != out], out)
         except _Unfit as unfit:
-            reasons.append(str(unfit))
-    proposal.reason = next(iter(reasons), "")
+            proposal.reason = proposal.reason or str(unfit)
     return proposal
 
 
@@ -517,9 +512,8 @@ def _is_cache(value: Any) -> bool:
 class _Trials:
     """Inserts proposals into copies of blocks, and compares narrowed blocks with masked ones."""
 
-    def __init__(self, observed: _Observation, example: Any) -> None:
+    def __init__(self, observed: _Observation) -> None:
         self.observed = observed
-        self._example = example
         self._known: dict[Any, str] = {}
         self._units: dict[Any, nn.Module] = {}
 

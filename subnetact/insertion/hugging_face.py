@@ -1,8 +1,6 @@
 """An extracted subnet of a Hugging Face model as a model of its own, with a configuration that describes it.
 
-`from_pretrained` builds a model from its configuration, which of an extracted subnet is that of the original
-model. Sizes that differ between layers go into its `per_layer_config`. Most classes of transformers 5 cannot
-be built from it; `heterogeneous` makes classes that can.
+Sizes that differ between layers go into its `per_layer_config`, from which `heterogeneous` makes models.
 """
 
 from __future__ import annotations

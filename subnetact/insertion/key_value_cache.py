@@ -205,11 +205,6 @@ class CacheWriter:
         watched = before is not None and before.moment is None
         setattr(cache, _WRITTEN, _Written(self.space, self.signature, None if watched else moment, mixed))
 
-    def wrote_all(self, cache: Any) -> bool:
-        """Tell whether everything in a cache is what the subnet computes now."""
-        written: _Written | None = getattr(_of_decoder(cache), _WRITTEN, None)
-        return written == _Written(self.space, self.signature, self.weights.moment())
-
     def _check(self, before: _Written, moment: Moment, allow_approximate: bool, others: bool) -> None:
         """Refuse what was written before, unless other numbers are allowed, or those of other subnets are."""
         if before.space != self.space or (before.moment and before.moment.owner != moment.owner):
@@ -271,7 +266,8 @@ def _recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) ->
             f"recompute: the cache holds {seen} positions, the tokens are of shape {tuple(given.shape)}; "
             f"give those of all positions, of shape (batch, {seen})"
         )
-    if writer.wrote_all(cache):
+    own = _Written(writer.space, writer.signature, writer.weights.moment())
+    if getattr(_of_decoder(cache), _WRITTEN, None) == own:
         return
     former = copy.deepcopy(cache.__dict__)
     try:
