@@ -186,9 +186,6 @@ class Operator(nn.Module):
             raise self.refuse(
                 f"it slices layers of the kind {', '.join(self.slices)}; register_layer adds one"
             )
-        self._check_groups()
-
-    def _check_groups(self) -> None:
         for part, lengths in self.segments.items():
             each = self.group_size(part)
             if any(length % each for length in lengths):

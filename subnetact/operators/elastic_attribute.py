@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -44,18 +44,16 @@ class ElasticAttribute(Operator):
         """Refuse attributes that are missing, or neither whole numbers nor parameters with such an axis."""
         wrong = [part for part in self.parts if not (self._is_number(part) or self._is_axis(part))]
         if wrong or not self.dims:
+            numbers = [n for n in self.template.__dict__ if not n.startswith("_") and self._is_number(n)]
             raise self.refuse(
                 f"it sets whole numbers and slices parameters of the module itself, not {wrong}; the module "
-                f"has {', '.join([*self._numbers(), *filter(None, self._parameters)]) or 'neither'}"
+                f"has {', '.join([*numbers, *self._parameters]) or 'neither'}"
             )
 
     def _is_number(self, part: str) -> bool:
         name, _, inner = part.partition(".")
         value = self.template.__dict__.get(name)
         return type(getattr(value, inner, None) if inner else value) is int
-
-    def _numbers(self) -> Sequence[str]:
-        return [n for n in self.template.__dict__ if not n.startswith("_") and self._is_number(n)]
 
     def _is_axis(self, part: str) -> bool:
         name, _, axis = part.partition(".")

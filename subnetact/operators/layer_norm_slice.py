@@ -37,13 +37,13 @@ class LayerNormSlice(Operator):
     def check(self) -> None:
         """Refuse other modules, norms over several axes, and what is no RMSNorm of its first features."""
         if self.traits.kind in self.slices:
+            super().check()
             if len(getattr(self.template, "normalized_shape", (1,))) != 1:
                 raise self.refuse("it normalises over several axes; only norms over one axis can be sliced")
         elif not _is_rms_norm(self):
             raise self.refuse(
                 "only GroupNorm, and LayerNorm and RMSNorm over one axis, have an affine it can slice"
             )
-        self._check_groups()
 
     def full(self, part: str) -> int:
         """Return the number of features of the full network."""
