@@ -19,13 +19,13 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.batches import as_double, map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import outputs_of, prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
 
-__all__ = ["Proof", "as_double", "disturbed_copy"]
+__all__ = ["Proof", "disturbed_copy"]
 
 RANDOM = ", whose output differs from run to run; make it deterministic in evaluation mode"
 _FAULTS = {
@@ -138,11 +138,6 @@ class Proof:
             raise_if_out_of_memory(error)
         else:
             self._disturbed, self._spare, self.x = network, spare, x
-
-
-def as_double(value: Any) -> Any:
-    """Return a tensor in double precision if it has floating-point numbers."""
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def disturbed_copy(network: nn.Module) -> nn.Module:

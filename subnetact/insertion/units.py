@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
-from subnetact.insertion.proof import as_double, disturbed_copy
+from subnetact.insertion.proof import disturbed_copy
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
 from subnetact.space import SizeRow
-from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.batches import as_double, map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import first_changed, outputs_of
 from subnetact.supernet.supernet import Supernet

@@ -209,8 +209,8 @@ def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of a network, with its buffers but for counters, and the BatchNorm statistics."""
     weights: dict[int, Tensor] = {id(parameter): parameter for parameter in network.parameters()}
     statistics: dict[int, Tensor] = {}
-    for name, buffer in _buffers(network):
-        if name.startswith(_STATISTICS):
+    for path, buffer in network.named_buffers():
+        if path.rpartition(".")[2].startswith(_STATISTICS):
             statistics[id(buffer)] = buffer
         elif not is_counter(buffer):
             weights[id(buffer)] = buffer
@@ -220,10 +220,3 @@ def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 def is_counter(buffer: Tensor) -> bool:
     """Tell whether a buffer is one integer, which networks count something with."""
     return not (buffer.is_floating_point() or buffer.is_complex() or buffer.numel() > 1)
-
-
-def _buffers(network: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    for module in network.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield name, buffer

@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +18,9 @@ from subnetact.files.tensors import write_tensors
 from subnetact.spec import SubnetSpec
 
 __all__ = ["NormRow", "NormTable"]
+
+_CHANGING = threading.Lock()
+"""Held while the rows of a table are exchanged."""
 
 NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 3, "save it again with NormTable.save()")
 
@@ -101,13 +103,6 @@ class NormTable:
     def __init__(self, space: str) -> None:
         self.space = space
         self._rows: dict[SubnetSpec, NormRow] = {}
-        self._changing = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"space": self.space, "rows": self._rows}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.space, self._rows, self._changing = state["space"], state["rows"], threading.Lock()
 
     def __contains__(self, spec: object) -> bool:
         return isinstance(spec, SubnetSpec) and spec.base in self._rows
@@ -140,7 +135,7 @@ class NormTable:
             if spec.space != self.space:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
         new = {spec.base: row for spec, row in rows.items()}
-        with self._changing:
+        with _CHANGING:
             self._rows = {**self._rows, **new}
 
     def nbytes(self) -> int:
@@ -156,7 +151,7 @@ class NormTable:
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor of every row by what `function` makes of it, a copy on a GPU for example."""
-        with self._changing:
+        with _CHANGING:
             self._rows = {spec: row.map(function) for spec, row in self._rows.items()}
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -656,17 +656,13 @@ class Supernet(nn.Module):
         return table.to_like(like)
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
-        while True:
-            with self._generation.lock:
-                generation = self._generation.number
-                view, statistics = self.private_view(spec)
+        with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
+            view, statistics = self.private_view(spec)
             with self._views.lock:
-                cached = self._views.get(spec, self._norms.get(spec))
-                if cached is not None:
-                    return cached
-                if generation == self._generation.number and statistics is self._norms.get(spec):
+                cached = self._views.get(spec, statistics)
+                if cached is None:
                     self._views.keep(spec, view, statistics, self.cached_views)
-                    return view
+        return view if cached is None else cached
 
     def _bind(
         self,

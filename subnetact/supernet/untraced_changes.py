@@ -6,7 +6,7 @@ inference mode, or when a plain attribute of a module gets another value.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -59,19 +59,14 @@ def outdated(network: nn.Module, views: Iterable[NamedView]) -> list[str]:
     found = []
     for name, view, row in views:
         own = present if row is None else present | {storage_id(row.flat)}
-        moved = tensors_outside(view, own)
+        tensors = (*view.named_parameters(), *view.named_buffers())
+        moved = [n for n, t in tensors if "packed" not in t.__dict__ and storage_id(t) not in own]
         if moved:
             found.append(f"{name}: {', '.join(moved[:3])} ({len(moved)} in all) moved to other storage")
     for operator in operators_in(network):
         if not all(copy.matches() for copy in operator.packed_copies()):
             found.append(f"{operator.path}: a packed copy is out of date")
     return found
-
-
-def tensors_outside(view: nn.Module, storages: Collection[int]) -> list[str]:
-    """Return the names of tensors of a view that are on none of the storages, without packed copies."""
-    named = (*view.named_parameters(), *view.named_buffers())
-    return [n for n, t in named if "packed" not in t.__dict__ and storage_id(t) not in storages]
 
 
 def stale_weights(found: list[str], owner: str) -> StaleWeights:

@@ -226,6 +226,45 @@ def test_a_skippable_layer_that_turns_out_to_return_a_tuple_is_refused() -> None
         skippable(network).check(torch.randn(2, 4))
 
 
+class Rounding(nn.Sequential):
+    """A network whose float32 sums are off by more than any tolerance, the more the wider it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self[0](x)
+        return self[1](h + 0.01 * h.shape[1] if h.dtype == torch.float32 else h)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_only_float32_tells_apart_is_equal(wrong: bool) -> None:
+    network = Rounding(nn.Linear(3, 8), nn.Linear(8, 2)).eval()
+    network.fault = 0.1 if wrong else 0.0
+    network[1].register_forward_hook(lambda m, x, y: y + network.fault * x[0].shape[1])
+    elastic = {"0": WeightSlice.on(out="w"), "1": WeightSlice.on(in_="w")}
+    supernet = insert_(network, space_of(w=[4, 8]), elastic)
+    if wrong:
+        with pytest.raises(InsertError, match="w=4 differs from the original network"):
+            supernet.check(torch.ones(1, 3))
+    else:
+        assert len(supernet.check(torch.ones(1, 3)).compared) == 1
+
+
+def test_the_copy_of_a_network_shares_what_its_hooks_belong_to() -> None:
+    class Meter:
+        def __init__(self) -> None:
+            self.lock, self.calls = threading.Lock(), 0
+
+        def note(self, *_: Any) -> None:
+            with self.lock:
+                self.calls += 1
+
+    supernet, meter = stack_of_blocks("0", "1", "2"), Meter()
+    block = supernet.network[1][0]
+    block.meters = [meter]
+    block.register_forward_hook(meter.note)
+    assert len(supernet.check(IMAGES).compared) == 3
+    assert meter.calls
+
+
 def test_readers_are_not_disturbed_by_a_check() -> None:
     supernet = stack_of_blocks("0", "1", "2")
     x = torch.randn(2, 3, 6, 6)
