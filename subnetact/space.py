@@ -387,10 +387,10 @@ class SubnetSpace:
         given: Any = n
         if isinstance(given, bool) or not isinstance(given, int | np.integer) or n < 1:
             raise SpecError(f"{self.name}: n is the number of subnets to sample, at least 1, got {n!r}")
-        found = dict.fromkeys([self.smallest(), self.largest()])
-        if n >= self.size():
+        found, size = dict.fromkeys([self.smallest(), self.largest()]), self.size()
+        if n >= size:
             found.update(dict.fromkeys(self.enumerate(limit=n)))
-        while len(found) < min(n, self.size()):
+        while len(found) < min(n, size):
             found[draw()] = None
         return list(found)[:n]
 
@@ -403,7 +403,7 @@ class SubnetSpace:
         for axis, index, slot in self._slots():
             if slot.used_when is None:
                 total *= sum(
-                    math.prod(len(s.choices) for s in conditional if _met(s, axis.name, index, choice))
+                    math.prod(len(s.choices) for s in conditional if _used(s, {(axis.name, index): choice}))
                     for choice in slot.choices
                 )
         return total
@@ -492,9 +492,9 @@ class SubnetSpace:
         if isinstance(values, str) or not isinstance(values, Sequence):
             return (values,) * len(axis.slots)
         if len(values) != len(axis.slots):
+            slots = ", ".join(slot.name for slot in axis.slots)
             raise SpecError(
-                f"{self.name}: {axis.name} has {_counted_slots(axis)}, got {len(values)} values; give one "
-                "value per slot"
+                f"{self.name}: {axis.name} needs one value for each slot ({slots}), got {len(values)} values"
             )
         return tuple(values)
 
@@ -587,18 +587,6 @@ class SubnetSpace:
             )
 
 
-def _counted_slots(axis: Axis) -> str:
-    names = [slot.name for slot in axis.slots]
-    if len(names) == 1:
-        return f"1 slot ({names[0]})"
-    return f"{len(names)} slots ({names[0]} to {names[-1]})"
-
-
-def _met(slot: Slot, axis: str, index: int, value: Value) -> bool:
-    when = slot.used_when
-    return when is not None and (when.axis, when.slot) == (axis, index) and value in when.values
-
-
 def _used(slot: Slot, gates: Mapping[tuple[str, int], Value]) -> bool:
     when = slot.used_when
-    return when is None or gates[when.axis, when.slot] in when.values
+    return when is None or gates.get((when.axis, when.slot)) in when.values

@@ -67,20 +67,17 @@ class MetaForward:
     The arguments are those of `CostModel`; later changes of the supernet are not seen.
     """
 
-    def __init__(
-        self, supernet: Supernet, input_shape: Sequence[int] | Any, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, supernet: Supernet, input_shape: Sequence[int] | Any) -> None:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
         self._network = copy.deepcopy(supernet.network, {id(t): _empty(t) for t in tensors})
         _run_chosen_experts(self._network)
-        if dtype is None:
-            leaves = (m for m in self._network.modules() if list(m.parameters(recurse=False)))
-            first = next(leaves, None)
-            floats = (t.dtype for t in tensors if t.is_floating_point())
-            dtype = torch.long if isinstance(first, nn.Embedding) else next(floats, torch.float32)
         self.space = supernet.space
         given = as_batch(input_shape)
         if not any(isinstance(part, Tensor) for part in tensors_of(given)):
+            leaves = (m for m in self._network.modules() if list(m.parameters(recurse=False)))
+            floats = (t.dtype for t in tensors if t.is_floating_point())
+            text = isinstance(next(leaves, None), nn.Embedding)
+            dtype = torch.long if text else next(floats, torch.float32)
             try:
                 given = torch.empty(tuple(input_shape), dtype=dtype, device="meta")
             except (TypeError, RuntimeError) as error:
@@ -143,11 +140,7 @@ class MetaForward:
             if view.module is bound:
                 return view  # a switch is replaced by the module that it chooses
         plain = module.template if isinstance(module, Operator) else module
-        kind = kind_of(plain)
-        multiplies = kind in MULTIPLYING
-        if multiplies and isinstance(bound, Low):
-            kind = "low"
-        made = _View(bound, kind, multiplies, self._mode, self._item_bytes)
+        made = _View(bound, kind_of(plain), self._mode, self._item_bytes)
         for name, view in views.items():
             if self._first[module._modules[name]] == (module, name):
                 made.held += view.held
@@ -157,11 +150,10 @@ class MetaForward:
 class _View:
     """One module of a subnet. Its forward runs once for inputs of the same shapes, and is repeated later."""
 
-    def __init__(
-        self, module: nn.Module, kind: str, multiplies: bool, mode: _CountingMode, item_bytes: int
-    ) -> None:
+    def __init__(self, module: nn.Module, kind: str, mode: _CountingMode, item_bytes: int) -> None:
         self.module, self.forward = module, module.forward
-        self.kind, self.multiplies = kind, multiplies
+        self.multiplies = kind in MULTIPLYING
+        self.kind = kind = "low" if self.multiplies and isinstance(module, Low) else kind
         self.mode, self.item_bytes = mode, item_bytes
         self.calls: Calls = {}
         own = {name: t for name, t in module._parameters.items() if t is not None}

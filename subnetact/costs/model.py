@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from subnetact.costs.layers import MEASURES, Vector, feature
 from subnetact.costs.meta_forward import MetaForward
 from subnetact.errors import SpecError
@@ -52,10 +50,8 @@ class CostModel:
     Args:
         supernet: the supernet. It is not changed.
         input_shape: shape of one input, without the batch dimension: (3, 224, 224), or (tokens,). For a
-            network of several inputs, one input itself: a tuple or dictionary of the arguments, tensors of
-            which only shapes and types matter.
-        dtype: type of the input, if only its shape is given. By default it is whole numbers if the network
-            begins with an embedding, otherwise the type of the weights.
+            network of several inputs, or of another dtype than the weights (whole numbers if it begins with
+            an embedding), one input itself: a tensor, or a tuple or dictionary of the arguments.
 
     Raises:
         SpecError: the network does not run on inputs of this shape, or its forward pass needs data.
@@ -65,11 +61,9 @@ class CostModel:
         >>> model(supernet.space.largest()).macs
     """
 
-    def __init__(
-        self, supernet: Supernet, input_shape: Sequence[int] | Any, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, supernet: Supernet, input_shape: Sequence[int] | Any) -> None:
         self.space = supernet.space
-        self._forward = MetaForward(supernet, input_shape, dtype)
+        self._forward = MetaForward(supernet, input_shape)
         for spec in (self.space.largest(), self.space.smallest()):
             self._forward.run(self.space.resolve(spec))
 

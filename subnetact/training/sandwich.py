@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +61,7 @@ def sandwich_step(
     class_dim: int | None = None,
     teacher: Callable[..., Any] | None = None,
     backward: Callable[[Tensor], Any] | None = None,
-    average: bool | None = None,
+    average: bool = True,
 ) -> SandwichLosses:
     """Add the gradients of one batch for the largest, the smallest and some random subnets.
 
@@ -91,9 +91,8 @@ def sandwich_step(
             first subnet then has distillation in its loss, too. If None, the first subnet is the teacher.
         backward: called with each loss. If None, `loss.backward()`. With a gradient scaler, give
             `lambda loss: scaler.scale(loss).backward()`.
-        average: whether to average the gradients over all processes at the end; give False for all but the
-            last of several batches that are accumulated. If None, this happens if `supernet` is a
-            `DistributedDataParallel`.
+        average: whether a `DistributedDataParallel` averages the gradients over its processes at the end;
+            give False for all but the last of several batches that are accumulated.
 
     Returns:
         The loss of every subnet.
@@ -115,14 +114,8 @@ def sandwich_step(
     """
     plain = as_supernet(supernet.module if isinstance(supernet, DistributedDataParallel) else supernet)
     specs = _specs(plain, subnets, random_subnets, rng)
-    numbers: tuple[Any, ...] = distillation, temperature
-    if not all(isinstance(n, int | float) and 0.0 <= n < math.inf for n in numbers):
-        raise SpecError(f"distillation: {distillation!r} and temperature: {temperature!r} must be numbers")
-    if not distillation <= 1.0 or not temperature >= LOWEST_TEMPERATURE:
-        raise SpecError(
-            f"distillation: {distillation} must be from 0 to 1, and temperature: {temperature} at least "
-            f"{LOWEST_TEMPERATURE}"
-        )
+    _check_number("distillation", distillation, 0.0, 1.0)
+    _check_number("temperature", temperature, LOWEST_TEMPERATURE, sys.float_info.max)
     functions: dict[str, Any] = {"loss": loss, "teacher": teacher, "backward": backward}
     for name, function in functions.items():
         if not callable(function) and (function is not None or name == "loss"):
@@ -155,12 +148,14 @@ def sandwich_step(
             _check_loss(total)
             (backward or torch.autograd.backward)(total)
             losses[spec] = float(total.detach())
-    if average or (average is None and isinstance(supernet, DistributedDataParallel)):
-        group = supernet.process_group if isinstance(supernet, DistributedDataParallel) else None
-        if not distributed.is_initialized():
-            raise SpecError("average: torch.distributed is not initialised; call init_process_group first")
-        average_gradients_(plain.parameters(), group)
+    if average and isinstance(supernet, DistributedDataParallel):
+        average_gradients_(plain.parameters(), supernet.process_group)
     return SandwichLosses(losses)
+
+
+def _check_number(name: str, value: Any, least: float, most: float) -> None:
+    if not isinstance(value, int | float) or not least <= value <= most:
+        raise SpecError(f"{name}: {value!r} is no number from {least} to {most}")
 
 
 def _specs(
