@@ -228,7 +228,7 @@ class Operator(nn.Module):
         return self.sliced(sizes, self._parameters)
 
     def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
-        """Return what `tensors` does, of `given` tensors of the shapes of the parameters, under their names.
+        """Return what `tensors` does for these `sizes`, of `given` tensors in place of the parameters.
 
         An operator whose weight can have a lower precision overrides this method instead of `tensors`: here
         its rule meets the lowered copy of the weight, and the scales in place of the bias.
