@@ -19,9 +19,9 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import as_double, map_tensors
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import outputs_of, prove
+from subnetact.supernet.proof import as_double, outputs_of, prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
 

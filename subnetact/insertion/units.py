@@ -26,9 +26,9 @@ from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
 from subnetact.space import SizeRow
-from subnetact.supernet.batches import as_double, map_tensors
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import first_changed, outputs_of
+from subnetact.supernet.proof import as_double, first_changed, outputs_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy, shared_view
 

@@ -10,16 +10,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import SpecError
 
-__all__ = [
-    "as_batch",
-    "as_double",
-    "call_with",
-    "describe_input",
-    "logits",
-    "map_tensors",
-    "tensors_of",
-    "without_labels",
-]
+__all__ = ["as_batch", "call_with", "describe_input", "logits", "map_tensors", "tensors_of", "without_labels"]
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
@@ -86,11 +77,6 @@ def map_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
     if isinstance(x, dict):
         return {name: map_tensors(function, part) for name, part in x.items()}
     return function(x) if isinstance(x, Tensor) else x
-
-
-def as_double(tensor: Tensor) -> Tensor:
-    """Return a tensor in double precision if it has floating-point numbers."""
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def describe_input(x: Any) -> str:

@@ -15,10 +15,10 @@ from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import as_double, describe_input, map_tensors, tensors_of
+from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import outputs_of, prove
+from subnetact.supernet.proof import as_double, outputs_of, prove
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
 __all__ = ["CheckReport", "check", "check_precisions", "corners"]
@@ -120,8 +120,9 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
     full, *narrow = corners(space)
     largest = space.resolve(full)
     view = shared_view(network, largest)
-    stacks = _stacks(network) if compare else []
-    chains = {s: Chain(s.path, view.get_submodule(s.path)._modules) for s in stacks}
+    # A skipped layer is an identity in its place, unless it is one branch of a switch.
+    stacks = [m for m in network.modules() if isinstance(m, LayerSelect) and not isinstance(m, ModuleSwitch)]
+    chains = {s: Chain(s.path, view.get_submodule(s.path)._modules) for s in stacks if compare}
     try:
         x = _run_visible(view, x)
     except Exception as error:
@@ -160,12 +161,6 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
 def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any) -> bool:
     double = private_copy(network).double()
     return prove(double, private_copy(double), row, largest, map_tensors(as_double, x), modules=True) is None
-
-
-def _stacks(network: nn.Module) -> list[LayerSelect]:
-    """Return the stacks in which skipped layers are identities in their places."""
-    found = [module for module in network.modules() if isinstance(module, LayerSelect)]
-    return [stack for stack in found if not isinstance(stack, ModuleSwitch)]
 
 
 def _run_visible(view: nn.Module, x: Any) -> Any:

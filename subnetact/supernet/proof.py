@@ -31,7 +31,7 @@ from subnetact.supernet.unused_weights import (
     shared_view,
 )
 
-__all__ = ["Finding", "first_changed", "outputs_of", "prove"]
+__all__ = ["Finding", "as_double", "first_changed", "outputs_of", "prove"]
 
 
 class Finding(NamedTuple):
@@ -131,6 +131,11 @@ def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
     with torch.no_grad():
         found = call_with(model, map_tensors(Tensor.clone, x))
     return [tensor.clone() for tensor in _tensors(found)]
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """Return a tensor in double precision if it has floating-point numbers."""
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def first_changed(view: nn.Module, plain: nn.Module, x: Any) -> str | None:

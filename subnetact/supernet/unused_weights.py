@@ -71,9 +71,9 @@ def _restore(copy: nn.Module, network: nn.Module, row: SizeRow, done: set[int]) 
     if id(network) in done:
         return
     done.add(id(network))
-    names = network.kept(row) if isinstance(network, LayerSelect) else list(network._modules)
+    names = list(network._modules)
     if isinstance(network, LayerSelect):
-        pass
+        names = network.kept(row)
     elif isinstance(network, Operator) and isinstance(copy, Operator):
         _restore_slices(copy, network, row)
     else:
@@ -137,9 +137,9 @@ def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest:
     mixed = list(largest)
     for stack in network.modules():
         if isinstance(stack, LayerSelect):
-            gates = (stack.gate(name) for name in stack._modules)
-            for position in {gate[0] for gate in gates if gate is not None}:
-                mixed[position] = row[position]
+            for gate in map(stack.gate, stack._modules):
+                if gate is not None:
+                    mixed[gate[0]] = row[gate[0]]
     norms = {m.path: m for m in network.modules() if isinstance(m, SubnetNorm)}
 
     def padded(norm: SubnetNorm) -> nn.Module:
