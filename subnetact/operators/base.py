@@ -97,6 +97,7 @@ class Operator(nn.Module):
 
     Attributes:
         traits: what the table of layer traits says of the template.
+        shapes: the shapes of its parameters by name, which are not known from the parameters in a trace.
     """
 
     parts: tuple[str, ...] = ()
@@ -150,6 +151,7 @@ class Operator(nn.Module):
         self.segments = dict(segments or {})
         self.__dict__["template"] = template  # past nn.Module's registration: not a submodule
         self.traits = traits_of(template)
+        self.shapes = {name: tuple(p.shape) for name, p in template._parameters.items() if p is not None}
         self._shared: dict[tuple[int, tuple[int, ...]], dict[str, Tensor | None]] = {}
         self._packed: dict[tuple[Any, ...], PackedCopy] = {}
 

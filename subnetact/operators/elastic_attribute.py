@@ -38,8 +38,6 @@ class ElasticAttribute(Operator):
         super().__init__(template, path, dims, segments)
         whole = (part for part in dims if part.rpartition(".")[0] not in self.segments)
         self.parts = (*self.segments, *whole)
-        # Noted here, because a trace of the operator has no shapes.
-        self._shapes = {name: tuple(p.shape) for name, p in template._parameters.items() if p is not None}
 
     def check(self) -> None:
         """Refuse attributes that are missing, or neither whole numbers nor parameters with such an axis."""
@@ -58,23 +56,23 @@ class ElasticAttribute(Operator):
 
     def _is_axis(self, part: str) -> bool:
         name, _, axis = part.partition(".")
-        return (axis.isdigit() or axis == "") and len(self._shapes.get(name, ())) > int(axis or 0)
+        return (axis.isdigit() or axis == "") and len(self.shapes.get(name, ())) > int(axis or 0)
 
     def _axis(self, part: str) -> tuple[str, int]:
         name, _, axis = part.partition(".")
-        return name, int(axis) if axis else len(self._shapes[name]) - 1
+        return name, int(axis) if axis else len(self.shapes[name]) - 1
 
     def full(self, part: str) -> int:
         """Return the number, or the length of the parameter's axis, in the full network."""
         if self._is_number(part):
             return int(attrgetter(part)(self.template))
         name, axis = self._axis(part)
-        return self._shapes[name][axis]
+        return self.shapes[name][axis]
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the described part of every axis of the parameter of a `name`; "" if there is none."""
         own = {self._axis(part): part for part in self.parts if not self._is_number(part)}
-        return tuple(own.get((name, i), "") for i in range(len(self._shapes.get(name, ()))))
+        return tuple(own.get((name, i), "") for i in range(len(self.shapes.get(name, ()))))
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the numbers of the subnet's module, by name, and the objects that state numbers."""

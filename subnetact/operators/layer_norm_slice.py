@@ -50,7 +50,7 @@ class LayerNormSlice(Operator):
         if self.traits.sizes:
             return super().full(part)
         shape = getattr(self.template, "normalized_shape", None)
-        return int(shape[0] if isinstance(shape, tuple) else self.template.weight.shape[0])
+        return int(shape[0]) if isinstance(shape, tuple) else self.shapes["weight"][0]
 
     def group_size(self, part: str) -> int:
         """Return the features of one group; 1 if all of them are in one group."""

@@ -22,6 +22,7 @@ from subnetact import (
 )
 from subnetact.errors import ExportError
 from subnetact.export import to_torchscript
+from subnetact.operators import ElasticAttribute, LayerNormSlice, Segments
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -362,6 +363,39 @@ class Adding(nn.Module):
 
 def test_constants_that_print_alike_are_kept_apart(tmp_path: Path) -> None:
     agreeing(keeping(Constants(), 1), tmp_path / "m.pt", (torch.randn(2, 4),))
+
+
+class OwnNorm(nn.Module):
+    """An RMSNorm that only its numbers show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class OwnToken(nn.Module):
+    """A token behind a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(2, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x], 1) + self.token[0]
+
+
+def test_norms_and_parameters_of_ones_own_are_sliced(tmp_path: Path) -> None:
+    space = SubnetSpace("own", [Axis.uniform("width", ["all"], [2, 4, 8])], lambda v: {"w": v["width"][0]})
+    elastic = {
+        "0": WeightSlice.on(out="w"),
+        "1": LayerNormSlice.on(features="w"),
+        "2": ElasticAttribute.on(token=Segments(("w", 8), ("w", 8))),
+    }
+    network = nn.Sequential(nn.Linear(4, 8), OwnNorm(), OwnToken()).eval()
+    agreeing(subnetact.insert_(network, space, elastic), tmp_path / "m.pt", (torch.randn(3, 4),))
 
 
 class AnyRank(nn.BatchNorm2d):
