@@ -17,18 +17,15 @@ Which file answers which question:
 """
 
 from subnetact.engine.config import EngineConfig
-from subnetact.engine.cuda_graphs import Captured, GraphBackend
 from subnetact.engine.engine import Engine
 from subnetact.engine.plan import PinResult
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.engine.stats import EngineStats
 
 __all__ = [
-    "Captured",
     "Engine",
     "EngineConfig",
     "EngineStats",
-    "GraphBackend",
     "PinResult",
     "ReadySubnet",
 ]

@@ -14,7 +14,6 @@ import torch
 
 from subnetact.device import find_device
 from subnetact.engine.budget import budget_bytes
-from subnetact.engine.cuda_graphs import GraphBackend
 from subnetact.engine.input_shapes import Padding
 from subnetact.engine.inputs import sample_from_json, sample_to_json
 from subnetact.errors import EngineError, SpecError
@@ -44,7 +43,6 @@ class EngineConfig:
         memory_budget_mb: MiB that fused programs and graphs may take. If None, the default.
         fuse: whether subnets may become fused programs.
         compile: a torch.compile backend, or None.
-        graph_backend: what captures graphs, or None.
     """
 
     specs: Sequence[SubnetSpec]
@@ -59,7 +57,6 @@ class EngineConfig:
     memory_budget_mb: float | None = None
     fuse: bool = True
     compile: str | None = None
-    graph_backend: GraphBackend | None = None
 
     @property
     def served(self) -> list[SubnetSpec]:

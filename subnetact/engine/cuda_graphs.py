@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from subnetact.engine.budget import Budget
 from subnetact.engine.inputs import laid_out
 from subnetact.engine.ready_subnet import Bound
 
-__all__ = ["Captured", "CudaGraphs", "GraphBackend", "Graphs"]
+__all__ = ["Captured", "CudaGraphs", "Graphs", "graph_backend"]
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes that graphs are captured for. A batch is padded to the next of these sizes."""
@@ -32,42 +32,11 @@ _log = logging.getLogger("subnetact.engine")
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A recorded call.
-
-    Attributes:
-        replay: runs the call again, on the values that its input tensor holds then.
-        output: the tensor that every replay writes, of shape (N, ...).
-        nbytes: the bytes of device memory that the recording holds.
-    """
+    """A recorded call: every `replay` reads its input tensor and writes `output`, of shape (N, ...)."""
 
     replay: Callable[[], None]
     output: Tensor
     nbytes: int
-
-
-class GraphBackend(Protocol):
-    """Records calls on a device. `Engine(graph_backend=...)` takes one; tests use a stand-in for CUDA."""
-
-    def capture(self, call: Callable[[Tensor], Any], x: Tensor) -> Captured:
-        """Record `call(x)`.
-
-        Args:
-            call: a function of one batch. It may be run before, to warm up.
-            x: the batch, of shape (N, ...). The recording reads this tensor, so replays see its new values.
-
-        Returns:
-            The recording.
-        """
-
-    def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run work on the stream of all captures, after the work that is queued on the caller's stream.
-
-        Args:
-            work: a function without arguments that returns a tensor.
-
-        Returns:
-            The tensor, which the caller's stream may use.
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +58,7 @@ class _Graph:
 class Graphs:
     """The graphs of one engine. They share one memory pool, so only one is replayed at a time."""
 
-    def __init__(self, budget: Budget, backend: GraphBackend) -> None:
+    def __init__(self, budget: Budget, backend: CudaGraphs) -> None:
         self.budget = budget
         self._backend = backend
         self._replaying = Lock()
@@ -169,7 +138,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Callable[[Tensor], Any], x: Tensor) -> Captured:
-        """Run the call `WARM_UPS` times on the stream, then capture the call."""
+        """Run `call(x)` `WARM_UPS` times on the stream, then record it; replays see new values of `x`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(self.WARM_UPS):
@@ -192,3 +161,8 @@ class CudaGraphs:
         current.wait_stream(self._stream)
         output.record_stream(current)
         return output
+
+
+def graph_backend(device: torch.device) -> CudaGraphs | None:
+    """Return what captures graphs on a device, or None."""
+    return CudaGraphs(device) if device.type == "cuda" else None

@@ -21,7 +21,7 @@ from subnetact.engine.budget import Budget, budget_bytes
 from subnetact.engine.bundle import load_bundle, save_bundle
 from subnetact.engine.compiler import Compiler
 from subnetact.engine.config import EngineConfig, check_weights, percentage
-from subnetact.engine.cuda_graphs import CudaGraphs, GraphBackend, Graphs
+from subnetact.engine.cuda_graphs import Graphs, graph_backend
 from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import (
     Stager,
@@ -88,7 +88,6 @@ class Engine:
         fuse: whether subnets may become fused programs. If False, only graphs use the budget.
         compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
             becoming a fused program. If None, nothing is compiled.
-        graph_backend: what captures graphs. If None, CUDA graphs are used on CUDA devices.
         check: whether to run `supernet.check` on every example (the corners of the space and not only the
             narrowest registered subnet), and to refuse outputs that a `Batcher` could not split into
             samples. It takes about two forward passes per corner, once per supernet and shape; a progress bar
@@ -135,7 +134,6 @@ class Engine:
         allow_uncalibrated: bool = False,
         fuse: bool = True,
         compile: str | None = None,
-        graph_backend: GraphBackend | None = None,
         check: bool = True,
     ) -> None:
         config = EngineConfig(
@@ -148,7 +146,6 @@ class Engine:
             memory_budget_mb=memory_budget_mb,
             fuse=fuse,
             compile=compile,
-            graph_backend=graph_backend,
         )
         self._open(supernet, config, check)
 
@@ -198,9 +195,7 @@ class Engine:
         self._subnets: tuple[ReadySubnet, ...] = ()
         self._served: dict[int, ReadySubnet] = {}
         self._compiler = None if config.compile is None else Compiler(config.compile)
-        backend = config.graph_backend
-        if backend is None and self.device.type == "cuda":
-            backend = CudaGraphs(self.device)
+        backend = graph_backend(self.device)
         self._budget = budget_bytes(config.memory_budget_mb, weight_bytes(supernet))
         for_graphs = 0 if backend is None else self._budget if self._never_fuses() else self._budget // 2
         self._graphs = Graphs(Budget(for_graphs), backend) if backend and for_graphs else None
@@ -208,7 +203,7 @@ class Engine:
         self._plan = Plan(supernet, programs, self._bound, lambda: self._shapes.sample, self._never_fuses())
         if check is not None:
             self._try_samples(check)
-        self._follow(config)
+        self.follow(config)
 
     def _never_fuses(self) -> str:
         """Return why no subnet becomes a fused program whatever the plan says; "" if some may."""
@@ -220,14 +215,10 @@ class Engine:
 
     def _try_samples(self, check: bool) -> None:
         space, specs = self.supernet.space, self._config.served
-        full = space.resolve(space.largest())
-
-        def width(spec: SubnetSpec) -> float:
-            return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
-
         for sample in self._shapes.samples if specs else ():
             batch = self._stager.stack([sample], 1)
-            output = try_sample(self.supernet, min(specs, key=width), batch, sample)
+            smallest = min(specs, key=lambda spec: sum(space.resolve(spec)))
+            output = try_sample(self.supernet, smallest, batch, sample)
             if check:
                 unstack(output, 1, 1)
                 self.supernet.check_once(batch)
@@ -351,14 +342,14 @@ class Engine:
             known[spec] = known.get(spec) if percent is None else percent
             subnet = list(known).index(spec)
             removed = tuple(i for i in config.removed if i != subnet)
-            self._follow(replace(config, specs=tuple(known), accuracy=[*known.values()], removed=removed))
+            self.follow(replace(config, specs=tuple(known), accuracy=[*known.values()], removed=removed))
             return subnet
 
     def remove(self, subnet: int) -> None:
         """Stop serving a `subnet`. Calls under way finish, and no other subnet gets the id."""
         with self._changing:
             gone, config = self.ready(subnet).id, self.config
-            self._follow(replace(config, removed=(*config.removed, gone)))
+            self.follow(replace(config, removed=(*config.removed, gone)))
 
     def follow(self, config: EngineConfig) -> None:
         """Register, remove, pin and prepare until the engine has the subnets of a configuration.
@@ -370,24 +361,25 @@ class Engine:
                 example.
         """
         with self._changing:
-            self._follow(config)
-
-    def _follow(self, config: EngineConfig) -> None:
-        first, removed = len(self._subnets), set(config.removed)
-        added = [ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], start=first)]
-        subnets = (*self._subnets, *added)
-        served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
-        for subnet in served.values():
-            if subnet.bound is None and (config.allow_uncalibrated or self.supernet.calibrated(subnet.spec)):
-                subnet.bound = self._bind(subnet.spec)
-        for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
-            subnet.accuracy = percent
-        for i in self._served.keys() - served.keys():
-            self._forget(self._served[i])
-        self._subnets, self._served = subnets, served
-        self._change_plan(config.pinned)
-        if self.compiled and config.prepared != self.prepared:
-            self.prepare(config.prepared, self.calibrated_ids)
+            first, removed = len(self._subnets), set(config.removed)
+            added = [
+                ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], start=first)
+            ]
+            subnets = (*self._subnets, *added)
+            served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
+            for subnet in served.values():
+                if subnet.bound is None and (
+                    config.allow_uncalibrated or self.supernet.calibrated(subnet.spec)
+                ):
+                    subnet.bound = self._bind(subnet.spec)
+            for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
+                subnet.accuracy = percent
+            for i in self._served.keys() - served.keys():
+                self._forget(self._served[i])
+            self._subnets, self._served = subnets, served
+            self._change_plan(config.pinned)
+            if self._compiler is not None and config.prepared != self.prepared:
+                self.prepare(config.prepared, self.calibrated_ids)
 
     def _forget(self, gone: ReadySubnet) -> None:
         with self._rebinding:
@@ -589,11 +581,6 @@ class Engine:
         """The ids that come first in the plan of fused programs, in the order in which they were pinned."""
         return self._plan.pinned
 
-    @property
-    def compiled(self) -> bool:
-        """Whether subnets are compiled (`compile=`), so that only prepared batch sizes run."""
-        return self._compiler is not None
-
     def is_fused(self, subnet: int) -> bool:
         """Tell whether a `subnet` runs as a fused program. `stats().unfused` says why others do not."""
         return type(subnet) is int and subnet in self._plan
@@ -652,7 +639,7 @@ class Engine:
             limit_s: the time after which no further subnet starts, in s.
         """
         end = time.monotonic() + limit_s
-        for size in [] if self.compiled else sorted(batch_sizes):
+        for size in [] if self._compiler is not None else sorted(batch_sizes):
             x = self._stager.stack([self.sample], size)
             for subnet in self.calibrated_ids:
                 if time.monotonic() > end:

@@ -141,9 +141,10 @@ class EagerGraphs:
         return work()
 
 
-def test_graphs_are_captured_per_block(x: Tensor) -> None:
+def test_graphs_are_captured_per_block(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = EagerGraphs()
-    engine = digits_engine(2, memory_budget_mb=256.0, fuse=False, graph_backend=backend)
+    monkeypatch.setattr("subnetact.engine.engine.graph_backend", lambda _: backend)
+    engine = digits_engine(2, memory_budget_mb=256.0, fuse=False)
     for _ in range(2):
         assert torch.allclose(through(engine, 0, x), engine(x, 0), rtol=0, atol=5e-5)
     assert backend.captured == engine.start(0, list(x), 5).blocks + 1  # and the whole subnet once

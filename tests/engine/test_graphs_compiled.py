@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -50,10 +51,19 @@ class Recorder:
         return work()
 
 
-def engine_of(digits: Supernet, **options: Any) -> subnetact.Engine:
+@contextmanager
+def captured_by(backend: Recorder | None) -> Iterator[None]:
+    """Let engines that are made in the context capture graphs on any device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subnetact.engine.engine.graph_backend", lambda _: backend)
+        yield
+
+
+def engine_of(digits: Supernet, recorder: Recorder | None = None, **options: Any) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
     subnetact.calibrate(digits, specs, [X], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE[None], **options)
+    with captured_by(recorder):
+        return subnetact.Engine(digits, specs, example=EXAMPLE[None], **options)
 
 
 class Counting(nn.Module):
@@ -75,7 +85,7 @@ def close(output: Tensor, expected: Tensor) -> None:
 
 def test_batches_are_padded_to_the_next_graph_and_outputs_are_copies(digits: Supernet) -> None:
     recorder = Recorder()
-    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder)
+    engine = engine_of(digits, memory_budget_mb=16, recorder=recorder)
     expected = digits(X, subnet=engine.specs[1])
     first = engine(X[:3], subnet=1)
     second = engine(-X, subnet=1)
@@ -101,9 +111,10 @@ def test_a_network_that_changes_its_own_buffers_is_captured_once_and_runs_eagerl
     on = subnetact.WeightSlice.on
     supernet = subnetact.insert_(Counting().eval(), space, {"first": on(out="w"), "last": on(in_="w")})
     recorder = Recorder()
-    engine = subnetact.Engine(
-        supernet, [space.smallest()], example=torch.zeros(1, 4), memory_budget_mb=16, graph_backend=recorder
-    )
+    with captured_by(recorder):
+        engine = subnetact.Engine(
+            supernet, [space.smallest()], example=torch.zeros(1, 4), memory_budget_mb=16
+        )
     for _ in range(3):
         close(engine(X[:1, 0, 0, :4], 0), supernet(X[:1, 0, 0, :4], subnet=space.smallest()))
     assert recorder.sizes == [1]
@@ -111,7 +122,7 @@ def test_a_network_that_changes_its_own_buffers_is_captured_once_and_runs_eagerl
 
 def test_graphs_are_used_without_programs(digits: Supernet) -> None:
     recorder = Recorder()
-    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder, fuse=False)
+    engine = engine_of(digits, memory_budget_mb=16, recorder=recorder, fuse=False)
     for _ in range(2):
         close(engine(X[:3], subnet=1), digits(X[:3], subnet=engine.specs[1]))
     assert (recorder.sizes, recorder.replays) == ([4], 2)
@@ -119,7 +130,7 @@ def test_graphs_are_used_without_programs(digits: Supernet) -> None:
 
 def test_graphs_stay_within_the_budget(digits: Supernet) -> None:
     recorder = Recorder(nbytes=400_000)
-    engine = engine_of(digits, memory_budget_mb=1, graph_backend=recorder)
+    engine = engine_of(digits, memory_budget_mb=1, recorder=recorder)
     for size in (1, 2, 3, 5):
         for i, spec in enumerate(engine.specs):
             close(engine(X[:size], subnet=i), digits(X[:size], subnet=spec))
@@ -128,7 +139,7 @@ def test_graphs_stay_within_the_budget(digits: Supernet) -> None:
 
 def test_graphs_follow_weights_and_statistics(digits: Supernet) -> None:
     recorder = Recorder()
-    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder)
+    engine = engine_of(digits, memory_budget_mb=16, recorder=recorder)
     engine(X, subnet=1)
     subnetact.calibrate(digits, [engine.specs[1]], [X * 2 + 1], progress=False)
     close(engine(X, subnet=1), digits(X, subnet=engine.specs[1]))
@@ -141,7 +152,7 @@ def test_graphs_follow_weights_and_statistics(digits: Supernet) -> None:
 def test_a_capture_that_fails_is_eager_and_logged_once(
     digits: Supernet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = engine_of(digits, memory_budget_mb=16, graph_backend=Recorder(fails=True))
+    engine = engine_of(digits, memory_budget_mb=16, recorder=Recorder(fails=True))
     with caplog.at_level(logging.WARNING, "subnetact"):
         for i, spec in enumerate(engine.specs):
             for _ in range(2):
@@ -151,7 +162,7 @@ def test_a_capture_that_fails_is_eager_and_logged_once(
 
 def test_replays_never_overlap(digits: Supernet) -> None:
     recorder = Recorder()
-    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder)
+    engine = engine_of(digits, memory_budget_mb=16, recorder=recorder)
     expected = [digits(X, subnet=spec) for spec in engine.specs]
     failed: list[BaseException] = []
 
@@ -238,9 +249,8 @@ def test_compiled_code_is_kept_follows_computed_kernels_and_is_captured_once() -
         Mapped(), space, {"conv": ElasticKernel.on(channels="width", kernel="kernel")}
     )
     spec, x, recorder = space.smallest(), torch.randn(2, 4, 9, 9), Recorder()
-    engine = subnetact.Engine(
-        supernet.eval(), [spec], example=x[:1], compile="eager", memory_budget_mb=1, graph_backend=recorder
-    )
+    with captured_by(recorder):
+        engine = subnetact.Engine(supernet.eval(), [spec], example=x[:1], compile="eager", memory_budget_mb=1)
     engine.prepare([2])
     for _ in range(3):
         close(engine(x, subnet=0), supernet(x, subnet=spec))
