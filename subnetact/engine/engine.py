@@ -25,9 +25,7 @@ from subnetact.engine.cuda_graphs import Graphs, graph_backend
 from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import (
     Stager,
-    call_with,
     check_batch,
-    describe_input,
     laid_out,
     samples_of,
     try_sample,
@@ -40,7 +38,7 @@ from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActEr
 from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import as_batch
+from subnetact.supernet.batches import as_batch, call_with, describe_input
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.untraced_changes import stale_weights

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from subnetact.engine.inputs import check_input, map_tensors, parts_of, shapes
+from subnetact.engine.inputs import check_input, parts_of, shapes
 from subnetact.errors import EngineError, InvalidRequest
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["InputShapes", "Padding"]

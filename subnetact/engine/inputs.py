@@ -26,12 +26,9 @@ from subnetact.supernet.supernet import Supernet
 __all__ = [
     "Stager",
     "batch_like",
-    "call_with",
     "check_batch",
     "check_input",
-    "describe_input",
     "laid_out",
-    "map_tensors",
     "parts_of",
     "sample_from_json",
     "sample_to_json",

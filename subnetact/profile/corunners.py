@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from subnetact.device import synchronize
-from subnetact.engine.inputs import call_with
 from subnetact.errors import DeviceError
+from subnetact.supernet.batches import call_with
 
 __all__ = ["CoRunners"]
 

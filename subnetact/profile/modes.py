@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like, call_with, map_tensors
+from subnetact.engine.inputs import batch_like
 from subnetact.errors import DeviceError, TableError
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["INCLUDES", "MODES", "TimedRunner", "check_mode", "engine_for", "run_facts"]

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from subnetact import __version__
 from subnetact.device import machine, ran_out_of_memory
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like, map_tensors, shapes
+from subnetact.engine.inputs import batch_like, shapes
 from subnetact.errors import SubnetActError, TableError
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import warn_of_fractions
@@ -32,6 +32,7 @@ from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import TimedRunner
 from subnetact.profile.stability import is_stable, quantile_name, statistics_of
 from subnetact.profile.window import Window, measure
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 

@@ -15,13 +15,13 @@ import subnetact
 import subnetact.serving
 from subnetact.engine.inputs import (
     Stager,
-    call_with,
     check_input,
     samples_of,
     shapes,
 )
 from subnetact.engine.outputs import unstack
 from subnetact.errors import EngineError, InvalidRequest, SpecError
+from subnetact.supernet.batches import call_with
 from subnetact.supernet.supernet import Supernet
 
 CPU = torch.device("cpu")
