@@ -56,7 +56,8 @@ def test_dunder_all_names_what_the_module_has(name: str) -> None:
     guarded = [inner for node in tree.body if isinstance(node, ast.If | ast.Try) for inner in node.body]
     for node in [*tree.body, *guarded]:
         if isinstance(node, ast.Assign):
-            bound |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+            targets = [t for target in node.targets for t in getattr(target, "elts", [target])]
+            bound |= {t.id for t in targets if isinstance(t, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             bound.add(node.target.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
