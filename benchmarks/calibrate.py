@@ -1,6 +1,6 @@
 """Calibrates 20 subnets of OFA-ResNet50, and compares with upstream's `set_running_statistics`.
 
-    python benchmarks/calibrate.py [--parts speed exact saved] [--pixels 128] [--batch 16]
+    python benchmarks/calibrate.py [--parts speed exact saved table] [--pixels 128] [--batch 16]
         [--batches 1] [--windows 3] [--threads 1] [--out benchmarks/results/calibrate.json]
 
 Upstream is the PyPI package `ofa` with the same random weights, images and subnets. Each subnet is made
@@ -19,6 +19,7 @@ import argparse
 import copy
 import json
 import random
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from ofa_adapters.registry import family_of
 from subnetact.calibration.run import CalibrationRun
 from subnetact.device import machine
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
 
 FAMILY = "ofa_resnet50"
@@ -172,6 +174,39 @@ def saved(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
     return result
 
 
+def table(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[str, Any]:  # noqa: ARG001
+    """Measure the norm table in memory, and its file, which stores equal statistics once."""
+    result: dict[str, Any] = {}
+    for name, choose in SETS.items():
+        for count in (100, 1000):
+            norms = NormTable(supernet.space.id)
+            norms.update(rows(supernet, choose(supernet, count)))
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "norms.safetensors"
+                norms.save(path)
+                result.setdefault(name, {})[count] = {
+                    "memory_MiB": norms.nbytes() / 2**20,
+                    "file_MiB": path.stat().st_size / 2**20,
+                }
+    return result
+
+
+def rows(supernet: Supernet, specs: list[SubnetSpec]) -> dict[SubnetSpec, NormRow]:
+    """Return statistics rows of random numbers, which are equal wherever calibrated rows would be equal."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    run = CalibrationRun(supernet, specs, None, float("inf"))
+    found = {}
+    for spec in specs:
+        norms, used = run.shared.norms(spec), dict[str, tuple[Tensor, Tensor]]()
+        for path, (shared, _) in supernet.statistics(spec).items():
+            norm, channels = id(norms[path]), len(shared)
+            if norm not in made:
+                made[norm] = torch.randn(channels), torch.rand(channels)
+            used[path] = made[norm]
+        found[spec] = NormRow.of(used)
+    return found
+
+
 def report(result: dict[str, Any]) -> None:
     """Write the figures into benchmarks/README.md."""
     on = result["machine"]
@@ -207,12 +242,19 @@ def report(result: dict[str, Any]) -> None:
         for name, cells in result["saved"].items():
             shares = " | ".join(f"{c['saved']:.0%}" for c in cells.values())
             lines.append(f"| {name} | {shares} |")
+    if "table" in result:
+        lines += ["", "| norm table, MiB | in memory | file |", "|---|---|---|"]
+        lines += [
+            f"| {count} {name} | {c['memory_MiB']:.1f} | {c['file_MiB']:.1f} |"
+            for name, cells in result["table"].items()
+            for count, c in cells.items()
+        ]
     write_section("calibrate", lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["speed", "exact", "saved"])
+    parser.add_argument("--parts", nargs="+", default=["speed", "exact", "saved", "table"])
     parser.add_argument("--subnets", type=int, default=20)
     parser.add_argument("--counts", type=int, nargs="+", default=[20, 100, 300])
     parser.add_argument("--pixels", type=int, default=128)
@@ -232,7 +274,7 @@ def main() -> None:
     upstream = upstream_network(FAMILY)
     supernet = load(FAMILY, upstream.state_dict())
     result.update(machine=machine(torch.device("cpu")), pixels=args.pixels)
-    parts = {"speed": speed, "exact": exact, "saved": saved}
+    parts = {"speed": speed, "exact": exact, "saved": saved, "table": table}
     for part in args.parts:
         result[part] = parts[part](args, upstream, supernet)
         print(part, json.dumps(result[part], indent=1), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
 from os import PathLike
 
 import torch
@@ -22,6 +23,8 @@ __all__ = ["NormRow", "NormTable"]
 _CHANGING = threading.Lock()
 """Held while the rows of a table are exchanged."""
 
+ALLOWED_BYTES, BYTES_PER_STORED_BYTE = 2**26, 256
+"""The rows of a file may take this much memory: so much in any case, and so much per byte in the file."""
 NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 3, "save it again with NormTable.save()")
 
 
@@ -157,6 +160,8 @@ class NormTable:
     def save(self, path: str | PathLike[str]) -> None:
         """Write the table as a safetensors file, atomically.
 
+        Statistics that are equal in several rows are written once.
+
         Args:
             path: the file; an earlier one is replaced.
 
@@ -164,9 +169,22 @@ class NormTable:
             MissingFile: the folder of the file does not exist.
             WriteError: the file cannot be written.
         """
-        rows = [{"spec": spec.to_json(), "channels": row.channels} for spec, row in self._rows.items()]
-        flats = [row.flat.detach().cpu().clone() for row in self._rows.values()]
-        tensors = {str(i): flat.contiguous() for i, flat in enumerate(flats)}
+        stored: dict[str, list[Tensor]] = {}
+        ends: dict[str, int] = {}
+        starts: dict[bytes, int] = {}
+        rows = []
+        for spec, row in self._rows.items():
+            dtype, own = str(row.flat.dtype).removeprefix("torch."), []
+            for pair in row.map(lambda flat: flat.detach().cpu()).pairs().values():
+                both = torch.cat(pair)
+                key = blake2b(both.view(torch.uint8).numpy().data, key=dtype.encode()).digest()
+                if key not in starts:
+                    starts[key] = ends.get(dtype, 0)
+                    ends[dtype] = starts[key] + len(both)
+                    stored.setdefault(dtype, []).append(both)
+                own.append(starts[key])
+            rows.append({"spec": spec.to_json(), "channels": row.channels, "dtype": dtype, "starts": own})
+        tensors = {dtype: torch.cat(parts) for dtype, parts in stored.items()}
         write_tensors(path, tensors, {**NORM_TABLE.metadata, "space": self.space, "rows": json.dumps(rows)})
 
     @classmethod
@@ -193,10 +211,19 @@ class NormTable:
             header = file.metadata()
             NORM_TABLE.check_metadata(header, path)
             table = cls(header["space"])
-            for i, entry in enumerate(parse_json(header["rows"])):
-                spec = SubnetSpec.from_json(entry["spec"])
-                channels = {name: int(count) for name, count in entry["channels"].items()}
-                row = table._rows[spec] = NormRow(channels, file.get_tensor(str(i)))
+            stored = {dtype: file.get_tensor(dtype) for dtype in file.keys()}  # noqa: SIM118
+            left = ALLOWED_BYTES + BYTES_PER_STORED_BYTE * sum(tensor.nbytes for tensor in stored.values())
+            for entry in parse_json(header["rows"]):
+                spec, found = SubnetSpec.from_json(entry["spec"]), dict[str, tuple[Tensor, Tensor]]()
+                for (name, count), start in zip(entry["channels"].items(), entry["starts"], strict=True):
+                    both = stored[entry["dtype"]][start : start + 2 * count]
+                    if start < 0 or count < 1 or len(both) != 2 * count:
+                        raise ValueError(f"{count} channels at {start} are outside the statistics")
+                    left -= both.nbytes
+                    found[name] = both[:count], both[count:]
+                if left < 0:
+                    raise ValueError("its rows claim far more memory than it stores")
+                row = table._rows[spec] = NormRow.of(found)
                 wrong = _wrong(row)
                 if wrong:
                     raise FileFormatError(

@@ -1,4 +1,4 @@
-"""Every statistics row owns its tensor, and the file of a norm table has one tensor per row."""
+"""Every statistics row owns its tensor; the file of a norm table stores what rows have in common once."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ def equal(row: NormRow, expected: dict[str, tuple[torch.Tensor, torch.Tensor]]) 
 ROWS = [statistics(0, 0, 0), statistics(0, 0, 1), statistics(0, 2, 1), statistics(5, 0)]
 WHOLE = 2 * 4 * (12 * 3 + 7)
 """Bytes of all rows."""
+DISTINCT = 2 * 4 * ((3 + 3) + (4 + 4) + (5 + 5))
+"""Bytes of the distinct statistics: n0 has the seeds 0 and 5, n1 has 0 and 2, n2 has 0 and 1."""
 
 
 def test_rows_own_their_tensors() -> None:
@@ -90,50 +92,64 @@ def test_an_update_during_another_one_loses_no_row() -> None:
     assert set(made) == {spec(0), spec(1)}
 
 
-def test_the_file_round_trips(tmp_path: Path) -> None:
+def test_the_file_holds_equal_statistics_once_and_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "norms.safetensors"
     made = table(*ROWS, {"n0": tuple(t.double() for t in ROWS[0]["n0"])}, {})
     same = made.get(spec(0))
     assert same is not None
     made.update({spec(6): same})
     made.save(path)
-    assert sum(bytes_in(path).values()) == made.nbytes() == WHOLE + 48 + same.nbytes
+    assert bytes_in(path) == {"float32": DISTINCT, "float64": 48}
     loaded = NormTable.load(path)
     assert list(loaded) == list(made)
+    assert loaded.nbytes() == made.nbytes() == WHOLE + 48 + same.nbytes
+    assert loaded.get(spec(4)).flat.dtype == torch.float64
     loaded.get(spec(6)).flat.mul_(2)
     for i, expected in enumerate(ROWS):
         assert equal(loaded.get(spec(i)), expected)
-    assert loaded.get(spec(4)).flat.dtype == torch.float64
+    loaded.save(path)
+    assert bytes_in(path) == {"float32": DISTINCT + same.nbytes, "float64": 48}
     loaded.apply(lambda t: t.half())
-    assert loaded.nbytes() == (WHOLE + same.nbytes) // 2 + 12
     loaded.save(path)
     assert NormTable.load(path).get(spec(0)).flat.dtype == torch.float16
 
 
+ONE = {"spec": spec(0).to_json(), "channels": {"n0": 3}, "dtype": "float32", "starts": [0]}
+
+
 @pytest.mark.parametrize(
-    ("rows", "header", "message"),
+    ("change", "header", "message"),
     [
-        (
-            [{"spec": spec(0).to_json(), "channels": {"n0": 3}}],
-            {},
-            r"3 channels needs shape \(6,\), got \(24,\)",
-        ),
-        ([{"spec": spec(0).to_json(), "channels": {"n0": 13, "n1": -1}}], {}, "must be positive"),
-        ([{"spec": spec(0).to_json(), "channels": ["n0"]}], {}, "of the wrong kind: AttributeError"),
-        ([{"spec": spec(0).to_json()}], {}, "a field is missing or of the wrong kind: KeyError"),
-        ([{"spec": spec(0).to_json(), "channels": {"n0": 12}}] * 9, {}, "does not contain tensor"),
-        ([], {"schema": "2"}, "schema 2, this version reads 3"),
+        ({"channels": {"n0": 300}}, {}, "300 channels at 0 are outside the statistics"),
+        ({"starts": [-6]}, {}, "3 channels at -6 are outside"),
+        ({"channels": {"n0": -1}}, {}, "-1 channels at 0 are outside"),
+        ({"starts": []}, {}, "shorter"),
+        ({"starts": ["0"]}, {}, "a field is missing or of the wrong kind: TypeError"),
+        ({"dtype": "int8"}, {}, "a field is missing or of the wrong kind: KeyError"),
+        ({"channels": ["n0"]}, {}, "of the wrong kind: AttributeError"),
+        ({}, {"schema": "2"}, "schema 2, this version reads 3"),
     ],
 )
 def test_rows_that_contradict_the_statistics_are_refused(
-    tmp_path: Path, rows: list[Any], header: dict[str, str], message: str
+    tmp_path: Path, change: dict[str, Any], header: dict[str, str], message: str
 ) -> None:
     path = tmp_path / "norms.safetensors"
     table(*ROWS[:3]).save(path)
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    save_file(load_file(path), path, {**metadata, "rows": json.dumps(rows), **header})
+    save_file(load_file(path), path, {**metadata, "rows": json.dumps([{**ONE, **change}]), **header})
     with pytest.raises(FileFormatError, match=message):
+        NormTable.load(path)
+
+
+def test_rows_that_claim_far_more_memory_than_the_file_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "norms.safetensors"
+    table(*[ROWS[0]] * 300).save(path)
+    assert len(NormTable.load(path)) == 300
+    monkeypatch.setattr("subnetact.supernet.norm_table.ALLOWED_BYTES", 0)
+    with pytest.raises(FileFormatError, match="its rows claim far more memory than it stores"):
         NormTable.load(path)
 
 
