@@ -8,7 +8,7 @@ Map
 A line imports only from the lines above it; `python tests/rooms.py` draws this from the code.
 
     errors, files/                       typed errors; files: replaced as a whole, versioned, resumable
-    device, command                      the device in use; how commands, and daemon threads that compute, end
+    device, command                      the device in use; what all commands share
     comparison                           equal, within tolerances that have names
     spec, space                          the identity of a subnet; the search space
     operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each

@@ -35,17 +35,11 @@ _LIMITS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What torch and oneDNN use of a machine.
+    """What torch and oneDNN use of a machine: the type of its device, its processor and its instructions.
 
-    Attributes:
-        device: the type of the device: `cpu`, `cuda`, or another one.
-        architecture: that of the processor, `x86_64` or `aarch64` for example.
-        aten: the instructions that torch's own loops use, as `torch.backends.cpu.get_cpu_capability` says.
-        onednn: whether the build of torch has oneDNN.
-        limit: the value of ONEDNN_MAX_CPU_ISA, which limits the instructions that oneDNN uses; empty if none.
-        units: `vnni`, `bf16` and `amx`, if the processor has them.
-        cuda: the compute capability of the CUDA device.
-        reference: whether products in float64 are asked for, which are exact on every machine; tests do so.
+    `aten` are the instructions of torch's own loops; `limit` is the value of ONEDNN_MAX_CPU_ISA, which limits
+    those of oneDNN; `units` are what the processor has of `vnni`, `bf16` and `amx`; `cuda` is the compute
+    capability. `reference` asks for products in float64, which are exact on every machine; tests do so.
     """
 
     device: str = "cpu"

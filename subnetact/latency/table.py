@@ -6,7 +6,7 @@ import math
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -97,13 +97,11 @@ class LatencyTable:
             >>> table.latency_at("small", 4)
             2.7142857142857144
         """
-        none = np.empty((0, len(tuple(subnets)), len(tuple(batch_sizes))))
-        given: tuple[Any, ...] = (
-            *(tuple(map(str, subnets)), tuple(accuracy), tuple(batch_sizes), latency_ms),
-            *(statistics or {}, stamp or {}, tuple(co_runners)),
-            none if co_runner_ms is None else co_runner_ms,
-        )
-        return cls(*given)
+        keys, sizes = tuple(map(str, subnets)), tuple(batch_sizes)
+        beside = np.empty((0, len(keys), len(sizes))) if co_runner_ms is None else co_runner_ms
+        make: Callable[..., LatencyTable] = cls  # which converts what it is given, and checks it
+        numbers = tuple(co_runners)
+        return make(keys, tuple(accuracy), sizes, latency_ms, statistics or {}, stamp or {}, numbers, beside)
 
     def __post_init__(self) -> None:
         keys = self.subnets

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,24 +25,14 @@ class Measurements:
     """
 
     def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
-        self.windows: dict[Cell, list[Window]] = {}
+        self.windows: defaultdict[Cell, list[Window]] = defaultdict(list)
         self.out_of_memory: set[Cell] = set()
         self._journal = journal
         self._record = record
         if journal is not None:
             with journal.fields():
-                self._read(journal.of(record))
-
-    def _read(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        for line in lines:
-            co_runners, subnet, batch_size = line["cell"]
-            if not all(type(n) is int and n >= 0 for n in line["cell"]):
-                raise ValueError(f"a cell {line['cell']!r}")
-            window = {clock: np.array(line[clock], np.float64) for clock in CLOCKS if clock in line}
-            for times in window.values():
-                if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times.min() < 0:
-                    raise ValueError("times in ms that are not finite numbers >= 0")
-            self._put((co_runners, subnet, batch_size), window or None)
+                for line in journal.of(record):
+                    self._put(*_read(line))
 
     def add(self, cell: Cell, window: Window | None) -> None:
         """Keep the times of one window; None says that the memory ran out."""
@@ -50,10 +41,6 @@ class Measurements:
             self._journal.append(self._record, cell=list(cell), **times)
             window = window and {clock: np.array(values) for clock, values in times.items()}
         self._put(cell, window)
-
-    def count(self, cell: Cell) -> int:
-        """Return how many windows a cell has."""
-        return len(self.windows.get(cell, ()))
 
     def impossible(self, cell: Cell) -> bool:
         """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""
@@ -64,4 +51,15 @@ class Measurements:
         if window is None:
             self.out_of_memory.add(cell)
         else:
-            self.windows.setdefault(cell, []).append(window)
+            self.windows[cell].append(window)
+
+
+def _read(line: Mapping[str, Any]) -> tuple[Cell, Window | None]:
+    co_runners, subnet, batch_size = line["cell"]
+    if not all(type(n) is int and n >= 0 for n in line["cell"]):
+        raise ValueError(f"a cell {line['cell']!r}")
+    window = {clock: np.array(line[clock], np.float64) for clock in CLOCKS if clock in line}
+    for times in window.values():
+        if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times.min() < 0:
+            raise ValueError("times in ms that are not finite numbers >= 0")
+    return (co_runners, subnet, batch_size), window or None

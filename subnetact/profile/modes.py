@@ -13,12 +13,12 @@ from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import DeviceError, TableError
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["INCLUDES", "MODES", "TimedRunner", "check_mode", "engine_for", "run_facts"]
 
-MODES = ("eager", "zero-copy", "fused", "graphs", "compile")
+MODES = ("zero-copy", "fused", "graphs", "compile")
 INCLUDES = ("h2d",)
 MEMORY_BUDGET_MB = 2048.0
 """MiB for fused programs and CUDA graphs, in modes that have them, unless a user says otherwise."""
@@ -58,7 +58,7 @@ def check_mode(mode: str, include: Sequence[str], device: torch.device) -> None:
 
 def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
     """Return the facts of a table's stamp that say how its subnets were run."""
-    return {"mode": mode, "include_h2d": "h2d" in include, "channels_last": mode != "eager"}
+    return {"mode": mode, "include_h2d": "h2d" in include}
 
 
 class TimedRunner:
@@ -79,11 +79,7 @@ class TimedRunner:
     def prepared(self, subnet: int, batch_size: int) -> Iterator[Callable[[], Any]]:
         """Make a subnet ready at a batch size for as long as the context lasts; yield the call to time."""
         x = self._input(batch_size)
-        run: Callable[..., Any]
-        if self.mode == "eager":
-            run = partial(call_with, self.engine.supernet.subnet(self.engine.specs[subnet]))
-        else:
-            run = self.engine.ready(subnet)
+        run = self.engine.ready(subnet)
         if self.mode == "compile":
             self.engine.prepare([batch_size], [subnet])
         if self.mode == "fused":

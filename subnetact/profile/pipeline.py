@@ -46,9 +46,9 @@ class ProfileJob:
         settings: how they are measured.
         batch_sizes: ascending.
         device: cpu, cuda, cuda:1.
-        mode: eager: the subnet's view as a plain PyTorch module; zero-copy: an engine without a memory
-            budget, no weight is copied, inputs are channels_last; fused: every subnet as a fused program, on
-            CUDA as CUDA graphs; graphs: CUDA graphs of the views; compile: torch.compile (inductor).
+        mode: zero-copy: an engine without a memory budget, no weight is copied; fused: every subnet as a
+            fused program, on CUDA as CUDA graphs; graphs: CUDA graphs of the views; compile: torch.compile
+            (inductor).
         include: time this too; h2d: the copy of the input to the device (CUDA only).
         memory_budget_mb: memory for fused programs and CUDA graphs, in MiB.
         calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches; or random:N

@@ -161,11 +161,12 @@ class Sweep:
         if self.settings.co_runners:
             context = self._start_co_runners(self.runner, self.settings.co_runners[-1])
         bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
+        windows = self.measurements.windows
         with context as processes, bar:
             while missing := self._missing():
                 bar.total = bar.n + sum(missing.values())
-                fewest = min(map(self.measurements.count, missing))
-                for cell in [cell for cell in missing if self.measurements.count(cell) == fewest]:
+                fewest = min(len(windows[cell]) for cell in missing)
+                for cell in [cell for cell in missing if len(windows[cell]) == fewest]:
                     if self.measurements.impossible(cell):
                         continue
                     if processes is not None:
@@ -177,10 +178,10 @@ class Sweep:
         """Return how many more windows are needed at least, for every cell that needs one."""
         missing = {}
         for cell in self._cells:
-            count = self.measurements.count(cell)
-            left = self.settings.windows - count
-            if left <= 0 and count < self.settings.max_windows:
-                left = int(not is_stable(self.measurements.windows[cell], self.settings.tolerance))
+            windows = self.measurements.windows[cell]
+            left = self.settings.windows - len(windows)
+            if left <= 0 and len(windows) < self.settings.max_windows:
+                left = int(not is_stable(windows, self.settings.tolerance))
             if left > 0 and not self.measurements.impossible(cell):
                 missing[cell] = left
         return missing
@@ -215,8 +216,7 @@ class Sweep:
         """Return arrays (subnets, batch sizes) by name, NaN where memory ran out; none if it always did."""
         found = []
         for cell in (cell for cell in self._cells if cell[0] == co_runners):
-            possible = not self.measurements.impossible(cell)
-            windows = self.measurements.windows.get(cell, []) if possible else []
+            windows = [] if self.measurements.impossible(cell) else self.measurements.windows[cell]
             tolerance, quantiles = self.settings.tolerance, self.settings.quantiles
             found.append(statistics_of(windows, tolerance, quantiles) if windows else {})
         names = dict.fromkeys(name for one in found for name in one)

@@ -68,7 +68,7 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
     assert outputs[0].device.type == "cpu"
 
 
-@pytest.mark.parametrize("mode", ["eager", "zero-copy", "fused", "graphs"])
+@pytest.mark.parametrize("mode", ["zero-copy", "fused", "graphs"])
 @pytest.mark.parametrize("include_h2d", [False, True])
 def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
     supernet = small_supernet("ofa_resnet50")

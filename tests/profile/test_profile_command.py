@@ -164,12 +164,12 @@ def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet, cap
     assert table.subnets == tuple(spec.key for spec in chosen)
     assert table.accuracy == (50.0, 60.5)
     assert "latency only" in table.stamp["calibrated_on"]
-    assert run(tmp_path, "--bundle", tmp_path / "b", "--batch-sizes", 1, "--mode", "eager") == 0
+    assert run(tmp_path, "--bundle", tmp_path / "b", "--batch-sizes", 1, "--mode", "fused") == 0
     again = table_in(tmp_path)
     assert again.subnets == table.subnets
     assert again.accuracy == table.accuracy
     assert again.batch_sizes == (1,)
-    assert again.stamp["mode"] == "eager"
+    assert again.stamp["mode"] == "fused"
     assert again.stamp["supernet"] == table.stamp["supernet"]
     assert again.stamp["calibrated_on"] == "their own statistics"
     given = ("--bundle", tmp_path / "b", "--batch-sizes", 1, "--accuracy", 70, 60.5)

@@ -16,9 +16,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from subnetact.command import computing
 from subnetact.errors import WorkerDied, failure_text
 from subnetact.serving.live.batch_job import BatchJob
+from subnetact.serving.live.computing import computing
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.requests import Decided, Outcome, Runner, settle

@@ -1,0 +1,77 @@
+"""`computing()`: what lets the interpreter end while daemon threads run networks.
+
+A daemon thread that is inside torch when the interpreter ends aborts the process (SIGABRT). From then on no
+thread begins to compute, and those that compute are waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["computing"]
+
+WAIT_S = 10.0
+"""The longest time that the end of the interpreter waits for threads that compute."""
+HELD_S = 30.0
+"""Seconds after the end began at which held threads may compute again, so that a later `close` returns."""
+
+
+class _Computing:
+    """The threads that compute now, by their identifiers."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.threads: set[int] = set()
+        self.ended_s: float | None = None
+
+    def begin(self, thread: int) -> None:
+        """Note that a thread computes; when the interpreter ends, hold the thread."""
+        with self.changed:
+            while self.ended_s is not None and (left := self.ended_s + HELD_S - time.monotonic()) > 0:
+                self.changed.wait(left)
+            self.threads.add(thread)
+
+    def end(self, thread: int) -> None:
+        """Note that a thread does not compute any more."""
+        with self.changed:
+            self.threads.discard(thread)
+            self.changed.notify_all()
+
+    def end_all(self) -> None:
+        """Let no thread begin to compute, and wait for those that do."""
+        with self.changed:
+            self.ended_s = time.monotonic()
+            own = {threading.get_ident()}
+            self.changed.wait_for(lambda: self.threads <= own, WAIT_S)
+
+
+_now = _Computing()
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Return a context in which a daemon thread may compute: the end of the interpreter waits for it."""
+    now, thread = _now, threading.get_ident()
+    if thread in now.threads:
+        yield
+        return
+    now.begin(thread)
+    try:
+        yield
+    finally:
+        now.end(thread)
+
+
+def _after_fork() -> None:
+    global _now
+    _now = _Computing()  # The threads did not come along, and one of them may have held the lock.
+
+
+atexit.register(lambda: _now.end_all())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,143 @@
+"""The interpreter ends while daemon threads compute: it waits for them, and holds those that would begin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from subnetact.serving.live import computing
+
+TESTS = Path(__file__).parents[1]
+MODEL = """
+import threading
+import torch
+from torch import nn
+import subnetact
+import subnetact.serving
+torch.set_num_threads(1)
+began = threading.Event()
+
+class Long(nn.Linear):
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            for _ in range(10):
+                self.weight @ self.weight
+        return super().forward(x)
+
+def engine(**options):
+    network = nn.Sequential(nn.Linear(16, 1024), Long(1024, 1024), nn.Linear(1024, 4)).eval()
+    space = subnetact.SubnetSpace(
+        "m", [subnetact.Axis.uniform("w", ["a"], [32, 1024])], lambda v: {"w": v["w"][0]}
+    )
+    on = subnetact.WeightSlice.on
+    supernet = subnetact.insert_(network, space, {"0": on(out="w"), "1": on(in_="w")})
+    return subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 16), **options)
+"""
+SERVING = """
+one = engine()
+table = subnetact.LatencyTable.from_arrays(one.keys, [50.0], [1], [[1.0]])
+batcher = subnetact.Batcher(one, table=table, slo_ms=1e6)
+for _ in range(20):
+    batcher.submit(torch.zeros(16), deadline_ms=1e6)
+assert began.wait(60)
+"""
+IN_BLOCKS = """
+one = engine()
+table = subnetact.LatencyTable.from_arrays(one.keys, [50.0], [1], [[1.0]])
+from subnetact.serving.policies import Preemptive
+policy = Preemptive(subnetact.serving.Fixed(table, 0))
+batcher = subnetact.Batcher(one, policy=policy, slo_ms=1e6)
+for _ in range(20):
+    batcher.submit(torch.zeros(16), deadline_ms=1e6)
+assert began.wait(60)
+"""
+GENERATING = """
+from torchvision_operators import define_missing
+define_missing()
+from generation_tables import step_table
+from small_decoders import small_decoder
+from subnetact.generation import Generator
+model = small_decoder("LlamaConfig", intermediate_size=1024, hidden_size=512, max_position_embeddings=5000)
+supernet = subnetact.insert_(model, example=torch.arange(8).view(1, 8), axes=("ffn",))
+spec = supernet.space.largest()
+generator = Generator(supernet, [spec], step_table([str(spec)], (50.0,)), token_ms=1e6)
+next(iter(generator.submit([1, 2, 3], max_new_tokens=4000)))
+"""
+
+
+@pytest.mark.parametrize("program", [SERVING, IN_BLOCKS, GENERATING])
+def test_the_interpreter_ends_while_threads_compute(program: str) -> None:
+    if program is GENERATING:
+        pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MODEL + program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_end_waits_for_threads_that_compute_and_holds_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = computing._Computing()
+    monkeypatch.setattr(computing, "_now", now)
+    began, go_on, later, waits = (
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+        threading.Semaphore(0),
+    )
+    wait = now.changed.wait
+
+    def noted(timeout: float | None = None) -> bool:
+        waits.release()
+        return wait(timeout)
+
+    monkeypatch.setattr(now.changed, "wait", noted)
+
+    def first() -> None:
+        with computing.computing(), computing.computing():
+            began.set()
+            go_on.wait(60)
+
+    def second() -> None:
+        with computing.computing():
+            later.set()
+
+    threads = [threading.Thread(target=target) for target in (first, now.end_all, second)]
+    threads[0].start()
+    assert began.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+        assert waits.acquire(timeout=60)
+    assert threads[1].is_alive()
+    go_on.set()
+    threads[1].join(60)
+    assert not threads[1].is_alive()
+    assert not later.is_set()
+    monkeypatch.setattr(
+        computing, "HELD_S", 0.0
+    )  # Whoever waits for the thread, as `close` does, need not any more.
+    with now.changed:
+        now.changed.notify_all()
+    assert later.wait(60)
+    for thread in threads:
+        thread.join(60)
+
+
+def test_the_end_waits_for_no_thread_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computing, "WAIT_S", 0.0)
+    now = computing._Computing()
+    now.begin(-1)
+    end = threading.Thread(target=now.end_all, daemon=True)
+    end.start()
+    end.join(60)
+    assert not end.is_alive()
