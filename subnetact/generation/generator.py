@@ -29,7 +29,7 @@ from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_table import StepTable
 from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.computing import computing
+from subnetact.serving.live.interpreter_exit import computing
 from subnetact.serving.scheduling.checks import check_count, check_positive, expired_rule, unreachable
 from subnetact.serving.scheduling.context import Policy
 from subnetact.spec import SubnetSpec

@@ -18,9 +18,9 @@ from typing import Any
 
 from subnetact.errors import WorkerDied, failure_text
 from subnetact.serving.live.batch_job import BatchJob
-from subnetact.serving.live.computing import computing
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.decision_log import DecisionLog
+from subnetact.serving.live.interpreter_exit import computing
 from subnetact.serving.live.requests import Decided, Outcome, Runner, settle
 from subnetact.serving.live.turns import Turn, WorkerTurns
 
