@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from subnetact.serving.live import computing
+from subnetact.serving.live import interpreter_exit
 
 TESTS = Path(__file__).parents[1]
 MODEL = """
@@ -87,8 +87,8 @@ def test_the_interpreter_ends_while_threads_compute(program: str) -> None:
 
 
 def test_the_end_waits_for_threads_that_compute_and_holds_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = computing._Computing()
-    monkeypatch.setattr(computing, "_now", now)
+    now = interpreter_exit._Computing()
+    monkeypatch.setattr(interpreter_exit, "_now", now)
     began, go_on, later, waits = (
         threading.Event(),
         threading.Event(),
@@ -104,12 +104,12 @@ def test_the_end_waits_for_threads_that_compute_and_holds_the_others(monkeypatch
     monkeypatch.setattr(now.changed, "wait", noted)
 
     def first() -> None:
-        with computing.computing(), computing.computing():
+        with interpreter_exit.computing(), interpreter_exit.computing():
             began.set()
             go_on.wait(60)
 
     def second() -> None:
-        with computing.computing():
+        with interpreter_exit.computing():
             later.set()
 
     threads = [threading.Thread(target=target) for target in (first, now.end_all, second)]
@@ -124,7 +124,7 @@ def test_the_end_waits_for_threads_that_compute_and_holds_the_others(monkeypatch
     assert not threads[1].is_alive()
     assert not later.is_set()
     monkeypatch.setattr(
-        computing, "HELD_S", 0.0
+        interpreter_exit, "HELD_S", 0.0
     )  # Whoever waits for the thread, as `close` does, need not any more.
     with now.changed:
         now.changed.notify_all()
@@ -134,8 +134,8 @@ def test_the_end_waits_for_threads_that_compute_and_holds_the_others(monkeypatch
 
 
 def test_the_end_waits_for_no_thread_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(computing, "WAIT_S", 0.0)
-    now = computing._Computing()
+    monkeypatch.setattr(interpreter_exit, "WAIT_S", 0.0)
+    now = interpreter_exit._Computing()
     now.begin(-1)
     end = threading.Thread(target=now.end_all, daemon=True)
     end.start()
