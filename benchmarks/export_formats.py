@@ -163,7 +163,7 @@ def load_and_measure(kind: str, folder: Path) -> dict[str, float]:
     """Run in the fresh process: return the load time in ms and the growth of resident memory in MiB."""
     torch.set_num_threads(1)
     facts = json.loads((folder / "export.json").read_text())
-    dtype, shape = facts["example"]
+    dtype, shape = facts["sample"]
     x = torch.zeros(1, *shape, dtype=getattr(torch, dtype))
     if kind == "onnx":
         import onnxruntime
@@ -179,8 +179,10 @@ def load_and_measure(kind: str, folder: Path) -> dict[str, float]:
     calls: list[Callable[[], Any]]
     if kind == "onnx":
         runs = [
-            onnxruntime.InferenceSession(folder / s["file"], options, providers=["CPUExecutionProvider"])
-            for s in facts["subnets"]
+            onnxruntime.InferenceSession(
+                folder / f"subnet-{i}.onnx", options, providers=["CPUExecutionProvider"]
+            )
+            for i in range(len(facts["subnets"]))
         ]
         calls = [partial(run.run, None, {"input": x.numpy()}) for run in runs]
     else:

@@ -169,7 +169,7 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
         worst = found[int(np.argmin(shares))]
         result[method] = {
             "share_of_hypervolume": shares,
-            "worst_front": [[c.latency_ms, c.accuracy] for c in worst],
+            "worst_front": [[c.latency_ms, c.accuracy] for c in worst.front],
         }
         print(f"digits, {method}: {min(shares):.4f} at the worst of {len(shares)} seeds")
     return result
@@ -291,7 +291,7 @@ def families(args: argparse.Namespace) -> dict[str, Any]:
             method: {
                 "share_of_hypervolume": shares[method],
                 "subnets_in_front": [len(front_of(run.evaluated)) for run in found],
-                "front": [[c.latency_ms, c.accuracy] for c in found[0]],
+                "front": [[c.latency_ms, c.accuracy] for c in found[0].front],
             }
             for method, found in runs.items()
         }
@@ -362,9 +362,7 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
     model = CostModel(supernet, shape)
     result: dict[str, Any] = {"subnets": len(specs), "machine": machine(torch.device("cpu"))}
     for column, batch_size in enumerate(table.batch_sizes):
-        predictor = subnetact.nas.LatencyPredictor.fit(
-            supernet, specs, table.latency_ms[:, column], batch_size, costs=model
-        )
+        predictor = subnetact.nas.LatencyPredictor.fit(model, specs, table.latency_ms[:, column], batch_size)
         result[f"digits, batch {batch_size}"] = vars(predictor.error)
         print(f"batch {batch_size}: {predictor.error}")
     return result

@@ -190,7 +190,7 @@ def front(supernet: Supernet, training: Digits, test: Digits, evaluations: int) 
 
     def accuracy(spec: SubnetSpec) -> float:
         calibrate(supernet, [spec], data, progress=False)
-        return evaluate(supernet, spec, [test], progress=False)
+        return evaluate(supernet, [spec], [test], progress=False)[0]
 
     def latency(spec: SubnetSpec) -> float:
         view = supernet.subnet(spec)
@@ -203,7 +203,7 @@ def front(supernet: Supernet, training: Digits, test: Digits, evaluations: int) 
         return sorted(taken)[3]
 
     found = search(supernet, accuracy, latency, size=12, evaluations=evaluations, seed=0)
-    return [candidate.spec for candidate in found]
+    return [candidate.spec for candidate in found.front]
 
 
 def split(data: Digits, size: int) -> list[Digits]:

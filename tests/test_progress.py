@@ -50,7 +50,7 @@ def engine(digits: Supernet) -> Engine:
         lambda digits, path: subnetact.calibrate(digits, [digits.space.smallest()], [IMAGES]),
         lambda digits, path: subnetact.profile_latency(engine(digits), [1], warmup_ms=0, min_time_ms=1),
         lambda digits, path: subnetact.evaluate(
-            digits, digits.space.smallest(), [(IMAGES, torch.zeros(4, dtype=torch.long))]
+            digits, [digits.space.smallest()], [(IMAGES, torch.zeros(4, dtype=torch.long))]
         ),
         lambda digits, path: subnetact.search(
             digits, lambda spec: 60.0, lambda spec: 1.0, method="random", evaluations=4

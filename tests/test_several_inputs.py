@@ -159,9 +159,9 @@ def test_bad_batches_are_named() -> None:
     with pytest.raises(SpecError, match=r"does not run on a torch\.float32 tensor of shape"):
         calibrate(supernet, specs, [image])
     with pytest.raises(SpecError, match="'labels'"):
-        evaluate(supernet, specs[0], [{"image": image}])
+        evaluate(supernet, specs, [{"image": image}])
     with pytest.raises(SpecError, match="labels"):
-        evaluate(supernet, specs[0], [((image, image[:3]), torch.zeros(6))])
+        evaluate(supernet, specs, [((image, image[:3]), torch.zeros(6))])
     assert not supernet.norms
 
 

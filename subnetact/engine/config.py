@@ -108,19 +108,20 @@ class EngineConfig:
         }
 
     @classmethod
-    def from_json(cls, described: Mapping[str, Any], space: SubnetSpace) -> EngineConfig:
-        """Return what `to_json` has `described`, of subnets of a `space`.
+    def from_json(cls, described: Mapping[str, Any], space: SubnetSpace | None = None) -> EngineConfig:
+        """Return what `to_json` has `described`, of subnets of a `space`, which None does not check.
 
         Raises:
             KeyError: a field is missing.
             TypeError: a field is of another type.
             ValueError: ids, accuracies, subnets and the space do not belong together.
         """
+        specs = tuple(map(SubnetSpec.from_json, described["subnets"]))
         padding, allow = described["padding"], described["allow_uncalibrated"]
         if type(allow) is not bool:
             raise ValueError(f"allow_uncalibrated {allow!r}")
         return cls(
-            tuple(space.check(SubnetSpec.from_json(spec)) for spec in described["subnets"]),
+            specs if space is None else tuple(map(space.check, specs)),
             described["accuracy"],
             tuple(described["removed"]),
             tuple(described["pinned"]),

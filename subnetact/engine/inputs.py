@@ -144,16 +144,20 @@ def samples_of(example: Any) -> Any:
         return None
     if isinstance(example, list):
         return [samples_of(one) for one in example]
-    batch = as_batch(example)
+    return map_tensors(lambda t: t.detach().to("cpu", copy=True), first_of(as_batch(example), "example"))
+
+
+def first_of(batch: Any, where: str) -> Any:
+    """Return the first input of a batch; InvalidRequest, which calls it `where`, if it is no batch."""
     parts = [part for part in tensors_of(batch) if isinstance(part, Tensor)]
-    check_input(batch, None, parts[0].device if parts else torch.device("cpu"), where="example")
+    check_input(batch, None, parts[0].device if parts else torch.device("cpu"), where=where)
     sizes = {len(t) if t.dim() else 0 for t in parts}
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidRequest(
-            f"example: expected a batch, tensors whose first axis has one size, got {describe_input(batch)}; "
+            f"{where}: expected a batch, tensors whose first axis has one size, got {describe_input(batch)}; "
             "give x[None] of one input x"
         )
-    return map_tensors(lambda t: t[0].detach().to("cpu", copy=True), batch)
+    return map_tensors(lambda t: t[0], batch)
 
 
 def sample_to_json(sample: Any) -> Any:
@@ -203,13 +207,15 @@ def laid_out(x: Tensor) -> Tensor:
 
 
 def batch_like(sample: Any, size: int) -> Any:
-    """Return a batch like a sample, on the CPU: random numbers from a fixed seed, and integer zeros."""
+    """Return a batch like a sample, on the CPU: random numbers from a fixed seed, or the sample and ones."""
 
     def batch(part: Tensor) -> Tensor:
         shape = size, *part.shape
-        if not part.is_floating_point():
-            return torch.zeros(shape, dtype=part.dtype)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(part.dtype)
+        if part.is_floating_point():
+            return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(part.dtype)
+        rows = torch.ones(shape, dtype=part.dtype)
+        rows[0] = part
+        return rows
 
     return map_tensors(batch, sample)
 

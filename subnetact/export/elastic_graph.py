@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.errors import ExportError
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
+from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.supernet.bind import bind_module
 from subnetact.supernet.failure import culprit
@@ -28,21 +29,15 @@ from subnetact.supernet.trace import RecordedCall
 
 __all__ = ["record_network"]
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_INPUT: Any = object()
+"""Marks an argument of the network that becomes an input of the graph."""
 
 
 def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[str], sizes: int) -> Any:
-    """Return a module with `forward(*inputs, row: List[int], means, variances)`.
+    """Return a module with `forward(*inputs, row: List[int], means, variances)` of a network of one's own.
 
-    Args:
-        network: the network of a supernet that nobody else uses, in evaluation mode and without gradients.
-        inputs: names of the tensors that callers give.
-        norms: paths of the BatchNorms, in the order of their entries in the row.
-        sizes: length of a size row. In a full row, for each BatchNorm the position of its first channel in
-            the flat means and variances of all subnets follows.
-
-    Raises:
-        ExportError: a forward cannot be recorded or compiled; the message names the module.
+    The row is a size row, `sizes` integers, and then, for every BatchNorm in `norms`, the position of its
+    first channel in the flat means and variances of all subnets.
     """
     for module in network.modules():
         if isinstance(module, Operator):
@@ -54,24 +49,14 @@ def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[st
     )
 
 
-_INPUT: Any = object()
-"""Marks an argument of the network that becomes an input of the graph."""
-
-
 @dataclass(frozen=True)
 class _Shared:
-    """What all graphs of one network share.
-
-    Attributes:
-        starts: the position in the full row of every BatchNorm's place in the statistics, by path.
-        registered: ids of the parameters and buffers of the network.
-        classes: the compiled classes by their code. Layers of equal code share one, for TorchScript takes
-            about 1 KiB of memory, and time to load, for every operation of every class.
-    """
+    """What all graphs of one network share: where BatchNorms are in the row, ids of tensors, and classes."""
 
     starts: dict[str, int]
     registered: set[int]
     classes: dict[Any, type[nn.Module]] = field(default_factory=dict)
+    """By code. Layers of equal code share a class: each takes time to load, and 1 KiB per operation."""
 
 
 class _Tracer(GraphAppendingTracer):
@@ -246,7 +231,7 @@ def _with(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
 
 def _is_leaf(module: nn.Module) -> bool:
     """Tell whether a module is PyTorch's own and contains nothing elastic."""
-    library = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+    library = type(module).__module__.startswith("torch.nn.") and traits_of(module).kind != "container"
     return library and not any(isinstance(inner, Operator) for inner in module.modules())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.device import find_device
-from subnetact.engine.inputs import Stager, check_input, sample_from_json
+from subnetact.engine.config import EngineConfig
+from subnetact.engine.inputs import Stager, check_input, first_of
 from subnetact.engine.outputs import unstack
 from subnetact.errors import (
     DeviceError,
@@ -24,13 +24,10 @@ from subnetact.errors import (
     PrecisionError,
     SpecError,
 )
-from subnetact.export.manifest import read_version
-from subnetact.export.programs import KIND, WEIGHTS, capability
-from subnetact.export.shared_tensors import SharedTensors
-from subnetact.export.subnet_program import quiet
+from subnetact.export.programs import KIND, WEIGHTS, capability, program_name
+from subnetact.export.subnet_program import export_format, quiet
 from subnetact.operators.kernel_table import require_precision
-from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
+from subnetact.supernet.batches import as_batch, call_with, tensors_of
 
 __all__ = ["ExportedEngine", "load_exported"]
 
@@ -42,10 +39,10 @@ class ExportedEngine:
     package runs one call at a time.
 
     Attributes:
+        specs: the subnets, in the order of their ids.
         keys: readable key of every subnet.
         ids: the ids 0 .. n-1 of the subnets.
         accuracy: accuracy of every subnet in percent, or None if it was unknown.
-        specs: the subnets as JSON, which `SubnetSpec.from_json` reads.
         fingerprint: hash of the supernet's weights.
         device: the device on which it runs.
         sample: one input without batch axis, on the CPU; only its shape and dtype matter.
@@ -53,18 +50,22 @@ class ExportedEngine:
     """
 
     def __init__(
-        self, programs: Sequence[_Program], facts: Mapping[str, Any], sample: Any, device: torch.device
+        self,
+        programs: Sequence[Callable[..., Any]],
+        config: EngineConfig,
+        fingerprint: str,
+        dynamic_batch: bool,
+        device: torch.device,
     ) -> None:
-        subnets = facts["subnets"]
         self._programs = tuple(programs)
-        self.keys: tuple[str, ...] = tuple(subnet["key"] for subnet in subnets)
+        self.specs = tuple(config.specs)
+        self.keys = tuple(spec.key for spec in self.specs)
         self.ids = tuple(range(len(programs)))
-        self.accuracy: tuple[float | None, ...] = tuple(subnet["accuracy"] for subnet in subnets)
-        self.specs: tuple[dict[str, Any], ...] = tuple(subnet["spec"] for subnet in subnets)
-        self.fingerprint: str = facts["fingerprint"]
-        self.dynamic_batch: bool = facts["dynamic_batch"]
+        self.accuracy = tuple(config.accuracy or ())
+        self.fingerprint = fingerprint
+        self.dynamic_batch = dynamic_batch
         self.device = device
-        self.sample = sample
+        self.sample = config.sample
         self._stager = Stager(device)
 
     def __len__(self) -> int:
@@ -72,15 +73,6 @@ class ExportedEngine:
 
     def __repr__(self) -> str:
         return f"ExportedEngine({len(self)} subnets, on {self.device})"
-
-    def nbytes(self) -> int:
-        """Return the size of all weights in bytes; weights that subnets share are counted once."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for program in self._programs
-            for tensor in program.tensors.values()
-        }
-        return sum(storages.values())
 
     def ready(self, subnet: int) -> Callable[[Any], Any]:
         """Return a function that runs one subnet.
@@ -96,7 +88,7 @@ class ExportedEngine:
         """
         if isinstance(subnet, (bool, float)) or subnet not in self.ids:
             raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
-        return partial(self._run, self._programs[subnet].run)
+        return partial(self._run, self._programs[subnet])
 
     def __call__(self, x: Any, subnet: int) -> Any:
         """Run a batch through a subnet.
@@ -150,16 +142,11 @@ class ExportedEngine:
 
     def _run(self, program: Callable[..., Any], x: Any) -> Any:
         x = as_batch(x)
-        parts = list(tensors_of(x))
-        if not parts or not all(isinstance(part, Tensor) and part.dim() and len(part) for part in parts):
-            raise InvalidRequest("input: expected a batch, (N, ...) with N >= 1")
-        if len(set(map(len, parts))) > 1:
-            raise InvalidRequest(f"input: batches of different sizes, {[len(part) for part in parts]}")
-        self.check(map_tensors(lambda part: part[0], x))
-        if not self.dynamic_batch and len(parts[0]) != 1:
+        self.check(first_of(x, "input"))
+        size = len(next(iter(tensors_of(x))))
+        if not self.dynamic_batch and size != 1:
             raise InvalidRequest(
-                f"input: a batch of {len(parts[0])}, these programs take batches of 1; "
-                "export with dynamic_batch=True"
+                f"input: a batch of {size}, these programs take batches of 1; export with dynamic_batch=True"
             )
         with torch.inference_mode():
             return call_with(program, x)
@@ -201,37 +188,29 @@ def load_exported(
             "evaluates strings and unpickles records of a graph, and an AOTInductor package is native code; "
             "if you trust who made it, load_exported(..., trusted=True)"
         )
-    return read_version(directory, KIND, partial(_read, device=device, progress=progress))
+    read = partial(_read, device=device, progress=progress)
+    return export_format(KIND).read_version(directory, read)
 
 
 def _read(
     folder: Path, facts: Mapping[str, Any], *, device: str | torch.device | None, progress: bool
 ) -> ExportedEngine:
-    try:
+    passing = DeviceError, PrecisionError
+    with export_format(KIND).fields(folder, passing, damaged=(RuntimeError, SpecError)):
         home = find_device(facts["device"] if device is None else device)
         _refuse_foreign(folder, facts, home)
-        sample = sample_from_json(facts["sample"])
-        subnets = facts["subnets"]
-        specs = [SubnetSpec.from_json(subnet["spec"]) for subnet in subnets]
-        for precision in sorted({spec.precision for spec in specs}):
+        config = EngineConfig.from_json(facts)
+        for precision in sorted({spec.precision for spec in config.specs}):
             require_precision(precision, home)
-        tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
-        names = {WEIGHTS, *(subnet["program"] for subnet in subnets)}
-        if not names <= set(facts["files"]):
-            raise FileFormatError(f"{folder}: `files` does not list {sorted(names - set(facts['files']))}")
+        names = [program_name(i) for i in range(len(config.specs))]
+        missing = sorted({WEIGHTS, *names} - set(facts["files"]))
+        if missing:
+            raise FileFormatError(f"{folder}: `files` does not list {missing}")
+        tensors = torch.load(folder / WEIGHTS, map_location=home, weights_only=True)
         load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
-        named = tqdm(
-            zip(subnets, tensors, strict=True),
-            desc="loading subnets",
-            total=len(subnets),
-            disable=not progress or None,
-        )
-        programs: list[_Program] = [load(folder / subnet["program"], own) for subnet, own in named]
-        return ExportedEngine(programs, facts, sample, home)
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        if isinstance(error, (FileFormatError, DeviceError, ExportError, PrecisionError)):
-            raise
-        raise FileFormatError(f"{folder}: a field is missing or of the wrong kind: {error!r}") from error
+        bar = tqdm(names, desc="loading subnets", disable=not progress or None)
+        programs = [load(folder / name, own) for name, own in zip(bar, tensors, strict=True)]
+        return ExportedEngine(programs, config, facts["fingerprint"], facts["dynamic_batch"], home)
 
 
 def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:
@@ -239,35 +218,25 @@ def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device
         raise FileFormatError(
             f"{folder}: exported for {facts['device']}, asked to run on {device}; export from an Engine there"
         )
-    if facts["compile"] == "none":
-        return
     made, here = (facts["torch"], facts["capability"]), (torch.__version__, capability(device))
-    if made != here:
+    if facts["compile"] != "none" and made != here:
         raise FileFormatError(
             f"{folder}: compiled by torch {made[0]} for {made[1]}, this is torch {here[0]} on {here[1]}; "
             "export again on this kind of machine, or with compile='none'"
         )
 
 
-@dataclass(frozen=True)
-class _Program:
-    """A program, and its tensors, which the engine counts and a package knows only by their addresses."""
-
-    run: Callable[..., Any]
-    tensors: Mapping[str, Tensor]
-
-
-def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> _Program:
+def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> Callable[..., Any]:
     with quiet():
         program = torch.export.load(path)
     for owner in (program.state_dict, program.constants):
         for name, empty in owner.items():
             own = tensors[name]
             owner[name] = nn.Parameter(own, False) if isinstance(empty, nn.Parameter) else own
-    return _Program(program.module(), tensors)
+    return program.module()
 
 
-def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> _Program:
+def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> Callable[..., Any]:
     with quiet():
         index: int | None = device.index
         package = torch._inductor.aoti_load_package(str(path), device_index=-1 if index is None else index)
@@ -277,4 +246,4 @@ def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.devic
         named = {name: part.contiguous() for name, part in kwargs.items()}
         return package(*(part.contiguous() for part in args), **named)
 
-    return _Program(run, tensors)
+    return run

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
@@ -70,8 +67,7 @@ def to_onnx(
             program = subnet.traced(dynamic_batch=True)
             traced = program.module()
             subnet.require_equal(traced, "torch.export")
-            subnet.facts["file"] = f"subnet-{i}.onnx"
-            with _silent(), subnet.blamed("torch.onnx"):
+            with quiet(), subnet.blamed("torch.onnx"):
                 made = torch.onnx.export(
                     program,
                     (),
@@ -111,18 +107,3 @@ def _names(output: Any) -> list[str]:
         return [str(name) for name in output]
     tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor)]
     return [f"output_{i}" for i in range(len(tensors))]
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress the progress report that torch's exporter prints."""
-    names = ("torch.onnx", "onnxscript", "onnx_ir")
-    before = {name: logging.getLogger(name).level for name in names}
-    try:
-        for name in names:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        with quiet(), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)

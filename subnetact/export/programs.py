@@ -13,13 +13,14 @@ from torch.export import ExportedProgram
 from subnetact.comparison import FUSED
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError
-from subnetact.export.shared_tensors import SharedTensors
 from subnetact.export.subnet_program import SubnetProgram, chosen_subnets, exporting, quiet
 
-__all__ = ["COMPILERS", "KIND", "WEIGHTS", "capability", "to_exported_programs"]
+__all__ = ["KIND", "WEIGHTS", "capability", "program_name", "to_exported_programs"]
 
 KIND = "subnetact.programs"
-WEIGHTS = "weights.safetensors"
+WEIGHTS = "weights.pt"
+"""The file with the tensors of every program by name. torch.save writes every storage once, and slices of a
+supernet's weights are views of one storage, so that the full weights are in it once for all subnets."""
 COMPILERS = ("none", "aoti")
 
 
@@ -34,8 +35,8 @@ def to_exported_programs(
 ) -> Path:
     """Write one program per subnet, and one file with the weights of all of them.
 
-    `load_exported` reads the directory. The programs contain no weights: each of their tensors is a view of
-    `weights.safetensors`. Every program is run and compared with the supernet before anything is written to
+    `load_exported` reads the directory. The programs contain no weights: `weights.pt` holds those of all
+    subnets, each once. Every program is run and compared with the supernet before anything is written to
     `directory`.
 
     Args:
@@ -63,7 +64,7 @@ def to_exported_programs(
 
     Example:
         >>> to_exported_programs(engine, "programs")
-        >>> exported = load_exported("programs")
+        >>> exported = load_exported("programs", trusted=True)
         >>> logits = exported(images, subnet=0)
     """
     if compile not in COMPILERS:
@@ -71,16 +72,16 @@ def to_exported_programs(
     chosen = chosen_subnets(engine, subnets)
     if compile == "aoti":
         _need_compiler(engine.device)
-    shared = SharedTensors()
     facts = {
         "compile": compile,
         "device": engine.device.type,
         "capability": capability(engine.device),
         "dynamic_batch": dynamic_batch,
     }
+    weights: list[dict[str, Tensor]] = []
     size = 3 if dynamic_batch else 1
     with exporting(engine, directory, KIND, chosen, size, facts, progress) as (folder, programs):
-        for i, subnet in enumerate(programs):
+        for subnet in programs:
             program = subnet.traced(dynamic_batch)
             tensors = {**program.state_dict, **program.constants}
             strange = [n for n, t in tensors.items() if not isinstance(t, Tensor)]
@@ -88,12 +89,16 @@ def to_exported_programs(
                 raise ExportError(
                     f"subnet {subnet.name}: the constant {strange[0]} is not a tensor; remove it"
                 )
-            path = folder / f"program-{i}.pt2"
             write = _write_graph if compile == "none" else _write_package
-            used = write(program, tensors, path, subnet)
-            subnet.facts.update(program=path.name, tensors={n: shared.view(tensors[n]) for n in used})
-        shared.save(folder / WEIGHTS)
+            used = write(program, tensors, folder / program_name(len(weights)), subnet)
+            weights.append({name: tensors[name].detach() for name in used})
+        torch.save(weights, folder / WEIGHTS)
     return Path(directory)
+
+
+def program_name(subnet: int) -> str:
+    """Return the name of the file with the program of a subnet."""
+    return f"program-{subnet}.pt2"
 
 
 def capability(device: torch.device) -> str:

@@ -11,16 +11,9 @@ __all__ = ["ScriptedSubnets"]
 class ScriptedSubnets(nn.Module):
     """All registered subnets by number; `to_torchscript` adds `forward`, whose inputs depend on the network.
 
-    Args:
-        network: the recorded network (`record_network`).
-        rows: for every subnet, its size row and the positions of its BatchNorms in the statistics.
-        means: running means of all subnets, one after another.
-        variances: running variances, likewise.
-        keys: readable key of every subnet.
-        columns: for a number of waiting requests, the position of the profiled batch size that it rounds up
-            to. These three lists are empty without a latency table.
-        slacks: by batch size, the slacks in ms, ascending, at which the decision changes.
-        decisions: by batch size, the decisions (subnet, batch size), one more than slacks.
+    `rows` has what `record_network` calls the row of every subnet. `columns` has the position of the batch
+    size that a number of waiting requests rounds up to. For each batch size, `slacks` has the slacks in ms at
+    which the decision (subnet, batch size) changes, and `decisions` one decision more.
     """
 
     rows: list[list[int]]
@@ -69,12 +62,7 @@ class ScriptedSubnets(nn.Module):
 
     @torch.jit.export
     def choose(self, slack_ms: float, queued: int) -> tuple[int, int]:
-        """Return the subnet and the batch size that SlackFit chooses from the latency table.
-
-        Args:
-            slack_ms: time until the most urgent request is due, in ms.
-            queued: number of waiting requests, at least 1.
-        """
+        """Return the subnet and the batch size that SlackFit chooses, with so many requests waiting."""
         if len(self.columns) == 0:
             raise ValueError("exported without a latency table; give to_torchscript table=")
         if math.isnan(slack_ms):
@@ -87,6 +75,12 @@ class ScriptedSubnets(nn.Module):
             if slack <= slack_ms:
                 reached += 1
         return self.decisions[column][reached]
+
+    @torch.jit.export
+    def require_dims(self, name: str, dims: int, expected: int) -> None:
+        """Refuse an input with another number of dimensions than the example's."""
+        if dims != expected:
+            raise ValueError(name + " has " + str(dims) + " dimensions; this file takes " + str(expected))
 
     @torch.jit.export
     def select(self, subnet: Tensor, batch: int) -> list[int]:

@@ -1,11 +1,11 @@
-"""`SubnetProgram`: one subnet on its way into a `torch.export` program; errors name the module at fault."""
+"""What exports share: the subnets and inputs to export, their comparison, and the folder with its index."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,33 +15,35 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from tqdm import tqdm
 
+from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import sample_to_json
+from subnetact.engine.inputs import batch_like
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.errors import ExportError
-from subnetact.export.manifest import writing_folder
+from subnetact.files.documents import FolderFormat
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
 
-__all__ = ["SubnetProgram", "batch_of", "chosen_subnets", "exporting", "quiet", "require_equal"]
+__all__ = [
+    "SubnetProgram",
+    "chosen_subnets",
+    "export_format",
+    "exporting",
+    "quiet",
+    "random_batch",
+    "require_equal",
+    "writing_folder",
+]
 
 
 @dataclass(frozen=True)
 class SubnetProgram:
-    """One subnet to export.
-
-    Attributes:
-        name: its name in error messages.
-        view: a private view of it.
-        x: an example batch, a tensor (N, ...), or a flat tuple or dictionary of such tensors.
-        facts: its entry in the manifest.
-    """
+    """One subnet to export: its name in messages, a private view of it, and an example batch."""
 
     name: str
     view: nn.Module
     x: Any
-    facts: dict[str, Any]
 
     def traced(self, dynamic_batch: bool) -> ExportedProgram:
         """Return the program of `torch.export`, for batches of any size or for those of the example's."""
@@ -55,17 +57,15 @@ class SubnetProgram:
         batch = {0: Dim("batch", min=1)}
         shapes: Any = dict.fromkeys(kwargs, batch) if kwargs else (batch,) * len(args)
         with quiet(), self.blamed("torch.export"), torch.no_grad():
-            call_with(
-                self.view, x
-            )  # recomputes what was derived from weights that have changed in place since
+            call_with(self.view, x)  # computes again what follows from weights that have changed in place
             return torch.export.export(
                 self.view, args, kwargs, dynamic_shapes=shapes if dynamic_batch else None, strict=False
             )
 
     def require_equal(self, program: Any, tool: str, tolerance: Tolerance = ROUNDED) -> None:
         """Compare a program's outputs with those of the view, for the whole batch and for its first input."""
-        batches = [self.x, map_tensors(lambda part: part[:1], self.x)]
-        require_equal(program, self.view, batches, self.name, tool, tolerance)
+        for batch in (self.x, map_tensors(lambda part: part[:1], self.x)):
+            require_equal(program, self.view, batch, self.name, tool, tolerance)
 
     @contextmanager
     def blamed(self, tool: str) -> Iterator[None]:
@@ -85,26 +85,20 @@ class SubnetProgram:
 
 
 def require_equal(
-    program: Any,
-    view: nn.Module,
-    batches: Sequence[Any],
-    name: str,
-    tool: str,
-    tolerance: Tolerance = ROUNDED,
+    program: Any, view: nn.Module, batch: Any, name: str, tool: str, tolerance: Tolerance = ROUNDED
 ) -> None:
-    """Raise an `ExportError` unless a program's outputs for these batches equal those of a subnet's view."""
+    """Raise an `ExportError` unless a program's outputs for a batch equal those of a subnet's view."""
     with torch.inference_mode():
-        for batch in batches:
-            try:
-                same, why = equal(call_with(program, batch), call_with(view, batch), tolerance), ""
-            except Exception as error:
-                same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
-            if not same:
-                raise ExportError(
-                    f"subnet {name}: the output of {tool} differs from the supernet's{why}, and nothing was "
-                    "written; its forward does what tracing cannot see, such as a branch on the type of a "
-                    "value; rewrite that, use another format, or serve the Engine itself"
-                )
+        try:
+            same, why = equal(call_with(program, batch), call_with(view, batch), tolerance), ""
+        except Exception as error:
+            same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
+    if not same:
+        raise ExportError(
+            f"subnet {name}: the output of {tool} differs from the supernet's{why}, and nothing was written; "
+            "its forward does what tracing cannot see, such as a branch on the type of a value; rewrite "
+            "that, use another format, or serve the Engine itself"
+        )
 
 
 @contextmanager
@@ -114,32 +108,47 @@ def exporting(
     kind: str,
     chosen: Sequence[ReadySubnet],
     batch_size: int,
-    facts: dict[str, Any],
+    facts: Mapping[str, Any],
     progress: bool,
 ) -> Iterator[tuple[Path, Iterator[SubnetProgram]]]:
-    """Yield a folder to write into and the subnets to write, which the manifest of the folder will list."""
-    sample = engine.sample
-    x = batch_of(sample, batch_size, engine.device)
+    """Yield a folder to write into and the subnets to write."""
+    x = random_batch(engine, batch_size)
     supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
         supernet.require_calibrated([subnet.spec for subnet in chosen])
-    described: list[dict[str, Any]] = []
+    bar = tqdm(chosen, desc="exporting subnets", disable=not progress or None)
+    programs = (SubnetProgram(f"{one.id} ({one.spec})", supernet.private_view(one.spec)[0], x) for one in bar)
+    facts = {**facts, "space": supernet.space.id, "fingerprint": supernet.fingerprint()}
+    with writing_folder(engine, chosen, directory, kind, facts) as folder:
+        yield folder, programs
 
-    def programs() -> Iterator[SubnetProgram]:
-        for subnet in tqdm(chosen, desc="exporting subnets", disable=not progress or None):
-            spec = subnet.spec
-            own = {"key": spec.key, "id": subnet.id, "spec": spec.to_json(), "accuracy": subnet.accuracy}
-            described.append(own)
-            yield SubnetProgram(f"{subnet.id} ({spec})", supernet.private_view(spec)[0], x, own)
 
-    known = {
-        "space": supernet.space.id,
-        "fingerprint": supernet.fingerprint(),
-        "sample": sample_to_json(sample),
-        "subnets": described,
-    }
-    with writing_folder(directory, kind, {**facts, **known}) as folder:
-        yield folder, programs()
+@contextmanager
+def writing_folder(
+    engine: Engine,
+    chosen: Sequence[ReadySubnet],
+    directory: str | PathLike[str],
+    kind: str,
+    facts: Mapping[str, Any],
+) -> Iterator[Path]:
+    """Yield an empty folder; then add the index, with the configuration of what is exported, and place it."""
+    config = replace(
+        engine.config,
+        specs=[subnet.spec for subnet in chosen],
+        accuracy=[subnet.accuracy for subnet in chosen],
+        removed=(),
+        pinned=(),
+        sample=engine.sample,
+        padding=None,
+    )
+    made = {"subnetact": __version__, "torch": torch.__version__}
+    with export_format(kind).writing(directory, {**made, **facts, **config.to_json()}) as folder:
+        yield folder
+
+
+def export_format(kind: str) -> FolderFormat:
+    """Return the format of exported folders of one kind."""
+    return FolderFormat("an export", kind, 1, "give the folder that the exporter wrote", "export.json")
 
 
 def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadySubnet]:
@@ -154,21 +163,9 @@ def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadyS
     return [engine.ready(i) for i in ids]
 
 
-def batch_of(sample: Any, size: int, device: torch.device) -> Any:
-    """Return a batch of different inputs like one sample without batch axis.
-
-    Floating-point inputs are random. Of integer inputs the first is the sample and the others are ones.
-    """
-    generator = torch.Generator().manual_seed(size)
-
-    def stacked(part: Tensor) -> Tensor:
-        if part.is_floating_point():
-            return torch.randn(size, *part.shape, generator=generator).to(device, part.dtype)
-        batch = torch.ones(size, *part.shape, dtype=part.dtype)
-        batch[0] = part
-        return batch.to(device)
-
-    return map_tensors(stacked, sample)
+def random_batch(engine: Engine, size: int) -> Any:
+    """Return a batch of different inputs like the engine's sample, on its device."""
+    return map_tensors(lambda part: part.to(engine.device), batch_like(engine.sample, size))
 
 
 @contextmanager

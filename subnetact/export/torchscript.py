@@ -10,10 +10,8 @@ from __future__ import annotations
 import inspect
 import shutil
 import sys
-import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,25 +21,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact.engine.engine import Engine
-from subnetact.errors import ExportError, InvalidRequest, ProfileMismatch
+from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.elastic_graph import record_network
 from subnetact.export.scripted_subnets import ScriptedSubnets
-from subnetact.export.subnet_program import require_equal
+from subnetact.export.subnet_program import quiet, require_equal
 from subnetact.files.atomic import replacing
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import Operator
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.spec import FLOAT32, SubnetSpec
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = ["engines_table", "to_torchscript"]
+__all__ = ["to_torchscript"]
 
 UNSUPPORTED_PYTHON = (3, 14)
 """The first version of Python for which PyTorch does not support TorchScript."""
-SCHEDULER = "scheduler"
-"""The name of the table in a bundle whose latencies never fall as the batch grows."""
-RESERVED = {"ValueError", "dims", "means", "row", "self", "str", "subnet", "variances"}
-"""Names that the code of the file uses, so that no input may have them."""
 
 
 def to_torchscript(
@@ -79,9 +74,9 @@ def to_torchscript(
         path: the file to write, for example `model.pt`.
         subnets: specifications of the subnets to register, in the order of their numbers. If None, those that
             the engine serves.
-        table: latencies of these subnets. If None, the engine's table called "scheduler", as the bundles of
-            `python -m subnetact.profile` have it, or else the engine's only table.
-        slo_ms: time in ms that a request usually has; it is required if there is a table.
+        table: latencies of these subnets, `engine.tables["scheduler"]` for example. If None, the file cannot
+            choose.
+        slo_ms: time in ms that a request usually has; it is required with a table.
         example: one batch of every input, by name or in order: `x` of shape (N, C, H, W) for images. Outputs
             are compared on it, and on random numbers if all elements of a floating-point input are equal. The
             file refuses inputs with another number of dimensions. If None, the engine's example as a batch of
@@ -102,7 +97,7 @@ def to_torchscript(
         StaleWeights: another thread changed weights in place while they were copied.
 
     Example:
-        >>> to_torchscript(engine, "model.pt", slo_ms=30.0)
+        >>> to_torchscript(engine, "model.pt", table=engine.tables["scheduler"], slo_ms=30.0)
         >>> model = torch.jit.load("model.pt")
         >>> logits = model(images, torch.tensor([1]))  # subnet 1
     """
@@ -117,7 +112,7 @@ def to_torchscript(
     given, specs = _registered(source, subnets)
     supernet = given.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     keys = [spec.key for spec in specs]
-    policy = _policy(source, supernet, table, slo_ms, keys)
+    policy = _policy(supernet, table, slo_ms, keys)
     if not allow_uncalibrated:
         supernet.require_calibrated(specs)
     inputs = _inputs(source, supernet, example)
@@ -127,14 +122,14 @@ def to_torchscript(
     columns = [] if policy is None else list(policy.table.pad_index)
     steps = [] if policy is None else policy.steps()
     slacks, decisions = [slacks for slacks, _ in steps], [decisions for _, decisions in steps]
-    with _quiet():
+    with quiet():
         network = record_network(supernet.network.requires_grad_(False).eval(), list(inputs), norms, sizes)
         whole = ScriptedSubnets(network, rows, means, variances, keys, columns, slacks, decisions)
         scripted: Any = torch.jit.script(whole.eval())
         scripted.define(_forward(inputs))
     for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
         _compare(scripted, view, inputs, i, specs[i])
-    with replacing(path) as temporary, _quiet():
+    with replacing(path) as temporary, quiet():
         torch.jit.save(scripted, temporary)
         _strip(temporary)
     return scripted  # type: ignore[no-any-return]
@@ -158,15 +153,15 @@ def _registered(
 
 
 def _policy(
-    source: Engine | Supernet,
-    supernet: Supernet,
-    table: LatencyTable | None,
-    slo_ms: float | None,
-    keys: list[str],
+    supernet: Supernet, table: LatencyTable | None, slo_ms: float | None, keys: list[str]
 ) -> SlackFit | None:
-    table = engines_table(source, slo_ms) if table is None else table
-    if table is None:
+    if table is None and slo_ms is None:
         return None
+    if table is None or slo_ms is None:
+        raise ExportError(
+            "table and slo_ms: `choose` compares latencies with the time in ms that a request usually has; "
+            "give table= and slo_ms=, or neither"
+        )
     missing = [key for key in keys if key not in table.subnets]
     if missing:
         raise ProfileMismatch(
@@ -177,73 +172,37 @@ def _policy(
         raise ProfileMismatch(
             f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}; profile this one"
         )
-    if slo_ms is None:
-        raise ExportError(
-            "slo_ms: with a latency table, `choose` also needs the time in ms that a request usually has; "
-            "give slo_ms="
-        )
     return SlackFit(table.select([table.subnets.index(key) for key in keys]), slo_ms)
-
-
-def engines_table(source: Engine | Supernet, slo_ms: float | None) -> LatencyTable | None:
-    """Return the table by which an exported engine schedules by default: "scheduler", or its only one."""
-    tables = source.tables if isinstance(source, Engine) else {}
-    if SCHEDULER in tables:
-        return tables[SCHEDULER]
-    if len(tables) == 1:
-        return next(iter(tables.values()))
-    if slo_ms is not None:
-        found = f"has {len(tables)} tables ({', '.join(tables)})" if tables else "has no latency table"
-        raise ExportError(
-            f"slo_ms: it is compared with a latency table, and the {type(source).__name__.lower()} {found}; "
-            "give table="
-        )
-    return None
 
 
 def _inputs(source: Engine | Supernet, supernet: Supernet, example: Any) -> dict[str, Tensor]:
     """Return the example as one batch of each input, by the names of the network's arguments."""
     if example is None and isinstance(source, Engine):
-        try:
-            served = source.sample
-        except InvalidRequest:
-            served = None
-        if isinstance(served, Mapping):
-            example = {name: part[None] for name, part in served.items()}
-        elif served is not None:
-            example = [part[None] for part in (served if isinstance(served, tuple) else (served,))]
+        example = map_tensors(lambda part: part[None], source.sample)
     if example is None:
         raise ExportError(
             "example: the network is traced and compared on a batch; give one, example=images of shape "
             "(N, C, H, W)"
         )
     network: Any = supernet.network
-    network = network.template if isinstance(network, Operator) else network
-    known = {
-        name: parameter.default is parameter.empty
-        for name, parameter in inspect.signature(network.forward).parameters.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    }
-    if not isinstance(example, Mapping):
-        parts = [example] if isinstance(example, Tensor) else list(example)
-        example = dict(zip(known, parts, strict=False)) if len(parts) <= len(known) else {}
-    needed = {name for name, required in known.items() if required}
-    tensors = all(isinstance(part, Tensor) for part in example.values())
-    if (
-        not example
-        or not tensors
-        or RESERVED & set(example)
-        or set(example) - set(known)
-        or needed - set(example)
-    ):
+    signature = inspect.signature((network.template if isinstance(network, Operator) else network).forward)
+    try:
+        if isinstance(example, Mapping):
+            signature.bind(**example)
+            inputs = dict(example)
+        else:
+            parts = (example,) if isinstance(example, Tensor) else tuple(example)
+            inputs = signature.bind(*parts).arguments
+        tensors = all(isinstance(part, Tensor) for part in inputs.values())
+        if not inputs or not tensors or "subnet" in inputs:
+            raise TypeError("every input must be a tensor, and none may be called subnet")
+    except TypeError as error:
         raise ExportError(
             "example: give one batch, a tensor, of each input, with the batch dimension first; the network "
-            f"takes {', '.join(known) or 'none by name'}, of which {', '.join(sorted(needed)) or 'none'} "
-            f"must be given, and no input may be called {', '.join(sorted(RESERVED))}; got "
-            f"{', '.join(map(str, example)) or 'none'}"
-        )
+            f"takes {signature}: {error}"
+        ) from error
     home = next(supernet.parameters()).device
-    return {name: part.to(home) for name, part in example.items()}
+    return {name: part.to(home) for name, part in inputs.items()}
 
 
 def _rows(supernet: Supernet, specs: list[SubnetSpec]) -> tuple[list[list[int]], Tensor, Tensor]:
@@ -272,43 +231,33 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec]) -> tuple[list[list[int]],
 def _forward(inputs: Mapping[str, Tensor]) -> str:
     """Return the source of the method `forward`."""
     names = ", ".join(inputs)
-    lines = [f"def forward(self, {names}, subnet):"]
-    for name, x in inputs.items():
-        lines += [
-            f"    if {name}.dim() != {x.dim()}:",
-            f"        dims = str({name}.dim())",
-            f"        raise ValueError('{name} has ' + dims + ' dimensions; this file takes {x.dim()}')",
-        ]
-    first = next(iter(inputs))
-    lines.append(f"    row = self.select(subnet, {first}.size(0))")
-    lines.append(f"    return self.network({names}, row, self.means, self.variances)")
-    return "\n".join(lines) + "\n"
+    checks = [f"    self.require_dims('{name}', {name}.dim(), {x.dim()})" for name, x in inputs.items()]
+    selected = f"self.select(subnet, {next(iter(inputs))}.size(0))"
+    called = f"    return self.network({names}, {selected}, self.means, self.variances)"
+    return "\n".join([f"def forward(self, {names}, subnet):", *checks, called]) + "\n"
 
 
 def _compare(scripted: Any, view: Any, inputs: dict[str, Tensor], i: int, spec: SubnetSpec) -> None:
     """Compare a subnet on the example, and on random numbers where the example is constant."""
     name, number = f"{i} ({spec})", torch.tensor([i])
-    try:
-        with torch.inference_mode():
-            view(**inputs)
-    except Exception as error:
-        raise ExportError(
-            f"example: subnet {name} does not run on it ({error}); give a batch that the network takes, "
-            "(N, C, H, W) for images, or x[None] if x is one image"
-        ) from error
 
     def run(**batch: Tensor) -> Any:
         return scripted(*batch.values(), number)
 
-    require_equal(run, view, [inputs], name, "TorchScript")
     varied = {name: _random(x) for name, x in inputs.items()}
-    if any(varied[name] is not x for name, x in inputs.items()):
+    changed = any(varied[name] is not x for name, x in inputs.items())
+    for batch in (inputs, varied) if changed else (inputs,):
         try:
             with torch.inference_mode():
-                view(**varied)
-        except Exception:
-            return
-        require_equal(run, view, [varied], name, "TorchScript")
+                view(**batch)
+        except Exception as error:
+            if batch is varied:
+                return
+            raise ExportError(
+                f"example: subnet {name} does not run on it ({error}); give a batch that the network takes, "
+                "(N, C, H, W) for images, or x[None] if x is one image"
+            ) from error
+        require_equal(run, view, batch, name, "TorchScript")
 
 
 def _random(x: Tensor) -> Tensor:
@@ -325,11 +274,3 @@ def _strip(path: Path) -> None:
             if not record.filename.endswith(".debug_pkl"):
                 with old.open(record) as source, new.open(record, "w") as target:
                     shutil.copyfileobj(source, target, 2**20)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\..*")
-        warnings.filterwarnings("ignore", r".*torch\.jit\..* is deprecated", DeprecationWarning)
-        yield

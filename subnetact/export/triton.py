@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from importlib.resources import as_file, files
-from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.engine.engine import Engine
-from subnetact.errors import ExportError, ProfileMismatch
-from subnetact.export.manifest import writing_folder
-from subnetact.export.subnet_program import batch_of, chosen_subnets, quiet
-from subnetact.export.torchscript import engines_table, to_torchscript
+from subnetact.errors import ExportError
+from subnetact.export.subnet_program import chosen_subnets, quiet, random_batch, writing_folder
+from subnetact.export.torchscript import to_torchscript
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies.registry import make_policy
@@ -73,10 +71,9 @@ def to_triton(
         repository: the model repository; other models in it are not changed.
         flavour: "libtorch" or "python".
         name: name of the model.
-        table: latencies of the engine's subnets. If None, the engine's table called "scheduler", or else the
-            engine's only table. The Python flavour needs a table; one whose stamp names other weights is
-            refused, and one without a stamp is taken as it is.
-        slo_ms: time in ms that a request has if it names no deadline. Required if there is a table.
+        table: latencies of the engine's subnets, which the Python flavour needs. A table whose stamp names
+            other weights is refused.
+        slo_ms: time in ms that a request has if it names no deadline. Required with a table.
         max_batch_size: largest batch of Triton's batcher. If None, the largest in the table, or 16 without a
             table.
         external_scheduler: whether clients send whole batches; for "libtorch" only.
@@ -103,124 +100,83 @@ def to_triton(
         raise ExportError(f"name: {name!r} is not a model name; use letters, digits, _, - and .")
     if slo_ms is not None and not 0 < slo_ms < math.inf:
         raise ExportError(f"slo_ms: {slo_ms} must be finite and > 0")
-    if external_scheduler and flavour == "python":
+    libtorch = flavour == "libtorch"
+    if not libtorch and (external_scheduler or queue_delay_us):
         raise ExportError(
-            "external_scheduler: the Python flavour schedules itself; choose flavour='libtorch'"
+            "external_scheduler, queue_delay_us: the Python flavour queues and schedules itself; choose "
+            "flavour='libtorch'"
         )
-    served = chosen_subnets(engine, None)
-    if table is None:
-        table = engines_table(engine, slo_ms)
+    if libtorch and policy != "hullfit":
+        raise ExportError("policy: in the flavour 'libtorch' the client chooses; choose flavour='python'")
     size = max_batch_size
     if size is None:
         size = 16 if table is None else table.batch_sizes[-1]
-    if not _is_count(size) or size < 1:
-        raise ExportError(
-            f"max_batch_size: {size!r} must be a whole number of at least 1; external_scheduler=True "
-            "batches nothing"
-        )
-    if not _is_count(queue_delay_us):
-        raise ExportError(f"queue_delay_us: {queue_delay_us!r} must be a whole number of microseconds, >= 0")
-    if queue_delay_us and flavour == "python":
-        raise ExportError("queue_delay_us: the Python flavour queues by itself; choose flavour='libtorch'")
-    if policy != "hullfit" and flavour == "libtorch":
-        raise ExportError("policy: in the flavour 'libtorch' the client chooses; choose flavour='python'")
-    if table is not None and slo_ms is None:
-        raise ExportError("slo_ms: give the time in ms that a request has if it names no deadline")
+    for option, count, least in (("max_batch_size", size, 1), ("queue_delay_us", queue_delay_us, 0)):
+        if type(count) is not int or count < least:
+            raise ExportError(f"{option}: {count!r} must be a whole number of at least {least}")
+    chosen = chosen_subnets(engine, None)
     if not isinstance(engine.sample, Tensor):
         raise ExportError(
             "to_triton takes networks with one input tensor; export this one with to_torchscript or to_onnx "
             "and configure Triton for its inputs, or serve the Engine itself: python -m subnetact.serve"
         )
-    sample = batch_of(engine.sample, 1, engine.device)
-    made = [subnet(sample) for subnet in served]
-    for output in made:
-        if not isinstance(output, Tensor):
-            raise ExportError(
-                f"the network returns {type(output).__name__}; Triton models return one tensor here"
-            )
-    # A TorchScript file numbers the subnets that are served; a bundle keeps the engine's ids.
-    keys = [engine.keys[i] for i in engine.ids] if flavour == "libtorch" else list(engine.keys)
+    x = random_batch(engine, 1)
+    made = [subnet(x) for subnet in chosen]
+    if not all(isinstance(output, Tensor) for output in made):
+        raise ExportError(
+            f"the network returns {type(made[0]).__name__}; Triton models return one tensor here"
+        )
     target = Path(repository) / name
-    with writing_folder(target, KIND, {"flavour": flavour, "subnets": keys}) as folder:
+    with writing_folder(engine, chosen, target, KIND, {"flavour": flavour}) as folder:
         version = folder / "1"
         version.mkdir()
-        inputs = [_tensor("INPUT__0", [sample], not external_scheduler)]
-        outputs = [_tensor("OUTPUT__0", made, not external_scheduler)]
-        if flavour == "python":
-            if table is None or slo_ms is None:
-                raise ExportError(
-                    "table: the Python flavour schedules by latencies; "
-                    "give table=profile_latency(engine, ...)"
-                )
-            make_policy(policy, table, slo_ms)  # what cannot be made is refused here and not in Triton
-            _write_python(engine, version, table, slo_ms)
+        batched = not external_scheduler
+        inputs = [_tensor("INPUT__0", [x], batched)]
+        outputs = [_tensor("OUTPUT__0", made, batched)]
+        if libtorch:
+            _write_libtorch(engine, version, table, slo_ms, shape_coded=batched)
+            code = "TYPE_BOOL dims: [ -1 ]" if batched else "TYPE_INT64 dims: [ 1 ]"
+            inputs.append(f'name: "INPUT__1" data_type: {code}')
+            lines = ['platform: "pytorch_libtorch"', f"max_batch_size: {size if batched else 0}"]
+            if batched:
+                lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} }}")
+        else:
             outputs += [
                 'name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]',
                 'name: "MET" data_type: TYPE_BOOL dims: [ 1 ]',
             ]
-            budget = engine.stats().budget / 2**20
-            head = ['backend: "python"', f"max_batch_size: {size}"]
-            tail = [
-                "dynamic_batching { }",
-                *(
-                    f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
-                    for key, value in (
-                        ("slo_ms", f"{slo_ms:g}"),
-                        ("memory_budget_mb", f"{budget:g}"),
-                        ("policy", policy),
-                        ("learn", "true"),
-                    )
-                ),
+            parameters = _write_python(engine, version, table, slo_ms, policy)
+            lines = ['backend: "python"', f"max_batch_size: {size}", "dynamic_batching { }"]
+            lines += [
+                f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
+                for key, value in parameters.items()
             ]
-        else:
-            _write_libtorch(engine, version, table, slo_ms, shape_coded=not external_scheduler)
-            head = ['platform: "pytorch_libtorch"', f"max_batch_size: {0 if external_scheduler else size}"]
-            code = "TYPE_INT64 dims: [ 1 ]" if external_scheduler else "TYPE_BOOL dims: [ -1 ]"
-            inputs.append(f'name: "INPUT__1" data_type: {code}')
-            delay = f"max_queue_delay_microseconds: {queue_delay_us}"
-            tail = [] if external_scheduler else [f"dynamic_batching {{ {delay} }}"]
         kind = "KIND_GPU" if engine.device.type == "cuda" else "KIND_CPU"
-        lines = [f'name: "{name}"', *head]
-        lines += [f"input [ {{ {text} }} ]" for text in inputs]
-        lines += [f"output [ {{ {text} }} ]" for text in outputs]
-        lines += [*tail, f"instance_group [ {{ count: 1 kind: {kind} }} ]"]
+        lines = [
+            f'name: "{name}"',
+            *lines,
+            *(f"input [ {{ {text} }} ]" for text in inputs),
+            *(f"output [ {{ {text} }} ]" for text in outputs),
+            f"instance_group [ {{ count: 1 kind: {kind} }} ]",
+        ]
         (folder / "config.pbtxt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return target
 
 
 class ShapeCoded(nn.Module):
-    """A TorchScript module of a supernet whose second input (B, id + 1) names the subnet by its width.
-
-    Args:
-        inner: the module that `to_torchscript` wrote.
-    """
+    """The module that `to_torchscript` wrote, with the subnet named by the width of its second input."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: Tensor, code: Tensor) -> Tensor:
-        """Run a batch.
-
-        Args:
-            x: the batch (B, ...).
-            code: a tensor of shape (B, id + 1), whose values do not matter.
-
-        Returns:
-            The network's output.
-
-        Raises:
-            ValueError: the shape of `code` is wrong.
-        """
+        """Run a batch x (B, ...); `code` is of shape (B, id + 1), and its values do not matter."""
         if code.dim() != 2 or code.size(0) != x.size(0) or code.size(1) == 0:
             raise ValueError("INPUT__1 has shape " + str(code.size()) + "; give (batch, subnet + 1)")
         subnet = torch.full([1], code.size(1) - 1, dtype=torch.int64)
         output: Tensor = self.inner(x, subnet)
         return output
-
-
-def _is_count(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
 
 
 def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:
@@ -242,39 +198,36 @@ def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:
     return f'name: "{name}" data_type: TYPE_{kind} dims: [ {", ".join(map(str, dims))} ]'
 
 
-def _write_python(engine: Engine, version: Path, table: LatencyTable, slo_ms: float) -> None:
-    Batcher(
-        engine, table=table, slo_ms=slo_ms
-    ).close()  # raises the errors that model.py would raise when it starts
-    try:
-        json.dumps(engine.supernet.origin)
-        portable = engine.supernet.origin is not None
-    except (TypeError, ValueError):
-        portable = False
-    if not portable:
+def _write_python(
+    engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float | None, policy: str
+) -> dict[str, str]:
+    """Write bundle, table and `model.py`, and return the parameters that `model.py` reads."""
+    if table is None or slo_ms is None:
+        raise ExportError(
+            "table, slo_ms: the Python flavour schedules by latencies, and slo_ms is the time in ms that a "
+            "request has if it names no deadline; give table=profile_latency(engine, ...) and slo_ms="
+        )
+    # This raises what would keep `model.py` from starting.
+    Batcher(engine, policy=make_policy(policy, table, slo_ms), table=table, slo_ms=slo_ms).close()
+    engine.save(version / "bundle")
+    if json.loads((version / "bundle" / "bundle.json").read_text(encoding="utf-8"))["family"] is None:
         raise ExportError(
             "the Python flavour rebuilds the network by the name of its family, and an own network has none; "
             "choose flavour='libtorch'"
         )
-    with engine.supernet.generation.lock:
-        if table.stamp.get("supernet") not in (None, engine.supernet.fingerprint()):
-            raise ProfileMismatch(
-                "table: the weights have changed since it was measured; profile the engine again"
-            )
-        engine.save(version / "bundle")
     table.save(version / "table.json")
     with as_file(files("subnetact.export") / "triton_model.py") as template:
         shutil.copyfile(template, version / "model.py")
+    budget = engine.stats().budget / 2**20
+    return {"slo_ms": f"{slo_ms:g}", "memory_budget_mb": f"{budget:g}", "policy": policy, "learn": "true"}
 
 
 def _write_libtorch(
     engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float | None, shape_coded: bool
 ) -> None:
-    path = version / "model.pt"
+    path, bare = version / "model.pt", engine.config.allow_uncalibrated
     with quiet():
-        to_torchscript(
-            engine, path, table=table, slo_ms=slo_ms, allow_uncalibrated=engine.config.allow_uncalibrated
-        )
+        to_torchscript(engine, path, table=table, slo_ms=slo_ms, allow_uncalibrated=bare)
         if shape_coded:
             scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
             torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)

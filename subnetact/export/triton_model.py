@@ -27,11 +27,7 @@ class TritonPythonModel:
     """The model; Triton's Python backend calls its methods."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the bundle beside this file and start the batcher.
-
-        Args:
-            args: Triton's description of the model instance.
-        """
+        """Load the bundle beside this file and start the batcher."""
         here = Path(__file__).parent
         parameters = {k: v["string_value"] for k, v in json.loads(args["model_config"])["parameters"].items()}
         gpu = args["model_instance_kind"] == "GPU"
@@ -48,11 +44,7 @@ class TritonPythonModel:
         self.batcher = subnetact.Batcher(engine, policy=policy, table=table, slo_ms=self.slo_ms, learn=learn)
 
     def execute(self, requests: list[Any]) -> None:
-        """Queue every request and return; a request is answered when all of its samples are.
-
-        Args:
-            requests: Triton's inference requests.
-        """
+        """Queue every request and return; a request is answered when all of its samples are."""
         for request in requests:
             sender = request.get_response_sender()
             try:

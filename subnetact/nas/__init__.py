@@ -2,11 +2,8 @@
 
 - `search`: the function `search` with `SearchResult` and `Candidate`. Import the function from
   `subnetact` or from `subnetact.nas.search`; here the name means the module.
-- `nsga2`: proposes the subnets to evaluate next, and keeps those that were.
-- `genes`: initial populations, crossover and mutation in any search space.
-- `surrogate`: the Gaussian process that selects among many children.
-- `accuracy_predictor`: `AccuracyPredictor`, once-for-all's published predictors.
-- `latency_predictor`: `LatencyPredictor`, fitted to measured subnets; needs scipy.
+- `nsga2`: proposes what to evaluate next, from the `genes` of parents, as the `surrogate` expects the best.
+- `accuracy_predictor`, `latency_predictor`: once-for-all's predictors; one that is fitted to measurements.
 - `evaluation`: `evaluate`, the true accuracy on labelled data.
 """
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ofa_adapters.checkpoint import read, unwrap
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.spec import SubnetSpec
 
@@ -39,8 +39,8 @@ class _Network(nn.Module):
 class AccuracyPredictor:
     """The accuracy predictor of once-for-all, a small network over an encoding of the subnet.
 
-    Pass a predictor to `search(..., accuracy=predictor)`. The weights are random until they are loaded
-    with `from_checkpoint`, or until `network` is trained.
+    Pass a predictor to `search(..., accuracy=predictor)`. Its weights are random until they are loaded with
+    `from_checkpoint`, or until `network` is trained.
 
     Args:
         encode: returns the features of a subnet, of shape (n_features,). For published families use
@@ -50,7 +50,7 @@ class AccuracyPredictor:
 
     Attributes:
         network: an ordinary module that maps features of shape (N, n_features) to accuracies of shape
-            (N,), as a share of one.
+            (N,), as a share of one. Its parameters are named as in the ofa package.
 
     Source:
         Cai et al., "Once-for-all", ICLR 2020; ofa/nas/accuracy_predictor.
@@ -67,14 +67,11 @@ class AccuracyPredictor:
         checkpoint: str | os.PathLike[str] | Mapping[str, Tensor],
         encode: Callable[[SubnetSpec], Any],
     ) -> AccuracyPredictor:
-        """Load published weights, for example `ofa_resnet50_acc_predictor.pth`.
-
-        The tutorial's `acc_predictor.pth`, whose parameters have other names, is read as well.
+        """Load published weights: `ofa_resnet50_acc_predictor.pth` for example, or the tutorial's.
 
         Args:
             checkpoint: a path, which is read without running pickled code, or a state_dict.
-            encode: returns the features of a subnet. It must be the encoding that the weights were
-                trained with.
+            encode: returns the features of a subnet, by the encoding that the weights were trained with.
 
         Returns:
             The predictor with these weights.
@@ -82,7 +79,9 @@ class AccuracyPredictor:
         Raises:
             CheckpointError: the file cannot be read, or its tensors are not those of a predictor.
         """
-        tensors = _read(checkpoint)
+        is_path = isinstance(checkpoint, str | os.PathLike)
+        tensors = read(checkpoint) if is_path else unwrap(checkpoint, "accuracy predictor")
+        tensors = {_name(key): tensor for key, tensor in tensors.items()}
         try:
             predictor = cls(encode, int(tensors["layers.0.0.weight"].shape[1]))
             predictor.network.load_state_dict(tensors)
@@ -93,56 +92,23 @@ class AccuracyPredictor:
             ) from error
         return predictor
 
-    @overload
-    def __call__(self, specs: SubnetSpec) -> float: ...
-    @overload
-    def __call__(self, specs: Sequence[SubnetSpec]) -> list[float]: ...
-    def __call__(self, specs: SubnetSpec | Sequence[SubnetSpec]) -> float | list[float]:
-        """Return the predicted top-1 accuracy in percent.
+    def __call__(self, spec: SubnetSpec) -> float:
+        """Return the predicted top-1 accuracy of a subnet in percent.
 
         Args:
-            specs: one subnet, or several.
-
-        Returns:
-            One number for one subnet, a list of numbers for several.
+            spec: the subnet.
 
         Raises:
             SpecError: the encoding has another number of features than the network.
         """
-        given = [specs] if isinstance(specs, SubnetSpec) else list(specs)
-        if not given:
-            return []
-        features = np.stack([np.asarray(self.encode(spec), dtype=np.float32) for spec in given])
-        if features.shape[1:] != (self.n_features,):
+        features = np.asarray(self.encode(spec), dtype=np.float32)
+        if features.shape != (self.n_features,):
             raise SpecError(
                 f"the accuracy predictor reads {self.n_features} features, the encoding gives "
-                f"{features.shape[1:]}; use the encoding and the space it was trained with"
+                f"{features.shape}; use the encoding and the space it was trained with"
             )
         with torch.inference_mode():
-            percent = [100.0 * share for share in self.network(torch.from_numpy(features)).tolist()]
-        return percent[0] if isinstance(specs, SubnetSpec) else percent
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights, named as in the ofa package."""
-        return self.network.state_dict()
-
-
-def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    content: Any = checkpoint
-    if isinstance(checkpoint, str | os.PathLike):
-        try:
-            content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{checkpoint}: no such file") from error
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            raise CheckpointError(
-                f"{checkpoint}: not a checkpoint, or more than tensors ({error})"
-            ) from error
-    if isinstance(content, Mapping):
-        content = content.get("state_dict", content)
-    if not isinstance(content, Mapping) or not all(isinstance(t, Tensor) for t in content.values()):
-        raise CheckpointError("accuracy predictor: the checkpoint holds no state_dict")
-    return {_name(key): tensor for key, tensor in content.items()}
+            return 100.0 * float(self.network(torch.from_numpy(features)))
 
 
 def _name(key: str) -> str:

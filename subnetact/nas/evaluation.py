@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +20,18 @@ from subnetact.supernet.supernet import Supernet
 __all__ = ["evaluate"]
 
 
-@overload
-def evaluate(
-    supernet: Supernet,
-    specs: SubnetSpec,
-    loader: Iterable[Any],
-    calibration: Iterable[Tensor | Sequence[Any] | Mapping[str, Tensor]] | None = None,
-    progress: bool = True,
-) -> float: ...
-@overload
 def evaluate(
     supernet: Supernet,
     specs: Sequence[SubnetSpec],
     loader: Iterable[Any],
     calibration: Iterable[Tensor | Sequence[Any] | Mapping[str, Tensor]] | None = None,
     progress: bool = True,
-) -> list[float]: ...
-def evaluate(
-    supernet: Supernet,
-    specs: SubnetSpec | Sequence[SubnetSpec],
-    loader: Iterable[Any],
-    calibration: Iterable[Tensor | Sequence[Any] | Mapping[str, Tensor]] | None = None,
-    progress: bool = True,
-) -> float | list[float]:
+) -> list[float]:
     """Return the top-1 accuracy of subnets on labelled data.
 
     Args:
         supernet: the supernet. If subnets are calibrated, its norm table changes; nothing else does.
-        specs: one subnet, or several.
+        specs: distinct subnets, one or more.
         loader: batches (x, labels) with x of shape (N, ...) and integer labels of shape (N,). A network of
             several inputs takes a tuple or a dictionary of tensors as x, or the batch is one dictionary with
             the named inputs and `labels`. The loader is read once for all subnets.
@@ -58,7 +42,7 @@ def evaluate(
             more than a second.
 
     Returns:
-        The accuracy in percent: one number for one subnet, a list of numbers for several.
+        The accuracy of every subnet in percent.
 
     Raises:
         SpecError: a specification is not of this supernet, a subnet does not run on a batch, the loader gives
@@ -68,17 +52,15 @@ def evaluate(
     Example:
         As the accuracy of a search:
 
-            search(supernet, lambda spec: evaluate(supernet, spec, loader, calibration=batches), latency)
+            search(supernet, lambda s: evaluate(supernet, [s], loader, calibration=batches)[0], latency)
     """
-    given = [specs] if isinstance(specs, SubnetSpec) else list(specs)
-    wanted = [supernet.space.check(spec) for spec in given]
-    if calibration is not None:
-        fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
-        if fresh:
-            calibrate(supernet, fresh, calibration, progress=progress)
+    wanted = supernet.distinct(specs, "evaluate")
     if not isinstance(loader, Iterable):
         kind = type(loader).__name__
         raise SpecError(f"evaluate: expected batches of (x, labels), got {kind}; write [(x, labels)]")
+    fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
+    if calibration is not None and fresh:
+        calibrate(supernet, fresh, calibration, progress=progress)
     device = next(supernet.network.parameters()).device
     views = [supernet.subnet(spec) for spec in wanted]
     right, seen = [0] * len(wanted), 0
@@ -97,8 +79,7 @@ def evaluate(
                 right[i] += int((_scores(_output(view, wanted[i], x)).argmax(1) == labels).sum())
     if not seen:
         raise SpecError("evaluation needs at least one batch, got none; a generator is read only once")
-    percent = [100 * count / seen for count in right]
-    return percent[0] if isinstance(specs, SubnetSpec) else percent
+    return [100 * count / seen for count in right]
 
 
 def _pair(batch: Any) -> tuple[Any, Tensor]:

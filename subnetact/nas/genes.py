@@ -29,13 +29,7 @@ INITIAL_DEVIATION = 0.3
 
 
 class Variation:
-    """The variation operators of an evolutionary search. Every subnet that they make is legal.
-
-    Attributes:
-        slots: all slots of all axes, in the order of the genes.
-        counts: number of choices of each slot.
-        axes: the positions of each axis' slots in `slots`.
-    """
+    """Crossover and mutation; every subnet that they make is legal. `axes` has the genes of every axis."""
 
     def __init__(self, space: SubnetSpace, rng: np.random.Generator) -> None:
         self.space = space

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,6 @@ import numpy.typing as npt
 from subnetact.costs.model import CostModel
 from subnetact.errors import MissingExtra, SearchError
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.supernet import Supernet
 
 __all__ = ["FEWEST", "LatencyPredictor", "PredictionError", "require_scipy"]
 
@@ -22,6 +21,8 @@ Array: TypeAlias = npt.NDArray[np.float64]
 
 FEWEST = 8
 """Distinct measured subnets that a fit needs at least."""
+FOLDS = 5
+"""Parts of the measured subnets in cross-validation."""
 RIDGE = 1e-4
 """Strength of the penalty on the squared weights, relative to the strongest feature."""
 
@@ -53,6 +54,7 @@ class PredictionError:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class LatencyPredictor:
     """A linear model of the latency, with non-negative weights on the costs of each kind of layer.
 
@@ -69,38 +71,29 @@ class LatencyPredictor:
         batch_size: the batch size that the latencies were measured at.
     """
 
-    def __init__(self, costs: CostModel, weights: Array, error: PredictionError, batch_size: int) -> None:
-        self.costs = costs
-        self.weights = weights
-        self.error = error
-        self.batch_size = batch_size
+    costs: CostModel
+    weights: Array
+    error: PredictionError
+    batch_size: int
 
     @classmethod
     def fit(
         cls,
-        supernet: Supernet,
+        costs: CostModel,
         specs: Sequence[SubnetSpec],
         latency_ms: Sequence[float] | npt.NDArray[Any],
         batch_size: int = 1,
-        input_shape: Sequence[int] | None = None,
-        costs: CostModel | None = None,
-        folds: int = 5,
-        seed: int = 0,
     ) -> LatencyPredictor:
         """Fit a predictor to measured subnets; a few dozen, from the smallest to the largest, are enough.
 
-        The error comes from cross-validation: the subnets are divided into `folds` parts, and each part
-        is predicted by a fit to the other parts. The returned predictor is fitted to all subnets.
+        The error comes from cross-validation: the subnets are divided into five parts, and each part is
+        predicted by a fit to the others. The returned predictor is fitted to all subnets.
 
         Args:
-            supernet: the supernet of the subnets.
+            costs: the cost model of the supernet. Several predictors may share it.
             specs: measured subnets, at least 8 distinct ones.
             latency_ms: measured latency of each subnet, in ms, of shape (subnets,).
             batch_size: the batch size of the measurements.
-            input_shape: shape of one input, without the batch dimension. It is not needed with `costs`.
-            costs: a cost model of this supernet, if several predictors share one.
-            folds: number of parts for cross-validation, at least 2.
-            seed: seed of the random division into parts.
 
         Returns:
             The predictor; its `error` says how good it is.
@@ -115,19 +108,12 @@ class LatencyPredictor:
         measured = np.asarray(latency_ms, dtype=np.float64)
         if measured.shape != (len(specs),) or not np.isfinite(measured).all() or (measured <= 0).any():
             raise SearchError("latency_ms: one positive number for each subnet is needed")
-        if len(set(specs)) < max(FEWEST, folds) or folds < 2:
-            raise SearchError(
-                f"specs: a fit needs at least {max(FEWEST, folds)} distinct subnets and 2 folds, got "
-                f"{len(set(specs))} and {folds}"
-            )
-        if costs is None:
-            if input_shape is None:
-                raise SearchError("input_shape: give the shape of one input, or a cost model")
-            costs = CostModel(supernet, input_shape)
-        features = np.stack([_features(costs, supernet.space.check(spec)) for spec in specs])
-        part = np.random.default_rng(seed).permutation(len(specs)) % folds
+        if len(set(specs)) < FEWEST:
+            raise SearchError(f"specs: a fit needs at least {FEWEST} distinct subnets, got {len(set(specs))}")
+        features = np.stack([_features(costs, spec) for spec in specs])
+        part = np.random.default_rng(0).permutation(len(specs)) % FOLDS
         predicted = np.empty(len(specs))
-        for fold in range(folds):
+        for fold in range(FOLDS):
             rest = part != fold
             predicted[~rest] = features[~rest] @ _weights(features[rest], measured[rest])
         off = 100 * np.abs(predicted / measured - 1)
@@ -140,25 +126,16 @@ class LatencyPredictor:
         )
         return cls(costs, _weights(features, measured), error, batch_size)
 
-    @overload
-    def __call__(self, specs: SubnetSpec) -> float: ...
-    @overload
-    def __call__(self, specs: Sequence[SubnetSpec]) -> list[float]: ...
-    def __call__(self, specs: SubnetSpec | Sequence[SubnetSpec]) -> float | list[float]:
-        """Return the predicted latency in ms.
+    def __call__(self, spec: SubnetSpec) -> float:
+        """Return the predicted latency of a subnet in ms.
 
         Args:
-            specs: one subnet, or several.
-
-        Returns:
-            One number for one subnet, a list of numbers for several.
+            spec: the subnet.
 
         Raises:
-            SpecError: a specification is not of this supernet.
+            SpecError: the specification is not of this supernet.
         """
-        if isinstance(specs, SubnetSpec):
-            return float(_features(self.costs, specs) @ self.weights)
-        return [float(_features(self.costs, spec) @ self.weights) for spec in specs]
+        return float(_features(self.costs, spec) @ self.weights)
 
 
 def _features(costs: CostModel, spec: SubnetSpec) -> Array:

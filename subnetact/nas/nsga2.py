@@ -1,7 +1,4 @@
-"""NSGA-II with a surrogate: proposes the subnets that a search evaluates next.
-
-Random and exhaustive search are here as well, because they propose subnets in the same form.
-"""
+"""The methods of a search, which propose what to evaluate: NSGA-II with a surrogate, random, exhaustive."""
 
 from __future__ import annotations
 
@@ -80,14 +77,8 @@ def sample(state: SearchState, count: int) -> list[SubnetSpec]:
 def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[SubnetSpec]:
     """Return the next generation of up to `count` new subnets.
 
-    The first generation is the initial population of `Variation`. Afterwards parents are selected by
-    binary tournaments on rank, then on crowding distance. A child takes each gene from one of its two
-    parents and is then mutated. Out of `CHILDREN_PER_EVALUATION` times as many children, the surrogate
+    Children of parents that won binary tournaments are crossed and mutated. Among many of them, the surrogate
     selects those with the largest expected improvement of the hypervolume; without it, this is plain NSGA-II.
-
-    Source:
-        NSGA-II: Deb et al., 2002. Crossover and mutation of subnets: Cai et al., "Once-for-all", ICLR
-        2020. Surrogate: Lu et al., "NSGANetV2", ECCV 2020.
     """
     variation = Variation(state.space, state.rng)
     if not state.found:
@@ -114,11 +105,7 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
 
 
 def survivors(costs: Costs, pool: Sequence[int], count: int) -> list[int]:
-    """Return the positions in `costs` of the next population, chosen from `pool`, the best one first.
-
-    Source:
-        Deb et al., NSGA-II, 2002, section III-C.
-    """
+    """Return the positions of the next population among `pool`, the best first (NSGA-II, section III-C)."""
     members = np.array(pool)
     rank = non_dominated_ranks(costs[members])
     order = np.lexsort((-crowding_distance(costs[members], rank), rank))
@@ -126,11 +113,7 @@ def survivors(costs: Costs, pool: Sequence[int], count: int) -> list[int]:
 
 
 def non_dominated_ranks(costs: Costs) -> npt.NDArray[np.int64]:
-    """Return the rank of each point: 0 if no other dominates it, 1 if only points of rank 0 do, and so on.
-
-    Source:
-        Deb et al., NSGA-II, 2002, section III-A.
-    """
+    """Return 0 for points that no other dominates, 1 if only those of rank 0 do, ... (section III-A)."""
     no_worse = np.all(costs[:, None] <= costs[None], axis=2)
     dominates: npt.NDArray[np.bool_] = np.asarray(no_worse & ~no_worse.T)
     rank = np.full(len(costs), -1)
@@ -143,11 +126,7 @@ def non_dominated_ranks(costs: Costs) -> npt.NDArray[np.int64]:
 
 
 def crowding_distance(costs: Costs, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return how far apart the neighbours of each point of the same rank are; infinite at the ends of a rank.
-
-    Source:
-        Deb et al., NSGA-II, 2002, section III-B.
-    """
+    """Return how far apart each point's neighbours of its rank are; infinite at the ends (section III-B)."""
     distance = np.zeros(len(costs))
     for level in range(int(rank.max(initial=-1)) + 1):
         members = np.flatnonzero(rank == level)

@@ -33,18 +33,9 @@ spends too many evaluations on subnets of which little is known."""
 class Surrogate:
     """A Gaussian process whose kernel is the sum of a linear and a squared-exponential one.
 
-    The length scales, one per group of features, and the noise minimise the leave-one-out error.
-
-    The training set has features of shape (subnets, features) and values of shape (subnets,); `groups` has
-    for each feature the number of its group, from 0.
-
-    Attributes:
-        loo_rmse: root mean square of the leave-one-out errors, in the unit of the values.
-        length_scales: the length scale of each group, in units of sqrt(2 * sum of the features' variances).
-
-    Source:
-        Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapter 2 and section
-        5.4.2 (leave-one-out errors).
+    `groups` has the number of a group for each feature. The length scales, one per group, and the noise
+    minimise the leave-one-out error (Rasmussen and Williams, "Gaussian Processes for Machine
+    Learning", 5.4.2).
     """
 
     def __init__(self, features: Array, values: Array, groups: Sequence[int]) -> None:
@@ -103,15 +94,9 @@ class Surrogate:
 def select_by_expected_improvement(predicted: Costs, loo_rmse: float, known: Costs, count: int) -> list[int]:
     """Return the positions of the candidates that are expected to add the most hypervolume, the best first.
 
-    `predicted` and `known` are objectives of shape (subnets, objectives), all to be minimised, the accuracy
-    first; `loo_rmse` is the leave-one-out error of the predicted accuracies. Each selection assumes that the
-    subnets selected before have their predicted objectives. The error of the accuracy is assumed to follow a
-    logistic distribution; latencies are taken as exact. With several latencies, the improvements over each of
-    them are divided by the range of the latency and added up.
-
-    Source:
-        Emmerich et al., "Single- and multiobjective evolutionary optimization assisted by Gaussian random
-        field metamodels", 2006 (expected hypervolume improvement).
+    This is the expected improvement of Emmerich et al. (2006), where errors of the accuracy, the first
+    objective, follow a logistic distribution and latencies are exact. Each selection assumes that the subnets
+    selected before are as predicted. Improvements over several latencies are added up, by the range of each.
     """
     worst = known.max(0)
     fronts = [known[non_dominated(known[:, [0, j]])][:, [0, j]] for j in range(1, known.shape[1])]

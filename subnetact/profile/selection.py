@@ -289,16 +289,19 @@ def _search(
         return [NEVER_MS if math.isnan(ms) else ms for ms in measure([spec], sizes)[0]]
 
     costs = CostModel(supernet, sample)
+
+    def macs(spec: SubnetSpec) -> float:
+        return float(costs(spec).macs)
+
+    measured = bool(latencies) and wanted.accuracy is not None
     result = search(
         supernet,
-        wanted.accuracy,
-        latencies or (lambda spec: float(costs(spec).macs)),
+        wanted.accuracy or macs,
+        latencies or macs,
         size=wanted.count,
         evaluations=request.evaluations,
         seed=request.seed,
-        batch_sizes=sizes,
-        input_shape=sample.shape,
-        remeasure=remeasure if latencies and wanted.accuracy is not None else None,
+        remeasure=remeasure if measured else None,
         resume=journal.path.with_name("search.jsonl"),
     )
     facts: dict[str, Any] = {
@@ -308,14 +311,15 @@ def _search(
         "evaluated": len(result.evaluated),
         "search_latency": {f"batch {one.batch_size}": str(one.error) for one in latencies}
         or "multiply-accumulates",
-        "measured_before_trusted": result.remeasured,
+        "measured_before_trusted": measured,
     }
-    if len(result) < wanted.count:
+    if len(result.front) < wanted.count:
         facts["fewer"] = (
-            f"{wanted.count} subnets were asked for, {len(result)} of those evaluated are not dominated"
+            f"{wanted.count} subnets were asked for, {len(result.front)} of those evaluated are not dominated"
         )
         tqdm.write(facts["fewer"], file=sys.stderr)
-    return Selection([one.spec for one in result], [_known(one.accuracy) for one in result], facts)
+    accuracies = [None if wanted.accuracy is None else one.accuracy for one in result.front]
+    return Selection([one.spec for one in result.front], accuracies, facts)
 
 
 def fitted_latencies(
@@ -332,7 +336,7 @@ def fitted_latencies(
         ran.append(f"{len(pairs)} ran at batch size {size}")
         if len(pairs) >= FEWEST:
             some, latency_ms = zip(*pairs, strict=True)
-            found.append(LatencyPredictor.fit(source.supernet, some, latency_ms, size, costs=costs))
+            found.append(LatencyPredictor.fit(costs, some, latency_ms, size))
     if not found:
         raise SpecError(
             f"a latency predictor is fitted to at least {FEWEST} measured subnets; of {len(specs)}, "

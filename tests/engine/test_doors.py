@@ -79,7 +79,7 @@ def test_a_subnet_that_does_not_run_is_named_by_evaluate_and_profile_latency() -
     with pytest.raises(
         SpecError, match=r"evaluate: c=4 keep=1 does not run on .* block\.1\.conv .*check\(x\)"
     ):
-        evaluate(supernet, broken, [(BATCH, labels)], progress=False)
+        evaluate(supernet, [broken], [(BATCH, labels)], progress=False)
     engine = Engine(
         supernet, [supernet.space.smallest()], example=BATCH[:1], allow_uncalibrated=True, check=False
     )

@@ -26,7 +26,7 @@ import torch
 import subnetact
 import subnetact.supernet
 from subnetact.digits import load_digits_supernet
-from subnetact.export.manifest import read_version, writing_folder
+from subnetact.export.subnet_program import export_format
 
 __all__ = ["WRITERS", "Writer", "kill_at", "left_behind"]
 
@@ -187,15 +187,14 @@ def _row(version: str) -> Any:
 
 
 def _write_export(path: Path, version: str) -> None:
-    with writing_folder(path, "subnetact.tests", {"version": version}) as folder:
-        for name in ("weights.safetensors", "program-0.pt2", "program-1.pt2"):
+    with export_format("subnetact.tests").writing(path, {"version": version}) as folder:
+        for name in ("weights.pt", "program-0.pt2", "program-1.pt2"):
             (folder / name).write_text(version)
 
 
 def _read_export(path: Path) -> str:
-    version: str = read_version(
+    version: str = export_format("subnetact.tests").read_version(
         path,
-        "subnetact.tests",
         lambda folder, facts: (
             facts["version"] if (folder / "program-1.pt2").read_text() == facts["version"] else ""
         ),

@@ -329,7 +329,7 @@ def digits() -> subnetact.Supernet:
 def search_from(path: Path) -> None:
     """Search the space of digits, resuming from a journal."""
     made_up: Any = lambda spec: 1.0 + len(spec.key)  # noqa: E731
-    options: dict[str, Any] = {"evaluations": 8, "population": 2, "remeasure": made_up, "progress": False}
+    options: dict[str, Any] = {"evaluations": 8, "remeasure": made_up, "progress": False}
     subnetact.search(digits(), made_up, made_up, resume=path, **options)
 
 

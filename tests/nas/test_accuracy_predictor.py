@@ -49,16 +49,16 @@ def test_predictions_are_upstreams(family: str, tmp_path: Path) -> None:
     torch.save({"state_dict": upstream.state_dict()}, path)
     space = load(family, None).space
     predictor = subnetact.nas.AccuracyPredictor.from_checkpoint(path, partial(encode, space, image_size=192))
-    ours, theirs = predictor.state_dict(), upstream.state_dict()
+    ours, theirs = predictor.network.state_dict(), upstream.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     specs = space.sample(0, 22)
     configs = [{**space.format(spec), "image_size": 192} for spec in specs]
     with torch.no_grad():
         expected = 100 * upstream.predict_acc(configs)
-    np.testing.assert_allclose(predictor(specs), expected.numpy(), rtol=1e-5)
-    assert predictor(specs[3]) == pytest.approx(predictor(specs)[3], rel=1e-5)
-    assert len({round(percent, 6) for percent in predictor(specs)}) > 15
+    percent = [predictor(spec) for spec in specs]
+    np.testing.assert_allclose(percent, expected.numpy(), rtol=1e-5)
+    assert len({round(one, 6) for one in percent}) > 15
 
 
 def test_the_tutorials_predictor_loads_too(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_tutorials_predictor_loads_too(tmp_path: Path) -> None:
     specs = [space.sample(seed) for seed in range(5)]
     with torch.no_grad():
         expected = 100 * theirs(torch.stack([torch.from_numpy(features(spec)) for spec in specs]))
-    np.testing.assert_allclose(predictor(specs), expected[:, 0].numpy(), rtol=1e-5)
+    np.testing.assert_allclose([predictor(spec) for spec in specs], expected[:, 0].numpy(), rtol=1e-5)
 
 
 class Harmful:
@@ -90,7 +90,7 @@ def test_what_is_no_predictor_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         with pytest.raises(CheckpointError, match=name):
             make(tmp_path / name, features)
     assert "must not run" not in capsys.readouterr().out
-    good = subnetact.nas.AccuracyPredictor(features, 128).state_dict()
+    good = subnetact.nas.AccuracyPredictor(features, 128).network.state_dict()
     with pytest.raises(CheckpointError, match="hidden layers"):
         make({"layers.0.0.weight": good["layers.0.0.weight"]}, features)
     with pytest.raises(CheckpointError, match="no state_dict"):

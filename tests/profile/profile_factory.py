@@ -35,7 +35,7 @@ def accuracy(supernet: Supernet) -> Callable[[SubnetSpec], float]:
 def calibrated_accuracy(supernet: Supernet) -> Callable[[SubnetSpec], float]:
     generator = torch.Generator().manual_seed(4)
     loader = [(torch.randn(6, 1, 16, 16, generator=generator), torch.arange(6))]
-    return lambda spec: evaluate(supernet, spec, loader, calibration=batches())
+    return lambda spec: evaluate(supernet, [spec], loader, calibration=batches())[0]
 
 
 def broken() -> Supernet:

@@ -130,7 +130,7 @@ def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.Ca
     predictor = subnetact.nas.AccuracyPredictor(encode, len(encode(family.space.smallest())))
     with torch.no_grad():
         predictor.network.base_acc.fill_(0.7)
-    torch.save(predictor.state_dict(), tmp_path / "predictor.pth")
+    torch.save(predictor.network.state_dict(), tmp_path / "predictor.pth")
     torch.save(family.state_dict(), tmp_path / "family.pth")
     constructor = json.dumps(small_constructor("ofa_resnet50"))
     arguments = (

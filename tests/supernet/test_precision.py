@@ -795,4 +795,6 @@ def test_searches_choose_precisions(digits: Supernet) -> None:
         size=8,
         progress=False,
     )
-    assert {candidate.spec.precision for candidate in found} == {"int8"}, "fewer bytes at equal arithmetic"
+    assert {candidate.spec.precision for candidate in found.front} == {"int8"}, (
+        "fewer bytes at equal arithmetic"
+    )
