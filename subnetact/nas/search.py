@@ -33,7 +33,7 @@ class Candidate:
 
     Attributes:
         spec: the subnet.
-        accuracy: accuracy in percent; NaN if the search had no accuracies.
+        accuracy: accuracy in percent.
         latency_ms: latency at the first batch size, in ms.
         latencies_ms: latency at every batch size of the search, in ms.
     """
@@ -210,13 +210,6 @@ def _run(
                 break
             pool = [*state.population, *range(before, len(state.found))]
             state.population = survivors(state.costs(), pool, population)
-
-
-def _finite(spec: SubnetSpec, *values: float) -> Objectives:
-    numbers = tuple(float(value) for value in values)
-    if not all(map(math.isfinite, numbers)):
-        raise SearchError(f"{spec}: accuracy and latencies must be finite numbers, got {numbers}")
-    return numbers
 
 
 def _remeasured(
