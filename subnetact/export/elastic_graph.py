@@ -117,7 +117,7 @@ class _Recording:
     ) -> torch.jit.ScriptModule:
         """Record a module with these arguments, and compile it; where the gate is not met, it is skipped."""
         leaves, structure = tree_flatten((args, kwargs))
-        names = [*kwargs] if not args else [f"x{i}" for i in range(len(leaves))]
+        names = [f"x{i}" for i in range(len(leaves))]
         given = [
             fx.Proxy(self.graph.placeholder(name), self.tracer)
             if leaf is _INPUT or isinstance(leaf, fx.Proxy)
