@@ -12,7 +12,7 @@ import pytest
 
 from subnetact.engine.bundle import load_bundle
 from subnetact.errors import FileFormatError, MissingFile
-from subnetact.export.manifest import read_version
+from subnetact.export.subnet_program import export_format
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, FolderFormat, parse_json
 from subnetact.files.journal import Journal
@@ -32,7 +32,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "decision log": ("log.jsonl", LiveRun.load),
     "journal": ("journal.jsonl", lambda path: Journal(path, {})),
     "bundle": ("bundle.json", lambda path: load_bundle(path.parent, None, False, {})),
-    "export": ("export.json", lambda path: read_version(path.parent, "subnetact.programs", print)),
+    "export": ("export.json", lambda path: export_format("subnetact.test").read_version(path.parent, print)),
 }
 CONTENTS = {
     "empty": b"",
