@@ -79,8 +79,10 @@ class AccuracyPredictor:
         Raises:
             CheckpointError: the file cannot be read, or its tensors are not those of a predictor.
         """
-        is_path = isinstance(checkpoint, str | os.PathLike)
-        tensors = read(checkpoint) if is_path else unwrap(checkpoint, "accuracy predictor")
+        if isinstance(checkpoint, str | os.PathLike):
+            tensors = read(checkpoint)
+        else:
+            tensors = unwrap(checkpoint, "accuracy predictor")
         tensors = {_name(key): tensor for key, tensor in tensors.items()}
         try:
             predictor = cls(encode, int(tensors["layers.0.0.weight"].shape[1]))
