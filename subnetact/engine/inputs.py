@@ -28,6 +28,7 @@ __all__ = [
     "batch_like",
     "check_batch",
     "check_input",
+    "first_of",
     "laid_out",
     "parts_of",
     "sample_from_json",
