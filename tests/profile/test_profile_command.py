@@ -484,9 +484,9 @@ def test_a_sweeps_table_is_named_by_what_is_given(monkeypatch: pytest.MonkeyPatc
     name = import_module("device_sweep").table_name
     own = ["--family", "f", "--device", "cpu", "--threads", "1", "--input-shape", "3", "224", "224"]
     assert name(own).endswith("_f_224px_zero-copy")
-    changed = [*own, "--mode=eager", "--dtype=bfloat16", "--threads=2", "--input-shape", "3", "96", "96"]
+    changed = [*own, "--mode=fused", "--dtype=bfloat16", "--threads=2", "--input-shape", "3", "96", "96"]
     assert "_2thread_" in name(changed)
-    assert name(changed).endswith("_f_96px_eager_bfloat16")
+    assert name(changed).endswith("_f_96px_fused_bfloat16")
     assert name([*own, "--input-shape", "1", "16", "32"]).endswith("_f_1x16x32_zero-copy")
 
 
