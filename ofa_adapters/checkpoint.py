@@ -83,7 +83,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
 
 def _parts(directory: Path) -> dict[str, Tensor]:
     """Read the state_dict that lies in several files of a directory."""
-    index = _document(directory / INDEX).get("weight_map")
+    index = parsed_config(directory, INDEX).get("weight_map")
     files = sorted(set(map(str, index.values()))) if isinstance(index, dict) else []
     if not files or any(Path(name).name != name or not name.endswith(".safetensors") for name in files):
         raise CheckpointError(
@@ -92,16 +92,13 @@ def _parts(directory: Path) -> dict[str, Tensor]:
     return {key: tensor for name in files for key, tensor in read(directory / name).items()}
 
 
-def _document(path: Path) -> dict[str, Any]:
+def parsed_config(directory: str | PathLike[str], name: str = "config.json") -> dict[str, Any]:
+    """Return what a JSON file holds in a directory that transformers saved."""
+    path = Path(directory) / name
     try:
         return dict(parse_json(read_regular(path)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a readable configuration ({error})") from error
-
-
-def parsed_config(directory: str | PathLike[str]) -> dict[str, Any]:
-    """Return what `config.json` holds in a directory that transformers saved."""
-    return _document(Path(directory) / "config.json")
 
 
 def unwrap(content: Any, subject: str) -> dict[str, Tensor]:

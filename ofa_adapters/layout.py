@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from subnetact.errors import SpecError
 from subnetact.operators import Elastic, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
 
-__all__ = ["Layout", "block_axis", "choices", "conv_norm", "is_list", "plain"]
+__all__ = ["Layout", "block_axis", "choices", "conv_norm", "plain"]
 
 LARGEST = 8192
 """The largest number in a list of choices, and the most numbers in it."""
@@ -47,13 +46,14 @@ class Layout:
         raise NotImplementedError
 
     def elastic(self) -> dict[str, Elastic]:
-        """Return the elastic description of the full network."""
+        """Return the elastic description of the full network; it may name parts that some blocks lack."""
         raise NotImplementedError
 
     def built(self, network: nn.Module) -> Built:
-        """Return what a family's `build` returns."""
+        """Return what a family's `build` returns, without the entries of parts that some blocks lack."""
         space = SubnetSpace(self.family, self.axes(), self.sizes, self.parse, self.format)
-        return network, space, self.elastic()
+        modules = dict(network.named_modules())
+        return network, space, {path: entry for path, entry in self.elastic().items() if path in modules}
 
     def largest(self) -> dict[str, int]:
         """Return the sizes of the full network."""
@@ -102,25 +102,20 @@ def block_axis(name: str, legal: Sequence[Any], depth: Axis, blocks: Iterable[tu
 
 
 def plain(value: Any) -> Any:
-    """Return NumPy arrays and scalars as lists and numbers, also inside lists; other values are unchanged."""
+    """Return arrays, ranges and tuples as lists and NumPy's scalars as numbers, also inside lists."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def is_list(value: Any) -> bool:
-    """Return whether a value has one entry per slot, instead of being one value for every slot."""
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return [plain(item) for item in value] if is_list else value
 
 
 def choices(values: Any) -> tuple[Any, ...]:
     """Return the distinct choices, ascending, in a list, array or single number of upstream's constructor."""
     values = plain(values)
-    listed = tuple(values) if is_list(values) else (values,)
-    if not listed or not all(type(v) in (int, float) and 0 <= v < math.inf for v in listed):
-        raise SpecError(f"a constructor's list is one or more numbers >= 0, got {values!r}")
-    if max(listed) > LARGEST or len(listed) > LARGEST:
+    listed = values if isinstance(values, list) else [values]
+    numbers = all(type(v) in (int, float) and 0 <= v <= LARGEST for v in listed)
+    if not numbers or not 1 <= len(listed) <= LARGEST:
         raise SpecError(
-            f"a constructor's list has at most {LARGEST} numbers up to {LARGEST}, got {values!r:.60}"
+            f"a constructor's list is 1 to {LARGEST} numbers from 0 to {LARGEST}, got {values!r:.60}"
         )
     return tuple(sorted(set(listed)))

@@ -1,8 +1,8 @@
 """AttentiveNAS and AlphaNet: blocks of elastic width, depth, kernel and expansion, and elastic resolution.
 
 Source: AttentiveNAS (Wang et al., CVPR 2021), AlphaNet (Wang et al., ICML 2021);
-facebookresearch/AttentiveNAS, models/attentive_nas_dynamic_model.py. Upstream's code and checkpoints are
-licensed for non-commercial use (CC-BY-NC-4.0). This package contains neither.
+facebookresearch/AttentiveNAS, models/attentive_nas_dynamic_model.py.
+Upstream is licensed for non-commercial use (CC-BY-NC-4.0). This package has neither its code nor its weights.
 """
 
 from __future__ import annotations
@@ -173,21 +173,18 @@ class AttentiveNASLayout(Layout):
 
     def elastic(self) -> dict[str, Elastic]:
         last, before, middle = f"width{len(self.stages) - 1}", f"width{len(self.stages) - 2}", "head.expand"
+        mixed = middle if self.v3_head else before
         elastic = {
             "resize": ElasticAttribute.on(resolution="resolution"),
             "blocks": LayerSelect.on(**{str(i): f"block{i}.keep" for i in range(len(self.blocks))}),
             "classifier": WeightSlice.on(in_=last),
             **conv_norm("first_conv", "first_bn", None, "width0"),
+            **conv_norm("final_conv", "final_bn", before, middle),
+            **conv_norm("mix_conv", "mix_bn", mixed, last),
         }
-        if self.v3_head:
-            elastic |= conv_norm("final_conv", "final_bn", before, middle)
-            elastic["mix_conv"] = WeightSlice.on(in_=middle, out=last)
-        else:
-            elastic |= conv_norm("mix_conv", "mix_bn", before, last)
         for i, block in enumerate(self.blocks):
             path, in_, out = f"blocks.{i}", f"width{block.before}", f"width{block.index}"
-            squeeze, expand = block.squeeze is not None, block.mid is not None
-            elastic |= mbconv_elastic(path, f"block{i}", squeeze, in_, out, expand)
+            elastic |= mbconv_elastic(path, f"block{i}", in_, out)
             elastic[f"{path}.shortcut"] = LayerSelect.on(conv=f"block{i}.project")
             elastic[f"{path}.shortcut.conv"] = WeightSlice.on(in_=in_, out=out)
         return elastic
@@ -220,8 +217,10 @@ class ShortcutBlock(MBConv):
     Whether the width changes depends on the subnet, so every block has a projection, which subnets skip.
     """
 
-    def __init__(self, in_: int, mid: int | None, out: int, kernels: Any, stride: int, *rest: Any) -> None:
-        super().__init__(in_, mid, out, kernels, stride, *rest)
+    def __init__(self, slot: BlockSlot, bn: Mapping[str, Any]) -> None:
+        stage, in_, out = slot.stage, slot.in_, slot.stage.widths[-1]
+        stride = 1 if slot.position else stage.stride
+        super().__init__(in_, slot.mid, out, stage.kernels, stride, stage.activation, bn, slot.squeeze)
         self.shortcut = nn.Sequential(OrderedDict(conv=nn.Conv2d(in_, out, 1, bias=False)))
         self.stride = stride
 
@@ -248,22 +247,9 @@ def build(
     """
     layout = AttentiveNASLayout.of(DEFAULT if supernet_cfg is None else supernet_cfg)
     bn = {"momentum": bn_param[0], "eps": bn_param[1]}
-    blocks = [
-        ShortcutBlock(
-            block.in_,
-            block.mid,
-            block.stage.widths[-1],
-            block.stage.kernels,
-            1 if block.position else block.stage.stride,
-            block.stage.activation,
-            bn,
-            block.squeeze,
-        )
-        for block in layout.blocks
-    ]
     first, *_, before, last = layout.stages.values()
     network = MobileNet(
-        blocks,
+        [ShortcutBlock(slot, bn) for slot in layout.blocks],
         (first.widths[-1], before.widths[-1], last.widths[-1]),
         HEAD_EXPANSION * before.widths[-1] if layout.v3_head else None,
         (first.activation, last.activation),

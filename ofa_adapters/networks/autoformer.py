@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family
-from ofa_adapters.layout import Layout, block_axis, choices, is_list
+from ofa_adapters.layout import Layout, block_axis, choices
 from ofa_adapters.networks.vision_transformer import (
     HEAD_FEATURES,
     TransformerBlock,
     VisionTransformer,
-    require_sizes,
     transformer_elastic,
 )
 from subnetact.errors import SpecError
@@ -86,7 +85,7 @@ class AutoFormerLayout(Layout):
     def parse(self, config: Any) -> dict[str, Any]:
         given = self.entries(config)
         depth = given["layer_num"]
-        embed = given["embed_dim"] if is_list(given["embed_dim"]) else [given["embed_dim"]]
+        embed = given["embed_dim"] if isinstance(given["embed_dim"], list) else [given["embed_dim"]]
         if not embed or any(width != embed[0] for width in embed):
             known = ", ".join(map(str, self.embed_dim))
             raise SpecError(f"autoformer: embed_dim is one of {known}, the same in every block, got {embed}")
@@ -98,7 +97,7 @@ class AutoFormerLayout(Layout):
         }
 
     def _per_block(self, key: str, values: Any, depth: Any) -> Any:
-        if not is_list(values):
+        if not isinstance(values, list):
             return values
         if depth not in self.depth:
             return None  # The space refuses the depth first.
@@ -228,7 +227,6 @@ def build(
     arguments = dict(locals())
     if not pre_norm or scale or not change_qkv:
         raise SpecError("autoformer: only pre_norm=True, scale=False, change_qkv=True were ever published")
-    require_sizes("autoformer", arguments)
     full = embed_dim, num_heads, mlp_ratio, depth
     lists = PUBLISHED.get(full) or regular_space(*full)
     if search_space is not None:
@@ -239,18 +237,11 @@ def build(
     embeds, heads, ratios, depths = map(choices, lists)
     layout = AutoFormerLayout(embeds, heads, ratios, depths, depth, abs_pos)
     side, reach = img_size // patch_size, max_relative_position
-    blocks = [
-        TransformerBlock(
-            InterleavedLinear(embed_dim, 3 * embed_dim, qkv_bias),
-            int(embed_dim * mlp_ratio),
-            EPS,
-            drop_rate,
-            attn_drop_rate,
-            rate,
-            position=RelativePosition(side, reach, HEAD_FEATURES) if relative_position else None,
-        )
-        for rate in np.linspace(0, drop_path_rate, depth).tolist()
-    ]
+    blocks = []
+    for rate in np.linspace(0, drop_path_rate, depth).tolist():
+        qkv = InterleavedLinear(embed_dim, 3 * embed_dim, qkv_bias)
+        position = RelativePosition(side, reach, HEAD_FEATURES) if relative_position else None
+        blocks.append(TransformerBlock(qkv, mlp_ratio, EPS, drop_rate, attn_drop_rate, rate, position))
     return layout.built(VisionTransformer(blocks, arguments, EPS, drop_rate, positions=abs_pos, mean=gp))
 
 

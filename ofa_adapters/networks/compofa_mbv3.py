@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ofa_adapters.family import Built, Family
-from ofa_adapters.layout import choices, is_list
+from ofa_adapters.layout import choices
 from ofa_adapters.networks.mobile import NAMES
 from ofa_adapters.networks.ofa_mbv3 import ENDS, WIDTHS, MobileNetV3Layout
 from subnetact.errors import IllegalChoice, SpecError
@@ -56,7 +56,7 @@ class CompoundLayout(MobileNetV3Layout):
         """Return the values of the axes; stated kernels and expansions must agree with what is implied."""
         given = self.entries(config)
         values = {"depth": given["d"]}
-        depths = given["d"] if is_list(given["d"]) else [given["d"]] * len(self.stages)
+        depths = given["d"] if isinstance(given["d"], list) else [given["d"]] * len(self.stages)
         legal = len(depths) == len(self.stages) and all(depth in self.depths for depth in depths)
         for key, axis, fixed in (("ks", "kernel", self.fixed_kernels), ("e", "expand", self.ratios)):
             stated = given.get(key)
@@ -65,7 +65,7 @@ class CompoundLayout(MobileNetV3Layout):
             if not fixed:
                 values[axis] = stated
             elif stated is not None and legal:  # The space refuses other depths.
-                slots = stated if is_list(stated) else [stated] * len(self.blocks)
+                slots = stated if isinstance(stated, list) else [stated] * len(self.blocks)
                 implied = self.implied(depths)[axis]
                 used = [position < depths[stage] for stage, position in self.blocks]
                 if len(slots) != len(used) or any(

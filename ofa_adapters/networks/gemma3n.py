@@ -1,13 +1,10 @@
 """Gemma 3n, a MatFormer: the first neurons of a feed-forward network are a smaller one; layers are skipped.
 
-transformers builds the network, of the language model alone. Only the feed-forward widths are sliced;
-attention, LAuReL, AltUp, the norms and the gates of the per-layer embeddings are whole in every subnet. The
-activation sparsity of the first layers takes mean and deviation over the width of the subnet, as its forward
-reads them off the narrowed projection.
+transformers builds the network, of the language model alone. Only the feed-forward widths are sliced. The
+activation sparsity of the first layers takes mean and deviation over the width of the subnet.
 
-A skipped layer is the identity in its place, for all AltUp inputs, so the per-layer embeddings of other
-layers stay where they are. The last layers own no keys and values. They read those of the last layer of
-their type in front of them, and these layers cannot be skipped.
+A skipped layer is the identity in its place, for all AltUp inputs. The last layers own no keys and values.
+They read those of the last layer of their type in front of them, and these layers cannot be skipped.
 
 Source: Gemma 3n (google/gemma-3n-E4B, transformers/models/gemma3n), the MatFormer Lab of
 google-gemini/gemma-cookbook, and google/gemma3n-slicing-configs.
@@ -28,7 +25,7 @@ from torch import nn
 
 from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
-from ofa_adapters.layout import Layout, is_list
+from ofa_adapters.layout import Layout, plain
 from subnetact.errors import CheckpointError, MissingExtra, SpecError
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, UsedWhen
@@ -96,7 +93,7 @@ class Gemma3nLayout(Layout):
 
 def _numbers(column: str, value: Any) -> list[int]:
     """Read a list of whole numbers, which may be a text of products: "[2_048 * 4, 2_048 * 8]"."""
-    numbers = value
+    numbers = plain(value)
     text = "null" if value is None else value.strip() if isinstance(value, str) else "other"
     if re.fullmatch(r"(null|none|\[\s*\])?", text, re.IGNORECASE):
         return []
@@ -104,9 +101,9 @@ def _numbers(column: str, value: Any) -> list[int]:
         products = text[1:-1].split(",")
         with suppress(ValueError):  # A factor is no number.
             numbers = [math.prod(map(int, product.split("*"))) for product in products]
-    if not is_list(numbers) or not all(type(n) is int for n in numbers):
+    if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
         raise SpecError(f"gemma3n: {column}: expected a list of whole numbers, got {shown(value)}")
-    return list(numbers)
+    return numbers
 
 
 def build(
@@ -147,9 +144,9 @@ def build(
 def _widths(full: list[int], given: Any) -> tuple[tuple[int, ...], ...]:
     if given is None:
         return tuple(tuple(sorted({max(1, n // 2), n})) for n in full)
-    listed = is_list(given) and len(given) > 0
-    each = listed and all(map(is_list, given))
-    if not listed or (each and len(given) != len(full)):
+    given = plain(given)
+    each = isinstance(given, list) and all(isinstance(own, list) for own in given)
+    if not isinstance(given, list) or not given or (each and len(given) != len(full)):
         raise SpecError(f"gemma3n: widths are a list of numbers, or one list per layer, got {shown(given)}")
     found = []
     for i, n in enumerate(full):

@@ -24,7 +24,6 @@ from ofa_adapters.networks.vision_transformer import (
     HEAD_FEATURES,
     TransformerBlock,
     VisionTransformer,
-    require_sizes,
     transformer_elastic,
 )
 from subnetact.errors import SpecError
@@ -86,18 +85,12 @@ def build(
         heads: the trained numbers of heads. If None, all from 3 to `num_heads`.
     """
     arguments = dict(locals())
-    require_sizes("hydravit", arguments)
     trained = choices(range(min(FEWEST_HEADS, num_heads), num_heads + 1) if heads is None else heads)
     if any(type(h) is not int or not 1 <= h <= num_heads for h in trained):
         raise SpecError(f"hydravit: heads are whole numbers from 1 to {num_heads}, got {trained}")
     blocks = [
         TransformerBlock(
-            nn.Linear(embed_dim, 3 * embed_dim),
-            MLP_RATIO * embed_dim,
-            EPS,
-            proj_drop_rate,
-            attn_drop_rate,
-            rate,
+            nn.Linear(embed_dim, 3 * embed_dim), MLP_RATIO, EPS, proj_drop_rate, attn_drop_rate, rate
         )
         for rate in np.linspace(0, drop_path_rate, depth).tolist()
     ]

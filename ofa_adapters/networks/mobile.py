@@ -217,34 +217,26 @@ class MobileLayout(Layout):
     def elastic(self) -> dict[str, Elastic]:
         names = {str(i + 1): f"block{i}.keep" for i in range(len(self.blocks))}
         elastic = {"blocks": LayerSelect.on(**names)}
-        for i, (stage, _) in enumerate(self.blocks):
-            elastic |= mbconv_elastic(f"blocks.{i + 1}", f"block{i}", self.stages[stage].squeeze)
+        for i in range(len(self.blocks)):
+            elastic |= mbconv_elastic(f"blocks.{i + 1}", f"block{i}")
         return elastic
 
 
 def mbconv_elastic(
-    path: str,
-    block: str,
-    squeeze: bool,
-    in_: str | None = None,
-    out: str | None = None,
-    expand: bool = True,
-    kernel: bool = True,
+    path: str, block: str, in_: str | None = None, out: str | None = None, kernel: bool = True
 ) -> dict[str, Elastic]:
-    """Return the entries of an MBConv, whose own dimensions start with `block`."""
+    """Return the entries of all parts that an MBConv can have; its own dimensions start with `block`."""
     mid, squeezed = f"{block}.mid", f"{block}.squeeze"
     elastic = {
+        **conv_norm(f"{path}.expand_conv", f"{path}.expand_bn", in_, mid),
         f"{path}.depth_conv": ElasticKernel.on(channels=mid, kernel=f"{block}.kernel" if kernel else None),
         f"{path}.depth_bn": SubnetNorm.on(channels=mid),
+        f"{path}.squeeze_reduce": WeightSlice.on(in_=mid, out=squeezed),
+        f"{path}.squeeze_expand": WeightSlice.on(in_=squeezed, out=mid),
         f"{path}.project_conv": WeightSlice.on(in_=mid, out=out),
     }
     if out is not None:
         elastic[f"{path}.project_bn"] = SubnetNorm.on(channels=out)
-    if expand:
-        elastic |= conv_norm(f"{path}.expand_conv", f"{path}.expand_bn", in_, mid)
-    if squeeze:
-        elastic[f"{path}.squeeze_reduce"] = WeightSlice.on(in_=mid, out=squeezed)
-        elastic[f"{path}.squeeze_expand"] = WeightSlice.on(in_=squeezed, out=mid)
     return elastic
 
 

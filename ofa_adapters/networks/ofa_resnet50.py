@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.features import resnet_features
-from ofa_adapters.layout import Layout, block_axis, choices, conv_norm, is_list
+from ofa_adapters.layout import Layout, block_axis, choices, conv_norm
 from subnetact.errors import IllegalChoice
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
@@ -158,7 +158,7 @@ class ResNet50Layout(Layout):
         """Return the values of the axes; upstream's `w` has indices into the width multipliers."""
         values = super().parse(config)
         w = values["width"]
-        return {**values, "width": [self._width(i) for i in w] if is_list(w) else self._width(w)}
+        return {**values, "width": [self._width(i) for i in w] if isinstance(w, list) else self._width(w)}
 
     def _width(self, index: Any) -> float:
         if isinstance(index, bool) or not hasattr(index, "__index__") or not 0 <= index < len(self.widths):

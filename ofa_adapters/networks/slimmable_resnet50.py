@@ -1,8 +1,7 @@
 """Slimmable ResNet-50: a ResNet of a few widths, each with its own BatchNorms.
 
 Source: Slimmable Neural Networks (Yu et al., ICLR 2019); JiahuiYu/slimmable_networks, models/s_resnet.py.
-Upstream's code and checkpoints are licensed for non-commercial use (CC-BY-NC-4.0). This package contains
-neither.
+Upstream is licensed for non-commercial use (CC-BY-NC-4.0). This package has neither its code nor its weights.
 """
 
 from __future__ import annotations

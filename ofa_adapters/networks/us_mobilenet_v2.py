@@ -2,8 +2,7 @@
 
 Source: Universally Slimmable Networks (Yu and Huang, ICCV 2019); JiahuiYu/slimmable_networks,
 models/us_mobilenet_v2.py.
-Upstream's code and checkpoints are licensed for non-commercial use (CC-BY-NC-4.0). This package contains
-neither.
+Upstream is licensed for non-commercial use (CC-BY-NC-4.0). This package has neither its code nor its weights.
 """
 
 from __future__ import annotations
@@ -93,9 +92,8 @@ class SlimmableMobileNetLayout(WidthLayout):
     def elastic(self) -> dict[str, Elastic]:
         elastic = conv_norm("first_conv", "first_bn", None, "stem")
         for i, block in enumerate(self.blocks):
-            names, expand = (f"blocks.{i}", f"block{i}"), block.expansion != 1
             out = f"block{i}.out"
-            elastic |= mbconv_elastic(*names, False, block.before, out, expand, kernel=False)
+            elastic |= mbconv_elastic(f"blocks.{i}", f"block{i}", block.before, out, kernel=False)
             elastic["mix_conv"] = WeightSlice.on(in_=out)
         return elastic
 

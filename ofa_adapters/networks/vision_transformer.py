@@ -16,7 +16,6 @@ __all__ = [
     "HEAD_FEATURES",
     "TransformerBlock",
     "VisionTransformer",
-    "require_sizes",
     "transformer_elastic",
 ]
 
@@ -30,30 +29,17 @@ def survive(branch: Tensor, rate: float, training: bool) -> Tensor:
     return branch * F.dropout(branch.new_ones((len(branch), 1, 1)), rate)
 
 
-def require_sizes(family: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse constructor arguments with which patches or heads do not fill the network."""
-    embed_dim, num_heads, img_size, patch_size = (
-        arguments[name] for name in ("embed_dim", "num_heads", "img_size", "patch_size")
-    )
-    if embed_dim != HEAD_FEATURES * num_heads or img_size % patch_size:
-        raise SpecError(
-            f"{family}: a head has {HEAD_FEATURES} features, so embed_dim must be {HEAD_FEATURES} * "
-            f"num_heads, got {embed_dim} and {num_heads}; img_size {img_size} must be a multiple of "
-            f"patch_size {patch_size}"
-        )
-
-
 class TransformerBlock(nn.Module):
     """One pre-norm block, in which the number of heads follows from the number of query features.
 
-    `qkv` may return queries, keys and values on one axis or on two. `position` extends them by features of
-    relative positions.
+    `qkv` may return queries, keys and values on one axis or on two, and `ratio` is that of neurons to
+    features. `position` extends queries, keys and values by features of relative positions.
     """
 
     def __init__(
         self,
         qkv: nn.Linear,
-        hidden: int,
+        ratio: float,
         eps: float,
         drop: float,
         attn_drop: float,
@@ -61,7 +47,7 @@ class TransformerBlock(nn.Module):
         position: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        width = qkv.in_features
+        width, hidden = qkv.in_features, int(qkv.in_features * ratio)
         self.norm1 = nn.LayerNorm(width, eps)
         self.qkv = qkv
         self.position: Any = position
@@ -111,8 +97,15 @@ class VisionTransformer(nn.Module):
         mean: bool = False,
     ) -> None:
         super().__init__()
-        width, size = arguments["embed_dim"], arguments["patch_size"]
-        patches = (arguments["img_size"] // size) ** 2
+        width, heads, side, size = (
+            arguments[name] for name in ("embed_dim", "num_heads", "img_size", "patch_size")
+        )
+        if width != HEAD_FEATURES * heads or side % size:
+            raise SpecError(
+                f"a head has {HEAD_FEATURES} features, so embed_dim must be {HEAD_FEATURES} * num_heads, got "
+                f"{width} and {heads}; img_size {side} must be a multiple of patch_size {size}"
+            )
+        patches = (side // size) ** 2
         self.patch_embed = nn.Conv2d(arguments["in_chans"], width, size, size)
         self.cls_token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
         self.pos_embed = nn.Parameter(torch.randn(1, 1 + patches, width) * 0.02) if positions else None
