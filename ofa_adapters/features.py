@@ -26,28 +26,19 @@ TUTORIAL_SIZES = (112, 128, 144, 160, 176, 192, 208, 224)
 
 
 def mobile_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Encode image size, kernels and expansions one-hot, as OFA's `MobileNetArchEncoder` does.
-
-    Source: mit-han-lab/once-for-all, ofa/nas/accuracy_predictor/arch_encoder.py.
-    """
+    """Encode image size, kernels and expansions one-hot, as OFA's `MobileNetArchEncoder` does."""
     size = _image_size(image_size, ARCH_ENCODER_SIZES)
     return _features(size, _axis(space, spec, "kernel"), _axis(space, spec, "expand"))
 
 
 def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Encode kernels, expansions and image size one-hot, as `spec2feats` does.
-
-    Source: mit-han-lab/once-for-all, ofa/tutorial.
-    """
+    """Encode kernels, expansions and image size one-hot, as `spec2feats` in OFA's tutorial does."""
     size = _image_size(image_size, TUTORIAL_SIZES)
     return _features(_axis(space, spec, "kernel"), _axis(space, spec, "expand"), size)
 
 
 def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Encode image size, whether the stem's middle layer is kept, widths and expansions one-hot.
-
-    Source: mit-han-lab/once-for-all, ofa/nas/accuracy_predictor/arch_encoder.py, `ResNetArchEncoder`.
-    """
+    """Encode image size, the middle layer of the stem, widths and expansions as OFA's `ResNetArchEncoder`."""
     size = _image_size(image_size, ARCH_ENCODER_SIZES)
     kept = spec["depth"][0] == space.axes[0].slots[0].choices[-1]
     stem = [float(not kept), float(kept)]
@@ -55,10 +46,7 @@ def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None
 
 
 def raw_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Return the values of the configuration as numbers, axis by axis, with the resolution first.
-
-    Source: facebookresearch/AttentiveNAS.
-    """
+    """Return the values of all axes as numbers, the resolution first, as upstream's AttentiveNAS does."""
     (resolution,) = spec["resolution"]
     if image_size is not None:
         _image_size(image_size, (resolution,))

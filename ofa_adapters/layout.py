@@ -20,11 +20,7 @@ LARGEST = 8192
 
 
 class Layout:
-    """What the choices of a family mean in sizes, and how upstream writes a subnet down.
-
-    A family states the facts below and defines `axes`, `sizes` and `elastic`. If its notation is more than
-    one key per axis, it extends `parse` and `format`. Layouts are pickled with the space.
-    """
+    """What the choices of a family mean in sizes, and upstream's notation; it is pickled with the space."""
 
     family: ClassVar[str]
     """The name of the search space."""

@@ -212,10 +212,7 @@ class Resize(nn.Module):
 
 
 class ShortcutBlock(MBConv):
-    """An MBConv whose shortcut is pooled if the block has a stride, and projected if the width changes.
-
-    Whether the width changes depends on the subnet, so every block has a projection, which subnets skip.
-    """
+    """An MBConv whose shortcut is pooled if it has a stride; the subnets that need no projection skip it."""
 
     def __init__(self, slot: BlockSlot, bn: Mapping[str, Any]) -> None:
         stage, in_, out = slot.stage, slot.in_, slot.stage.widths[-1]

@@ -119,11 +119,10 @@ class AutoFormerLayout(Layout):
 
 
 class InterleavedLinear(nn.Linear):
-    """A linear layer whose weight interleaves the queries, keys and values: q0, k0, v0, q1, k1, v1, ...
+    """A linear layer whose weight, but not its bias, interleaves queries, keys and values: q0, k0, v0, q1."""
 
-    The bias is not interleaved, so the bias element that a key or value gets depends on the number of outputs
-    that a subnet keeps. Upstream trained its supernets in this way (AutoFormer/model/module/qkv_super.py).
-    """
+    # So the bias that a key gets depends on the number of outputs that a subnet keeps; upstream trained its
+    # supernets in this way (AutoFormer/model/module/qkv_super.py).
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, T, in_features) to (N, T, 3, out_features / 3): queries, keys, values on the third axis."""
@@ -138,15 +137,11 @@ class InterleavedLinear(nn.Linear):
 
 
 class RelativePosition(nn.Module):
-    """Embeddings of the vertical and horizontal distance between two patches, for keys and for values.
+    """Embeddings, for keys and values, of the vertical and horizontal distance of patches, up to `reach`."""
 
-    Upstream adds the embedding of a pair of tokens to the key, and another one to the value, from tables of
-    shape (T, T, features). Here, no such table is made: patches lie on lines, the rows and columns of the
-    image, on which the embeddings of a pair depend alone. Queries get their scores with every line as further
-    features; keys and values get further features, which are 1 for their lines and 0 for all others.
-
-    The image has `side` patches per side; distances beyond `reach` share an embedding.
-    """
+    # Upstream makes tables of shape (T, T, features). They are not needed: the embeddings of a pair depend on
+    # the rows and columns (lines) of its patches alone. Queries get their scores with every line as further
+    # features; keys and values get features that are 1 for their lines and 0 for all others.
 
     def __init__(self, side: int, reach: int, features: int) -> None:
         super().__init__()

@@ -62,10 +62,7 @@ class BertLayer(nn.Module):
 
 
 class BertClassifier(nn.Module):
-    """The full network: embeddings, layers, a dense layer on the first token, and a linear classifier.
-
-    Positions of a RoBERTa start after `first_position`, its padding token.
-    """
+    """The full network; positions of a RoBERTa start after `first_position`, its padding token."""
 
     def __init__(self, arguments: Mapping[str, Any], vocabulary: int, first_position: int | None) -> None:
         super().__init__()
@@ -170,10 +167,7 @@ def build(
 
 
 def kept_layers(depth_mult: float, layers: int) -> list[int]:
-    """Return the positions of the layers that a depth keeps; they are evenly spread over the network.
-
-    Source: upstream's modeling_bert.py, `BertEncoder`.
-    """
+    """Return the positions of the layers that a depth keeps, spread as in upstream's `BertEncoder`."""
     return [math.floor(i / depth_mult) for i in range(round(depth_mult * layers))]
 
 

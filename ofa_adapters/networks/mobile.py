@@ -29,11 +29,7 @@ Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class MBConv(nn.Module):
-    """An inverted residual block: 1x1 expansion, depthwise convolution, squeeze-excitation, 1x1 projection.
-
-    A block without `mid` has no expansion, and one without `squeeze` no squeeze-excitation. Smaller kernels
-    are made by learned matrices if `matrices`, and are centre crops otherwise.
-    """
+    """An inverted residual block; learned matrices make smaller kernels if `matrices`, crops otherwise."""
 
     def __init__(
         self,
@@ -77,11 +73,9 @@ class MBConv(nn.Module):
 
 
 class MobileNet(nn.Module):
-    """The full network: stem, blocks, one or two 1x1 convolutions, classifier.
+    """The full network; `widths` are those of the stem, of the last block and of the last convolution."""
 
-    `widths` are those of the stem, of the last block and of the last convolution. That one comes after the
-    mean over the map, and has no BatchNorm, if there is another one of `final` channels.
-    """
+    # With another convolution, of `final` channels, the last one comes after the mean and has no BatchNorm.
 
     def __init__(
         self,
@@ -135,10 +129,7 @@ class MobileStage:
 
 @dataclass(frozen=True)
 class MobileLayout(Layout):
-    """A fixed first block and elastic stages, with a kernel size and an expansion ratio for every block.
-
-    `widths` are those of the stem, of the first block, of every stage, and of the 1x1 convolutions.
-    """
+    """A fixed first block, then elastic stages; `widths` run from the stem to the 1x1 convolutions."""
 
     widths: tuple[int, ...]
     kernels: tuple[int, ...]

@@ -43,10 +43,7 @@ class ConvBnRelu(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A bottleneck of 1x1, 3x3 and 1x1 convolutions; only the first of a stage has a stride.
-
-    The shortcut of that one has a 1x1 convolution, and `pooled` tells that its stride is average pooling.
-    """
+    """Convolutions of 1x1, 3x3, 1x1; the first of a stage has a stride, which is pooling if `pooled`."""
 
     def __init__(
         self, in_: int, mid: int, out: int, stride: int | None, bn: Mapping[str, Any], pooled: bool = False

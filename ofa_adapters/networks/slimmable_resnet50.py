@@ -28,11 +28,7 @@ STAGE_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 @dataclass(frozen=True)
 class WidthLayout(Layout):
-    """Width multipliers in the order of the checkpoint; a family defines what one of them means.
-
-    A configuration is `{"width_mult": 0.5}`, or the number alone. The dimension `position` is the position of
-    the multiplier in the list, which counts from 1.
-    """
+    """Multipliers in the order of the checkpoint; the dimension `position` counts them from 1."""
 
     multipliers: tuple[float, ...]
 

@@ -30,11 +30,7 @@ def survive(branch: Tensor, rate: float, training: bool) -> Tensor:
 
 
 class TransformerBlock(nn.Module):
-    """One pre-norm block, in which the number of heads follows from the number of query features.
-
-    `qkv` may return queries, keys and values on one axis or on two, and `ratio` is that of neurons to
-    features. `position` extends queries, keys and values by features of relative positions.
-    """
+    """A pre-norm block of `ratio` neurons per feature; `position` extends queries, keys and values."""
 
     def __init__(
         self,
@@ -80,11 +76,7 @@ class TransformerBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """The full network: patch embedding, class token, blocks, and a linear classifier.
-
-    `arguments` are upstream's constructor arguments. The classifier reads the mean over the patches if
-    `mean`, and the class token otherwise.
-    """
+    """The full network; the classifier reads the mean over the patches if `mean`, or else the class token."""
 
     def __init__(
         self,
@@ -133,11 +125,7 @@ class VisionTransformer(nn.Module):
 def transformer_elastic(
     width: str, blocks: Sequence[tuple[str | Segments, str, str]], positions: bool = True
 ) -> dict[str, Elastic]:
-    """Return the entries of a VisionTransformer whose features follow one dimension.
-
-    Every block has the dimensions of its queries, keys and values together, of the outputs of its heads, and
-    of its neurons.
-    """
+    """Return the entries; a block has dimensions of queries to values, of its heads, and of its neurons."""
     elastic = {
         "": ElasticAttribute.on(cls_token=width, pos_embed=width if positions else None),
         "patch_embed": WeightSlice.on(out=width),

@@ -57,12 +57,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success it replaces `path`, on error it is removed.
-
-    The new file is on the disk before it replaces the old one. It gets the permissions that any new file of
-    this process gets. If `path` is a symbolic link, the file that it points to is replaced. MissingFile says
-    that there is no such folder, WriteError that the file cannot be written; it is then unchanged.
-    """
+    """Yield a temporary path that replaces `path` (or what it links to) on success, and goes on error."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise MissingFile(f"{target}: its folder {target.parent} does not exist; create it first")
@@ -81,12 +76,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> Iterator[Path]:
-    """Yield a temporary folder next to `path`; on success it replaces `path`, on error it is removed.
-
-    `path` is new, empty, or a folder that holds the file `marker`, or a symbolic link to one; others are
-    refused (FileFormatError), as they hold something else than `noun`. If several processes write the same
-    folder, one of them after the other puts its version into place.
-    """
+    """Yield a temporary folder that replaces `path`: new, empty, or a folder that holds the file `marker`."""
     target = Path(os.path.realpath(path))
     former = _former(target)
     with _errors_of(target):

@@ -48,11 +48,7 @@ def write_json(path: str | os.PathLike[str], found: Any) -> None:
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """One kind of document: its name, its schema, and how files of this kind are read and written.
-
-    `noun` ("a latency table") and `next_step` (what the user can do about a file that cannot be read) are for
-    messages; `kind` is the identifier in the files, and `schema` the only one that is read and written.
-    """
+    """A kind of document; `noun` and `next_step` are for messages, and one `schema` is written and read."""
 
     noun: str
     kind: str
@@ -84,10 +80,7 @@ class DocumentFormat:
         return dict(document)
 
     def read_lines(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Any], int]:
-        """Return the first line of a file, the header, the other lines, and the bytes of complete lines.
-
-        A last line without a line break was cut short while it was written; it is left out.
-        """
+        """Return the first line, the other complete lines, and the number of bytes of all of them."""
         raw = self._bytes(path)
         complete = raw[: raw.rfind(b"\n") + 1]
         lines = complete.split(b"\n")[:-1] or [b""]
@@ -148,19 +141,13 @@ class DocumentFormat:
 
 @dataclass(frozen=True)
 class FolderFormat(DocumentFormat):
-    """One kind of folder, whose file `index` has the size and the SHA-256 of every other file, and its own.
-
-    Checksums find accidents and edits; they are no signature.
-    """
+    """A kind of folder, whose file `index` has the checksums of all files; they are no signature."""
 
     index: str
 
     @contextmanager
     def writing(self, directory: str | os.PathLike[str], facts: Mapping[str, Any]) -> Iterator[Path]:
-        """Yield an empty folder to write into; then add the index with `facts`, and move it into place.
-
-        The directory is new, empty, or an earlier folder of this kind. `facts` may be filled in the block.
-        """
+        """Yield a folder to fill; then write the index with `facts`, and move the folder into place."""
         with replacing_folder(directory, self.index, self.noun) as folder:
             yield folder
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())

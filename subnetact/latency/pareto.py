@@ -94,10 +94,7 @@ def _volume(costs: Costs, worst: Costs) -> float:
 
 
 def non_dominated(costs: Costs) -> list[int]:
-    """Return the positions of the points that no other point dominates, by the first objective.
-
-    Of equal points the first one is returned.
-    """
+    """Return the points that no other dominates (of equal ones the first), by the first objective."""
     order = np.lexsort(costs.T[::-1])
     if not len(order):
         return []

@@ -95,14 +95,7 @@ class AccuracyPredictor:
         return predictor
 
     def __call__(self, spec: SubnetSpec) -> float:
-        """Return the predicted top-1 accuracy of a subnet in percent.
-
-        Args:
-            spec: the subnet.
-
-        Raises:
-            SpecError: the encoding has another number of features than the network.
-        """
+        """Return a subnet's predicted accuracy in percent; SpecError if the encoding does not fit."""
         features = np.asarray(self.encode(spec), dtype=np.float32)
         if features.shape != (self.n_features,):
             raise SpecError(

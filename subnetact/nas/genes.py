@@ -67,12 +67,7 @@ class Variation:
         )
 
     def initial(self, levels: int) -> Iterator[SubnetSpec]:
-        """Yield the subnets that a search begins with, without end.
-
-        The first two are the smallest and the largest subnet. Then follow the others of `levels` subnets with
-        all slots at the same level; for each axis, the largest subnet with this axis at its smallest choices
-        and the reverse; and random subnets around a random level.
-        """
+        """Yield without end what a search begins with: even levels, every axis alone, random ones."""
         for level in (0.0, 1.0, *np.linspace(0, 1, levels)[1:-1]):
             yield self.spec([round(level * (count - 1)) for count in self.counts])
         for slots in self.axes:

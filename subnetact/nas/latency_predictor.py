@@ -127,14 +127,7 @@ class LatencyPredictor:
         return cls(costs, _weights(features, measured), error, batch_size)
 
     def __call__(self, spec: SubnetSpec) -> float:
-        """Return the predicted latency of a subnet in ms.
-
-        Args:
-            spec: the subnet.
-
-        Raises:
-            SpecError: the specification is not of this supernet.
-        """
+        """Return the predicted latency of a subnet in ms; SpecError if it is not of this supernet."""
         return float(_features(self.costs, spec) @ self.weights)
 
 

@@ -43,12 +43,7 @@ CROSSED_SHARE = 0.9
 
 
 class SearchState:
-    """A search between two generations.
-
-    Attributes:
-        found: the objectives of every evaluated subnet, in the order of evaluation.
-        population: positions in `found` of the parents of the next generation.
-    """
+    """A search between two generations; `population` has positions in `found`, the order of evaluation."""
 
     def __init__(self, space: SubnetSpace, seed: int) -> None:
         self.space = space
@@ -75,11 +70,7 @@ def sample(state: SearchState, count: int) -> list[SubnetSpec]:
 
 
 def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[SubnetSpec]:
-    """Return the next generation of up to `count` new subnets.
-
-    Children of parents that won binary tournaments are crossed and mutated. Among many of them, the surrogate
-    selects those with the largest expected improvement of the hypervolume; without it, this is plain NSGA-II.
-    """
+    """Return up to `count` new children, selected by a surrogate; without it, this is plain NSGA-II."""
     variation = Variation(state.space, state.rng)
     if not state.found:
         return _new(state, variation.initial(max(3, count // 3)), count)

@@ -215,10 +215,7 @@ def _run(
 def _remeasured(
     state: SearchState, size: int, remeasure: Callable[[SubnetSpec], Objectives], progress: bool
 ) -> dict[SubnetSpec, Objectives]:
-    """Measure subnets of the front again until `size` of the measured ones are Pareto-optimal.
-
-    After those that are spread evenly, the next is the one farthest in latency from the optimal ones.
-    """
+    """Measure subnets of the front again until `size` of the measured ones are Pareto-optimal."""
     found, specs = state.found, list(state.found)
     front = [specs[i] for i in non_dominated(state.costs())]
     front.sort(key=lambda spec: (found[spec][1], found[spec][0]))

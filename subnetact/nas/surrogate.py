@@ -31,12 +31,9 @@ spends too many evaluations on subnets of which little is known."""
 
 
 class Surrogate:
-    """A Gaussian process whose kernel is the sum of a linear and a squared-exponential one.
+    """A Gaussian process of a linear and a squared-exponential kernel, with one length scale per group."""
 
-    `groups` has the number of a group for each feature. The length scales, one per group, and the noise
-    minimise the leave-one-out error (Rasmussen and Williams, "Gaussian Processes for Machine
-    Learning", 5.4.2).
-    """
+    # Scales and noise minimise the leave-one-out error (Rasmussen and Williams, Gaussian Processes, 5.4.2).
 
     def __init__(self, features: Array, values: Array, groups: Sequence[int]) -> None:
         self._groups = np.asarray(groups)
@@ -92,12 +89,9 @@ class Surrogate:
 
 
 def select_by_expected_improvement(predicted: Costs, loo_rmse: float, known: Costs, count: int) -> list[int]:
-    """Return the positions of the candidates that are expected to add the most hypervolume, the best first.
-
-    This is the expected improvement of Emmerich et al. (2006), where errors of the accuracy, the first
-    objective, follow a logistic distribution and latencies are exact. Each selection assumes that the subnets
-    selected before are as predicted. Improvements over several latencies are added up, by the range of each.
-    """
+    """Return the positions of those that are expected to add the most hypervolume, the best first."""
+    # The expected improvement of Emmerich et al. (2006): errors of the accuracy, the first objective, follow
+    # a logistic distribution, latencies are exact, and subnets selected before are as predicted.
     worst = known.max(0)
     fronts = [known[non_dominated(known[:, [0, j]])][:, [0, j]] for j in range(1, known.shape[1])]
     extents = [float(np.ptp(known[:, j])) or 1.0 for j in range(1, known.shape[1])]

@@ -25,12 +25,7 @@ STARTS_WITHIN_S = 120.0
 
 
 class CoRunners:
-    """A context in which background processes exist; `run(n)` lets the first n of them work.
-
-    Processes share the device, its caches and its memory bandwidth, but not the interpreter. On entering the
-    context, every process runs the network at least twice and then pauses. The processes end with the
-    context, and soon after this process if it is killed.
-    """
+    """Processes that run a network while the context lasts; `run(n)` lets the first n of them work."""
 
     def __init__(self, network: nn.Module, x: Any, count: int) -> None:
         self._context: Any = torch.multiprocessing.get_context("spawn")

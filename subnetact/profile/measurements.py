@@ -18,11 +18,7 @@ Cell: TypeAlias = tuple[int, int, int]
 
 
 class Measurements:
-    """The windows of every cell, and the cells that ran out of memory.
-
-    If there is a journal, its windows are read, and every new one is written to it at once. `record` names
-    the lines of the journal that are read and written, so that one journal can hold several sweeps.
-    """
+    """The windows of every cell, kept in the lines of a journal that are named `record`, if there is one."""
 
     def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
         self.windows: defaultdict[Cell, list[Window]] = defaultdict(list)

@@ -62,11 +62,7 @@ def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
 
 
 class TimedRunner:
-    """Makes the calls to time: subnets of an engine, in one mode, on inputs like `sample`.
-
-    The engine is one of `engine_for` for the same mode; for mode `zero-copy`, any engine. With `h2d` the copy
-    of the input to the device counts.
-    """
+    """Makes the calls to time: subnets of an engine that `engine_for` made for the same mode."""
 
     def __init__(
         self, engine: Engine, mode: str = "zero-copy", include: Sequence[str] = (), sample: Any = None

@@ -150,10 +150,7 @@ def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
 
 
 def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
-    """Select subnets, calibrate them, measure them, and write the files of the job; return the table.
-
-    A job that was killed continues where it stopped if it is run again with `resume`.
-    """
+    """Select subnets, calibrate them, measure them, and write the files of the job; return the table."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
         wanted, batches = checked(job, source)

@@ -100,10 +100,7 @@ class SelectionRequest:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request comes to, known before anything is measured.
-
-    `specs` is None if a search is to find `count` subnets; `accuracy` is None if no accuracy is known.
-    """
+    """What a request comes to; `specs` is None if they are to be searched, `accuracy` if none is known."""
 
     specs: list[SubnetSpec] | None
     count: int
@@ -113,10 +110,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Selection:
-    """The subnets to profile, with their accuracies in percent, None if not known, and facts for the stamp.
-
-    Subnets of a search are in ascending order of latency.
-    """
+    """The subnets to profile, with accuracies in percent, None if not known, and facts for the stamp."""
 
     specs: list[SubnetSpec]
     accuracy: list[float | None]
@@ -220,11 +214,7 @@ def select_subnets(
     batch_sizes: Sequence[int],
     measure: MeasureLatencies,
 ) -> Selection:
-    """Return the subnets of a request, the same ones whenever the journal is resumed.
-
-    The state of a search, and statistics that an accuracy function has calibrated, are files beside the
-    journal.
-    """
+    """Return the subnets of a request, the same ones whenever the journal is resumed."""
     statistics = journal.path.with_name("chosen-norms.safetensors")
     for line in journal.of("chosen"):
         with journal.fields():
@@ -273,10 +263,7 @@ def _search(
     batch_sizes: Sequence[int],
     measure: MeasureLatencies,
 ) -> Selection:
-    """Search for subnets that are not dominated, spread evenly over latency.
-
-    Subnets are measured before they are selected if both accuracies and latencies are known.
-    """
+    """Search for subnets that are not dominated; they are measured first if accuracies are known."""
     supernet, sample = source.supernet, source.sample
     latencies: list[LatencyPredictor] = []
     if request.fit_subnets:

@@ -37,14 +37,7 @@ RANDOM = "random:"
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """A supernet to profile, with one input; if it comes from a bundle, with the bundle's subnets.
-
-    Attributes:
-        supernet: the supernet, on the CPU.
-        sample: one input without batch axis.
-        specs: the subnets of the bundle; empty if there is no bundle.
-        accuracy: percent per subnet of the bundle, or None for a subnet whose accuracy is not known.
-    """
+    """A supernet, one input without batch axis, and the subnets and accuracies (percent) of a bundle."""
 
     supernet: Supernet
     sample: Tensor

@@ -23,12 +23,8 @@ so consecutive windows are no independent samples. Blocks have at least three wi
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return an interval that contains the median with 90 % confidence, whatever the distribution.
-
-    Its ends are order statistics (the confidence interval of the sign test), so a minority of outliers does
-    not widen it. With fewer than five values they are infinite.
-    """
-    rising, n = sorted(values), len(values)
+    """Return an interval that has the median with 90 % confidence (sign test); infinite below five values."""
+    rising, n = sorted(values), len(values)  # Order statistics: a minority of outliers widens nothing.
     outside = 0.0
     for below in range(n // 2 + 1):
         outside += 2 * math.comb(n, below) / 2**n
@@ -38,10 +34,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_stable(windows: Sequence[Window], tolerance: float) -> bool:
-    """Tell whether half the width of the median's interval is at most `tolerance` percent of the median.
-
-    The samples are the medians of the windows in the order of measuring, or of blocks if there are many.
-    """
+    """Tell whether half the width of the median's interval is at most `tolerance` percent of the median."""
     medians = [float(np.median(window["host_ms"])) for window in windows]
     size = len(medians) // BLOCKS
     blocks = np.array_split(medians, len(medians) // size if size > 2 else len(medians))

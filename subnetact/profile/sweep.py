@@ -107,10 +107,7 @@ def environment(
     settings: SweepSettings,
     fingerprint: str | None = None,
 ) -> dict[str, Any]:
-    """Return the facts under which measurements are comparable: machine, versions, weights and settings.
-
-    A journal is resumed only if they are the same, and they become the stamp of the table.
-    """
+    """Return the facts that must be the same to resume a journal; they become the stamp of the table."""
     return {
         **machine(device),
         "supernet": fingerprint or supernet.fingerprint(),
@@ -132,12 +129,7 @@ def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, A
 
 
 class Sweep:
-    """Measures every cell of a table until each has the windows it needs.
-
-    A cell that runs out of memory is recorded, and it is skipped from then on, as are larger batches of its
-    subnet. With a journal, `record` names its lines that hold the windows. Tests replace `measure` and
-    `start_co_runners`.
-    """
+    """Measures every cell until it has the windows it needs; `record` names their lines in the journal."""
 
     def __init__(
         self,

@@ -28,10 +28,7 @@ def measure(
     warmup_ms: float,
     min_time_ms: float,
 ) -> Window:
-    """Time a call repeatedly for `min_time_ms`, after running it untimed for `warmup_ms`, at least once.
-
-    The host waits for the device after every run.
-    """
+    """Time a call for `min_time_ms` after an untimed `warmup_ms`; the host waits after every run."""
     cuda = device.type == "cuda"
     start = time.perf_counter()
     call()
