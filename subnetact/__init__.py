@@ -11,7 +11,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     device, command                      the device in use; what all commands share
     comparison                           equal, within tolerances that have names
     spec, space                          the identity of a subnet; the search space
-    operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each
+    operators/                           one slicing rule each: WeightSlice, ...; lowered_weight.py: int8
     supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
     insertion/                           describe, insert_: what can be elastic, the proof; key-value caches
     ofa_adapters/                        published supernet families and their checkpoints

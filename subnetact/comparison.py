@@ -9,15 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["EXACT", "FUSED", "MASKED", "ROUNDED", "SHORT", "Tolerance", "equal", "is_as_near"]
+__all__ = ["COARSE", "EXACT", "FUSED", "MASKED", "ROUNDED", "SHORT", "Tolerance", "equal", "is_as_near"]
 
 
 class Tolerance(NamedTuple):
-    """How far a number may be from the expected one, as shares.
-
-    `largest` is of the largest expected value of the tensor, which counts as at least `least`; `own` is of
-    the expected value itself.
-    """
+    """How far a number may be off, as shares of the `largest` (or `least`) number and of its `own` value."""
 
     largest: float
     own: float = 0.0
@@ -34,14 +30,12 @@ FUSED = Tolerance(1e-4, own=1e-3, least=1.0)
 """Layers merged into others, or compiled: sums are taken in another order."""
 SHORT = Tolerance(5e-2)
 """Computed in 16 bits on one of the two sides. It takes the place of any other tolerance there."""
+COARSE = Tolerance(0.5, least=1e-6)
+"""Weights of 8 or 16 bits: it finds what computes something else, not what loses accuracy."""
 
 
 def equal(found: Any, expected: Any, tolerance: Tolerance = ROUNDED) -> bool:
-    """Tell whether two outputs are equal up to rounding: structure, shapes, dtypes, and values.
-
-    Tensors of 16 bits are compared within `SHORT` if that is wider. What has no floating-point numbers must
-    be equal. NaN equals NaN.
-    """
+    """Tell whether two outputs are equal: structure, shapes, dtypes, and numbers within a tolerance."""
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         return _equal(found, expected, tolerance)
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
@@ -70,11 +64,7 @@ def _equal(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
 
 
 def is_as_near(found: Any, other: Any, exact: Any, times: float) -> bool:
-    """Tell whether an output is nearly as close to an exact one as another inexact output is.
-
-    By the norm of every tensor it may be `times` as far from the exact one, plus 1 % of the exact norm. Two
-    outputs at a low precision may differ by more than any tolerance and still be equally good.
-    """
+    """Tell whether an output is at most `times` as far from an exact one as another, plus 1 % of its norm."""
     leaves = [tree_leaves(one) for one in (found, other, exact)]
     if len({len(one) for one in leaves}) > 1:
         return False

@@ -35,21 +35,16 @@ _LIMITS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What torch and oneDNN use of a machine: the type of its device, its processor and its instructions.
-
-    `aten` are the instructions of torch's own loops; `limit` is the value of ONEDNN_MAX_CPU_ISA, which limits
-    those of oneDNN; `units` are what the processor has of `vnni`, `bf16` and `amx`; `cuda` is the compute
-    capability. `reference` asks for products in float64, which are exact on every machine; tests do so.
-    """
+    """What torch and oneDNN use of a machine: its device, processor and instructions."""
 
     device: str = "cpu"
     architecture: str = "x86_64"
-    aten: str = "AVX512"
+    aten: str = "AVX512"  # the instructions of torch's own loops
     onednn: bool = True
-    limit: str = ""
-    units: frozenset[str] = frozenset()
-    cuda: tuple[int, int] = (0, 0)
-    reference: bool = False
+    limit: str = ""  # ONEDNN_MAX_CPU_ISA
+    units: frozenset[str] = frozenset()  # of `_UNITS`
+    cuda: tuple[int, int] = (0, 0)  # compute capability
+    reference: bool = False  # products in float64, exact on every machine: for tests
 
     def uses(self, unit: str) -> bool:
         """Tell whether the processor has `vnni`, `bf16` or `amx`, and no limit keeps oneDNN from it."""

@@ -17,14 +17,7 @@ __all__ = ["CalibrationNorm", "batch_statistics"]
 
 
 class CalibrationNorm:
-    """A BatchNorm that normalises every batch with the batch's own statistics and averages them.
-
-    Attributes:
-        module: the module to put into the network; it has the class that the network expects.
-        average: the averaged mean and variance so far, each (channels,); None before the first batch.
-        weight: the sum of the weights of the batches.
-        paused: if True, batches are normalised but not averaged.
-    """
+    """The BatchNorm `module` that normalises each batch by its own statistics, and their `average`."""
 
     def __init__(self, norm: SubnetNorm, row: SizeRow, rule: str | None = None) -> None:
         self.norm = norm
@@ -57,11 +50,7 @@ class CalibrationNorm:
             self.average = mean, var
 
     def collect(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a batch (N, C, ...) into the average, and return its mean and biased variance, each (C,).
-
-        The average moves towards the batch by the share of its weight in the total: the weight is the batch
-        size (`weighted_biased`), or 1 (`cumulative_unbiased`).
-        """
+        """Average a batch (N, C, ...) in, unless paused; return its mean and biased variance, each (C,)."""
         values = x.numel() // x.shape[1]
         if values < (2 if self._unbiased else 1):
             raise SpecError(
@@ -83,14 +72,11 @@ class CalibrationNorm:
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the biased variance of every channel of a batch (N, C, ...), each (C,).
-
-    The axes are averaged one after another, in the order of OFA's `set_running_statistics`. Rounding grows
-    from layer to layer, so another order would end 1e-5 away from upstream's statistics.
-    """
+    """Return the mean and the biased variance of every channel of a batch (N, C, ...), each (C,)."""
     if x.dtype in (torch.float16, torch.bfloat16):  # Squares overflow or vanish in these dtypes.
         mean, var = batch_statistics(x.float())
         return mean.to(x.dtype), var.to(x.dtype)
+    # Axes are averaged one after another as in OFA: another order ends 1e-5 away from its statistics.
     mean = _mean(x)
     deviation = x - mean
     return mean.flatten(), _mean(deviation.mul_(deviation)).flatten()

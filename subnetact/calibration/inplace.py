@@ -19,10 +19,7 @@ _WRITING = (operator.iadd, operator.imul, torch.relu_)
 
 
 def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> str | None:
-    """Return the first node, in words, that may overwrite a value which others read later.
-
-    A known elementwise operation may overwrite a fresh input that nothing else reads.
-    """
+    """Return the first node, in words, that may overwrite a value which others read later."""
     for node in nodes:
         if not _writes(node, leaves):
             continue

@@ -42,11 +42,7 @@ _BY_VALUE = frozenset({type(None), bool, int, float, str, torch.dtype, torch.dev
 
 @dataclass(eq=False)
 class _Step:
-    """One operation of the graph: a call of a module, a function or a method, or of a whole subnet.
-
-    `norms` are the BatchNorms that average in it and have taken `averaged` batches; `layers` counts its
-    module calls; its output may be overwritten if it is `fresh`.
-    """
+    """One operation of the graph: a call of a module, a function or a method, or of a whole subnet."""
 
     inputs: tuple[int, ...]
     args: Any
@@ -70,11 +66,7 @@ class _Subnet:
 
 
 class SharedForward:
-    """The forward passes of many subnets, up to their last BatchNorm, without repetitions.
-
-    The docstring of `subnetact.calibration` explains what is shared. At most `memory` bytes of outputs are
-    kept from one subnet to later ones, so far `peak`; `layers` counts module calls.
-    """
+    """Forward passes of many subnets without repetitions, with `memory` bytes of outputs between them."""
 
     def __init__(self, memory: float = float("inf")) -> None:
         self.memory = memory
@@ -248,12 +240,7 @@ class SharedForward:
         return sum(self._steps[step].layers for step in self._subnets[key].steps)
 
     def run(self, x: Any, batch: int, check: bool = False) -> Iterator[Any]:
-        """Run a batch through the chosen subnets, and yield each subnet when it is done.
-
-        `batch` counts the batches before this one: a BatchNorm that has averaged this one already, before an
-        interruption, does not do so again. `check` raises `NotShareable` for layers that overwrite their
-        inputs although the graph does not say so.
-        """
+        """Run a batch, after `batch` others, through the chosen subnets; yield each when it is done."""
         values: dict[int, Any] = {0: x}
         for position, key in enumerate(self._order):
             steps = self._subnets[key].targets

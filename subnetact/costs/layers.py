@@ -10,7 +10,7 @@ from torch import nn
 
 from subnetact.operators.layer_traits import traits_of
 
-__all__ = ["FEATURES", "MEASURES", "MULTIPLYING", "Vector", "feature", "kind_of"]
+__all__ = ["FEATURES", "MEASURES", "Vector", "feature", "kind_of"]
 
 Vector: TypeAlias = npt.NDArray[np.int64]
 """One count per entry of `FEATURES`."""
@@ -20,9 +20,6 @@ KINDS = ("convolution", "pointwise", "depthwise", "linear", "low", "norm", "prod
 layer or convolution at a lower precision."""
 MEASURES = ("modules", "macs", "activation_bytes", "weight_bytes")
 FEATURES = ("parameters", *(f"{kind}.{measure}" for kind in KINDS for measure in MEASURES))
-
-MULTIPLYING = ("convolution", "pointwise", "depthwise", "linear")
-"""Kinds whose layers keep their multiply-accumulates; those of all other modules are products."""
 
 
 def kind_of(layer: nn.Module) -> str:

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from subnetact.costs.layers import FEATURES, MULTIPLYING, Vector, feature, kind_of
+from subnetact.costs.layers import FEATURES, Vector, feature, kind_of
 from subnetact.errors import SpecError
-from subnetact.operators.base import Operator
+from subnetact.operators.base import Operator, template_of
 from subnetact.operators.lowered_weight import Low
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
@@ -62,10 +62,7 @@ Calls: TypeAlias = dict[Hashable, tuple[Any, Counts]]
 
 
 class MetaForward:
-    """Counts what subnets compute, with its own copy of the supernet on torch's meta device.
-
-    The arguments are those of `CostModel`; later changes of the supernet are not seen.
-    """
+    """Counts what subnets compute, on a copy of the supernet that does not see later changes."""
 
     def __init__(self, supernet: Supernet, input_shape: Sequence[int] | Any) -> None:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
@@ -139,8 +136,7 @@ class MetaForward:
         for view in views.values():
             if view.module is bound:
                 return view  # a switch is replaced by the module that it chooses
-        plain = module.template if isinstance(module, Operator) else module
-        made = _View(bound, kind_of(plain), self._mode, self._item_bytes)
+        made = _View(bound, kind_of(template_of(module)), self._mode, self._item_bytes)
         for name, view in views.items():
             if self._first[module._modules[name]] == (module, name):
                 made.held += view.held
@@ -152,7 +148,7 @@ class _View:
 
     def __init__(self, module: nn.Module, kind: str, mode: _CountingMode, item_bytes: int) -> None:
         self.module, self.forward = module, module.forward
-        self.multiplies = kind in MULTIPLYING
+        self.multiplies = kind not in ("norm", "other")
         self.kind = kind = "low" if self.multiplies and isinstance(module, Low) else kind
         self.mode, self.item_bytes = mode, item_bytes
         self.calls: Calls = {}
@@ -267,10 +263,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _run_chosen_experts(network: nn.Module) -> None:
-    """Let mixtures of experts of transformers compute with products whose shapes are known without data.
-
-    By default, the tokens are sorted by expert, and how many tokens each expert gets depends on the data.
-    """
+    """Let mixtures of experts compute with products whose shapes do not depend on the data."""
     for module in network.modules():
         choose: Any = getattr(module, "set_experts_implementation", None)
         if callable(choose):

@@ -27,7 +27,7 @@ from subnetact.export.scripted_subnets import ScriptedSubnets
 from subnetact.export.subnet_program import quiet, require_equal
 from subnetact.files.atomic import replacing
 from subnetact.latency.table import LatencyTable
-from subnetact.operators.base import Operator
+from subnetact.operators.base import template_of
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import map_tensors
@@ -185,7 +185,7 @@ def _inputs(source: Engine | Supernet, supernet: Supernet, example: Any) -> dict
             "(N, C, H, W)"
         )
     network: Any = supernet.network
-    signature = inspect.signature((network.template if isinstance(network, Operator) else network).forward)
+    signature = inspect.signature(template_of(network).forward)
     try:
         if isinstance(example, Mapping):
             signature.bind(**example)

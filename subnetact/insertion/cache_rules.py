@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from subnetact.device import raise_if_out_of_memory
-from subnetact.operators.base import Operator
+from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import PRECISION, SubnetSpec
@@ -210,11 +210,6 @@ def _positions(modules: Any, inputs: bool = True) -> set[int]:
         for part, position in m.dims.items()
         if inputs or not part.startswith("in_")
     }
-
-
-def template_of(module: nn.Module) -> Any:
-    """Return the module that an operator replaced, or the module itself."""
-    return module.template if isinstance(module, Operator) else module
 
 
 def attentions(layer: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -19,9 +19,8 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import as_double, outputs_of, prove
+from subnetact.supernet.proof import in_double, outputs_of, prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
 
@@ -130,14 +129,10 @@ class Proof:
     def _use_double(self) -> None:
         """Go on in double precision if the network can: disturbed networks amplify rounding."""
         self._exact = True
-        try:
-            network, spare = (private_copy(copy).double() for copy in (self._disturbed, self._spare))
-            x = map_tensors(as_double, self.x)
-            outputs_of(shared_view(network, self.largest), x)
-        except Exception as error:  # The network computes in a precision of its own.
-            raise_if_out_of_memory(error)
-        else:
-            self._disturbed, self._spare, self.x = network, spare, x
+        double = in_double(self._disturbed, self.largest, self.x)
+        if double is not None:
+            self._disturbed, self.x, _ = double
+            self._spare = private_copy(self._disturbed)
 
 
 def disturbed_copy(network: nn.Module) -> nn.Module:

@@ -28,7 +28,7 @@ from subnetact.operators.per_width_norm import PerWidthNorm
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import as_double, first_changed, outputs_of
+from subnetact.supernet.proof import first_changed, in_double, outputs_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
@@ -147,15 +147,10 @@ class Trial:
     def exact(self) -> bool:
         """Go on in double precision, and tell whether the network runs in it."""
         self._failed.clear()
-        single = self._copy, self._x
-        self._copy, self._x = private_copy(self._copy).double(), map_tensors(as_double, self._x)
-        try:
-            self._expected = outputs_of(shared_view(self._copy, self.row), self._x)
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            self._copy, self._x = single
-            return False
-        return True
+        double = in_double(self._copy, self.row, self._x)
+        if double is not None:
+            self._copy, self._x, self._expected = double
+        return double is not None
 
     def stays(self, wanted: Mapping[UnitGroup, Tensor]) -> bool:
         """Tell whether the outputs stay when the units of groups are brought into an order."""

@@ -6,11 +6,11 @@ a network as a description says: `{"conv1": WeightSlice.on(out="width")}`.
 Which file answers which question:
 
 - `base.py`: what every operator does (`Operator`), and one entry of a description (`Elastic`).
-- `layer_traits.py`: the one table of what is known of each class of layers. `segments.py`: parts that consist
-  of several segments.
+- `layer_traits.py`: the one table of what is known of each class of layers; `register_layer` adds to it.
+  `segments.py`: parts that consist of several segments.
 - `layer_select.py`: which layers of a stack are kept, and which of several modules is used;
   `skipped_layer.py`: what is in the places of skipped layers. The other operators have files of their names.
-- `lowered_weight.py`: int8 and bfloat16: the copy of a weight, its slices, and the products that read them.
+- `lowered_weight.py`: how a convolution or linear layer is sliced, and multiplies, at int8 and bfloat16.
   `kernel_table.py`: what each kind of machine multiplies with at a precision, or why it is refused.
 - `view_module.py`: how the modules of a zero-copy view are made; `packed_copy.py`: tensors in memory of their
   own that follow the weights; `tensor_version.py`: whether a tensor has changed in place.
@@ -39,6 +39,7 @@ from subnetact.operators.elastic_attribute import ElasticAttribute
 from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
 from subnetact.operators.layer_norm_slice import LayerNormSlice
 from subnetact.operators.layer_select import LayerSelect, ModuleSwitch, SwitchableModule
+from subnetact.operators.layer_traits import LayerTraits, register_layer
 from subnetact.operators.per_width_norm import PerWidthBatchNorm2d, PerWidthNorm
 from subnetact.operators.segments import Segments
 from subnetact.operators.subnet_norm import CALIBRATION_RULES, SubnetNorm
@@ -53,6 +54,7 @@ __all__ = [
     "KernelConv2d",
     "LayerNormSlice",
     "LayerSelect",
+    "LayerTraits",
     "ModuleSwitch",
     "Operator",
     "PerWidthBatchNorm2d",
@@ -61,4 +63,5 @@ __all__ = [
     "SubnetNorm",
     "SwitchableModule",
     "WeightSlice",
+    "register_layer",
 ]

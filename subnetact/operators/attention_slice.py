@@ -21,10 +21,7 @@ __all__ = ["AttentionSlice", "SlicedMultiheadAttention"]
 
 
 class SlicedMultiheadAttention(nn.MultiheadAttention):
-    """The attention of a subnet: `in_proj_weight` has shape (3, heads * head width, input width).
-
-    `nn.MultiheadAttention` itself cannot compute with fewer heads at the same input width.
-    """
+    """`nn.MultiheadAttention` with fewer heads; `in_proj_weight` is (3, heads * head width, inputs)."""
 
     def forward(
         self,

@@ -43,7 +43,7 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["Elastic", "Operator", "slicer_of"]
+__all__ = ["Elastic", "Operator", "slicer_of", "template_of"]
 
 
 @dataclass(frozen=True)
@@ -426,6 +426,11 @@ class Operator(nn.Module):
         """Return the error that says why this operator cannot make its template elastic."""
         kind = type(self.template).__name__
         return InsertError(f"{self.path}: {type(self).__name__} cannot make this {kind} elastic: {why}")
+
+
+def template_of(module: nn.Module) -> Any:
+    """Return the ordinary module that an operator replaced, or the module itself."""
+    return module.template if isinstance(module, Operator) else module
 
 
 def _refuse_hook(self: Operator, *_: Any, register: str, **__: Any) -> Any:

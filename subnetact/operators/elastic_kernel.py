@@ -118,10 +118,7 @@ class ElasticKernel(Operator):
 
 
 def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], size: int) -> Tensor:
-    """Return a depthwise kernel of a smaller size, (channels, 1, size, size), as TorchScript can compile it.
-
-    `sizes` are ascending; `matrices` has the matrix from each size to the one before it, or nothing.
-    """
+    """Return a kernel (channels, 1, size, size); `matrices[i]` leads from `sizes[i + 1]` to `sizes[i]`."""
     if has_torch_function_unary(weight):
         return handle_torch_function(smaller_kernel, (weight,), weight, matrices, sizes, size)
     at = len(sizes) - 1

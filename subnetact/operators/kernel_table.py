@@ -48,10 +48,7 @@ STRIDED, CUBLAS, REFERENCE, NATIVE = "strided", "cublas", "reference", "native"
 
 
 class Kernel(NamedTuple):
-    """One row of the table: what multiplies at a precision, or why it is refused and what a machine needs.
-
-    The `name` of the product is empty if the precision is refused.
-    """
+    """What multiplies at a precision; without a `name`, why it is refused and what a machine needs."""
 
     precision: str
     name: str

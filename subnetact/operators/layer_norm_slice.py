@@ -86,10 +86,7 @@ def _is_rms_norm(norm: LayerNormSlice) -> bool:
 
 
 def _is_rms_norm_over(norm: LayerNormSlice, full: int, trailing: tuple[int, ...]) -> bool:
-    """Try a module on numbers so large that its epsilon does not matter, of shape (N, features, *trailing).
-
-    The gain, the weight or one plus the weight, is what the module makes of equal numbers.
-    """
+    """Try a module on (N, features, *trailing), with numbers so large that its epsilon does not matter."""
     kept = full // 2
     generator = torch.Generator().manual_seed(0)
     weight = torch.rand(full, generator=generator) + 0.5

@@ -115,20 +115,21 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
 
 
 def traits_of(layer: nn.Module | type[nn.Module], derived: bool = True) -> LayerTraits:
-    """Return the traits of an ordinary layer, or of its class; of an operator, give the template.
-
-    A class has the traits of the class that it is derived from, which is right for its parameters. It may
-    compute something else: `derived=False` asks for the class itself. A class that is derived from
-    `nn.Module` alone may be anything; it is `unknown`, and not a `container`.
-    """
+    """Return the traits of a layer, or of a class, which may be `derived` from one in the table."""
     given: Any = layer if isinstance(layer, type) else type(layer)
     for cls in given.__mro__ if derived else (given,):
         found = _TRAITS.get(cls) or _TRAITS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
+            # A class that is derived from nn.Module alone may be anything, and not a container.
             return _UNKNOWN if cls is nn.Module and given is not nn.Module else found
     return _UNKNOWN
 
 
 def register_layer(cls: type[nn.Module], traits: LayerTraits) -> None:
-    """Add a class of layers to the table, or replace what the table says of it."""
+    """Add a class of layers to the table, or replace what the table says of it.
+
+    Args:
+        cls: the class; classes derived from it have the same traits.
+        traits: its axes and the rest. An operator that names their `kind` in `slices` slices such layers.
+    """
     _TRAITS[cls] = traits

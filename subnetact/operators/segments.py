@@ -67,10 +67,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a subnet keeps of a part: the first `sizes` of the full `lengths` of its segments.
-
-    Exports trace with sizes that are graph nodes.
-    """
+    """The first `sizes` of the `lengths` of the segments of a part. Sizes are graph nodes in exports."""
 
     lengths: tuple[int, ...]
     sizes: tuple[int, ...]

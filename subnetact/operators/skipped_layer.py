@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subnetact.operators.base import Operator
+from subnetact.operators.base import template_of
 
 __all__ = ["SkippedLayer", "first_name", "skipped"]
 
@@ -73,7 +73,7 @@ def first_name(layer: nn.Module) -> str:
 
 def skipped(layer: nn.Module) -> SkippedLayer:
     """Return what stands in the place of a layer that a subnet skips."""
-    layer = layer.template if isinstance(layer, Operator) else layer
+    layer = template_of(layer)
     taken = list(inspect.signature(type(layer).forward).parameters.values())[1:]
     one = len(taken) == 1 and taken[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     return (SkippedUnary if one else SkippedLayer)(layer)

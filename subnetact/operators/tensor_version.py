@@ -11,10 +11,7 @@ __all__ = ["changes_of", "storage_id", "tensor_version"]
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return a number that grows whenever a tensor is changed in place.
-
-    Tensors made in inference mode have no such counter; for them the number is always 0.
-    """
+    """Return a number that grows when a tensor changes in place; always 0 if made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 

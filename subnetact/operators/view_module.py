@@ -173,11 +173,7 @@ def view_module(
     mixin: type | None = None,
     **attributes: Any,
 ) -> nn.Module:
-    """Return a module of the template's class, in evaluation mode, that shares everything that is not given.
-
-    `parameters`, `buffers` and `modules` are those of the new module, by the template's names; `mixin` is a
-    class whose methods take precedence; `attributes` are plain ones that differ, `in_channels` for example.
-    """
+    """Return a module like the template, in evaluation mode, that shares all that is not given."""
     cls: Any = type(template)
     if mixin is not None:
         cls = mixed_class(mixin, cls)

@@ -13,8 +13,8 @@ Which file answers which question:
   weights.
 - `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
 - `failure.py`: which module raised an error, and which entry a description lacks.
-- `check.py`: whether all corners of the space run and slice the right rows; `unused_weights.py`: copies in
-  which all weights that a subnet does not use are NaN or zero.
+- `check.py`: whether all corners of the space run and slice the right rows; `proof.py`: the one proof that
+  slices fit together; `unused_weights.py`: copies in which what a subnet does not use is NaN or zero.
 - `chain.py`: whether every layer of a stack gets what the one before it returned.
 - `precision.py`: which modules run at the precision of the subnet, and how far they are off.
 - `batches.py`: what a network is called with.

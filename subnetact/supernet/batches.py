@@ -28,12 +28,7 @@ def as_batch(x: Any) -> Any:
 
 
 def without_labels(batch: Any, network: nn.Module, labels: bool | None = None) -> Any:
-    """Return the inputs of a batch, which may go on with labels behind its first element.
-
-    If `labels` does not say whether it does, a tuple does if its first element is a tuple or mapping, or if
-    the network takes one argument only; it does not if the network needs as many arguments as the tuple has
-    elements. What could be meant either way is refused with a `SpecError`.
-    """
+    """Return the inputs of a batch that may go on with labels; `calibrate` says how `labels=None` decides."""
     if not isinstance(batch, tuple | list) or not batch:
         return batch
     if labels is None and len(batch) > 1 and isinstance(batch[0], Tensor):

@@ -28,11 +28,7 @@ def bind(
     trainable: bool = False,
     frozen: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
-    """Return the network of one subnet: modules of the same classes, over slices of the same weights.
-
-    `norm` makes its BatchNorms from their operators. If `trainable`, its parameters carry gradients to the
-    full ones. `frozen` makes its tensors from those that no operator slices; otherwise it has these.
-    """
+    """Return the network of one subnet; `norm` makes its BatchNorms, `frozen` what no operator slices."""
     done: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module) -> nn.Module:

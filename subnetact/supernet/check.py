@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from subnetact.comparison import COARSE, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
@@ -18,7 +19,7 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import as_double, outputs_of, prove
+from subnetact.supernet.proof import in_double, outputs_of, prove
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
 __all__ = ["CheckReport", "check", "check_precisions", "corners"]
@@ -46,8 +47,6 @@ _INCOMPARABLE = {
 """Why a subnet is not compared."""
 SHOW_AFTER_S = 2.0
 """Seconds after which a progress bar shows that a supernet is being checked."""
-COARSE = 0.5
-"""The largest difference of the outputs of a subnet at a lower precision, as a share of their norm."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,7 @@ def corners(space: SubnetSpace) -> list[SubnetSpec]:
 def check_precisions(
     space: SubnetSpace, precisions: Sequence[str], x: Any, bind: Callable[[SubnetSpec], nn.Module]
 ) -> None:
-    """Run the smallest and the largest subnet at every lower precision, and compare them with float32.
-
-    The comparison is coarse: it finds layers that compute something else, not those that lose accuracy.
-    """
+    """Find layers that compute something else at lower precisions, at both ends of the space."""
     x = map_tensors(_visible, x)
     for spec in dict.fromkeys(space.at_precision(s, FLOAT32) for s in (space.smallest(), space.largest())):
         expected = outputs_of(bind(spec), x)
@@ -102,10 +98,10 @@ def check_precisions(
                     "module at float32 with enable_precision(..., keep=[name])"
                 ) from error
             for one, other in zip(outputs, expected, strict=True):
-                near = (one - other).norm() <= COARSE * other.norm() + 1e-6
-                if bool(other.isfinite().all()) and not bool(near):
+                if bool(other.isfinite().all()) and not equal(one, other, COARSE):
                     raise InsertError(
-                        f"check: {low} differs from the same subnet at float32 by more than {COARSE:.0%}; "
+                        f"check: {low} differs from the same subnet at float32 by more than half of the "
+                        "largest output; "
                         "supernet.precision_errors(spec, x) names the layers; leave those with outliers at "
                         "float32 with enable_precision(..., keep=[name])"
                     )
@@ -159,8 +155,10 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
 
 
 def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any) -> bool:
-    double = private_copy(network).double()
-    return prove(double, private_copy(double), row, largest, map_tensors(as_double, x), modules=True) is None
+    double = in_double(network, largest, x)
+    if double is None:
+        return False
+    return prove(double[0], private_copy(double[0]), row, largest, double[1], modules=True) is None
 
 
 def _run_visible(view: nn.Module, x: Any) -> Any:

@@ -33,14 +33,10 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Moment(NamedTuple):
-    """The weights that somebody reads, at one moment. Equal moments have equal weights.
+    """Which weights somebody reads, and how often they and the shared statistics had changed in place."""
 
-    `owner` tells supernets apart, `weights` what was loaded into one; `changes` and `statistics` grow when
-    the weights and the shared BatchNorm statistics are changed in place.
-    """
-
-    owner: str
-    weights: str
+    owner: str  # tells supernets apart
+    weights: str  # what was loaded
     changes: int
     statistics: int
 
@@ -50,10 +46,7 @@ class Moment(NamedTuple):
 
 
 class Weights:
-    """The weights of a supernet from one exchange to the next one. Every view has the one that it reads.
-
-    The tensors are those of `weights_of`. Copies and pickles take them along if they are `carried`.
-    """
+    """The weights of a supernet until they are exchanged; copies and pickles take them if `carried`."""
 
     def __init__(
         self, tensors: tuple[list[Tensor], list[Tensor]], moment: Moment, carried: bool = False
@@ -99,11 +92,7 @@ class Weights:
 
 
 class Generation:
-    """Tells whether the weights of a supernet have changed, and drops its views when they are exchanged.
-
-    `number` grows whenever views have to be taken again, `weights` are what views read that are bound now,
-    and `lock` is held while weights are exchanged and while a view is bound.
-    """
+    """Tells whether weights have changed, by a `number` that grows, and drops views of exchanged ones."""
 
     def __init__(self, supernet: nn.Module, views: Views) -> None:
         self.number = next(_numbers)

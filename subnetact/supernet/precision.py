@@ -11,7 +11,7 @@ from torch import nn
 
 from subnetact.errors import PrecisionError
 from subnetact.operators import AttentionSlice
-from subnetact.operators.base import Operator, slicer_of
+from subnetact.operators.base import Operator, slicer_of, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import Low
 
@@ -32,18 +32,14 @@ class PrecisionSettings:
 
 
 def put_precision_(network: nn.Module, settings: PrecisionSettings, dim: int) -> None:
-    """Let linear layers and convolutions follow the precision, whose bits are at `dim` of the size row.
-
-    Layers without a forward for lowered weights and the first module with weights stay as they are, and so
-    does the last one, unless the settings include it. Layers that no operator slices get an operator. A
-    refused network is unchanged.
-    """
+    """Let layers follow the precision at `dim` of the size row; a refused network is unchanged."""
     named = dict(network.named_modules())
     unknown = [name for name in settings.keep if name not in named]
     if unknown:
         raise PrecisionError(f"keep: the network has no module {unknown[0]!r}; supernet.report lists them")
     kept = {name for name in named if any(name == k or name.startswith(f"{k}.") for k in settings.keep)}
-    weighted = [name for name, module in named.items() if traits_of(_plain(module)).mixes]
+    weighted = [name for name, module in named.items() if traits_of(template_of(module)).mixes]
+    # The first module with weights stays at float32, and so does the last one, unless it is included.
     kept.update(weighted[:1] if settings.last else weighted[:1] + weighted[-1:])
     chosen: dict[str, Operator] = {}
     for name in weighted:
@@ -65,10 +61,6 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dim: int) ->
                 module._modules[child_name] = replaced[child]
 
 
-def _plain(module: nn.Module) -> nn.Module:
-    return module.template if isinstance(module, Operator) else module
-
-
 def _operator(module: nn.Module, path: str) -> Operator | None:
     """Return an operator for a module that keeps its full size in every subnet, if there can be one."""
     traits, slicer = traits_of(module), slicer_of(module)
@@ -84,7 +76,7 @@ def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
         return False
     if isinstance(parent, nn.TransformerEncoderLayer):
         return not isinstance(parent.self_attn, AttentionSlice)
-    return traits_of(_plain(parent)).reads_children
+    return traits_of(template_of(parent)).reads_children
 
 
 def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, float]:

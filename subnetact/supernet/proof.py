@@ -1,9 +1,7 @@
 """proof: a subnet computes what the full network computes with everything that it does not use at zero.
 
-This is the one proof that slices fit together. `Supernet.check` asks it at the corners of a space,
-`describe` and `insert_` on copies with random weights, and the search for heads and neurons in transformers
-for single blocks. A subnet must not change if all weights that it does not use become NaN either; zeros also
-find slices of the wrong rows.
+A subnet must not change if all weights that it does not use become NaN either; zeros also find slices of the
+wrong rows. Networks that amplify rounding are proved in double precision (`in_double`).
 """
 
 from __future__ import annotations
@@ -23,24 +21,15 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.operators import LayerNormSlice
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import missing_entry, summary
-from subnetact.supernet.unused_weights import (
-    fill_unused_,
-    loud_operators,
-    masked_reference,
-    shared_view,
-)
+from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy, shared_view
 
-__all__ = ["Finding", "as_double", "first_changed", "outputs_of", "prove"]
+__all__ = ["Finding", "first_changed", "in_double", "outputs_of", "prove"]
 
 
 class Finding(NamedTuple):
-    """What the proof found, why or at which module first, and what to add to the description.
-
-    The kind is `fails` if the subnet does not run, `foreign` if it reads weights that it should not use,
-    `shapes` and `differs` if its outputs have other shapes or values than those of the full network,
-    `unmasked` if that does not run with zeros, and `incomparable` if there is nothing to compare with.
-    """
+    """What is wrong, why or at which module first, and what to add to the description."""
 
     kind: str
     why: str
@@ -54,14 +43,10 @@ def prove(
     largest: SizeRow,
     x: Any,
     tolerance: Tolerance = MASKED,
-    modules: bool = False,
-    compare: bool = True,
+    modules: bool = False,  # whether the outputs of all modules are compared
+    compare: bool = True,  # if False, the subnet only runs, with NaN in weights that it does not use
 ) -> Finding | None:
-    """Compare a subnet with the full network in which everything that the subnet does not use is zero.
-
-    `copy` is a private copy of the network, whose weights are overwritten. With `modules`, the outputs of all
-    modules are compared. Without `compare`, the subnet only runs with NaN in weights that it does not use.
-    """
+    """Compare a subnet with the full network whose other weights, in the given `copy`, are zero."""
     run = partial(_module_outputs, inside=modules)
     fill_unused_(copy, network, row, float("nan"))
     view = shared_view(copy, row)
@@ -96,12 +81,16 @@ def prove(
 def _pad_norms(network: nn.Module, reference: nn.Module, row: SizeRow, largest: SizeRow) -> str | None:
     """Let the norms of the reference see the kept features only; return why this is not possible."""
     places = dict(reference.named_modules())
-    for loud in loud_operators(network, row, largest):
-        if not isinstance(loud, LayerNormSlice) or loud.segments:
-            return f"because zeros in {loud.path} ({type(loud).__name__}) do not stand for dropped weights"
-        path, _, name = loud.path.rpartition(".")
-        if loud.path in places:  # it is not inside a skipped block
-            places[path]._modules[name] = _PaddedNorm(loud, row)
+    for operator in operators_in(network):
+        narrowed = (part for part, i in operator.dims.items() if row[i] != largest[i])
+        if all(map(operator.zeroing_equals_dropping, narrowed)):
+            continue
+        if not isinstance(operator, LayerNormSlice) or operator.segments:
+            kind = type(operator).__name__
+            return f"because zeros in {operator.path} ({kind}) do not stand for dropped weights"
+        path, _, name = operator.path.rpartition(".")
+        if operator.path in places:  # it is not inside a skipped block
+            places[path]._modules[name] = _PaddedNorm(operator, row)
     return None
 
 
@@ -133,9 +122,15 @@ def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
     return [tensor.clone() for tensor in _tensors(found)]
 
 
-def as_double(tensor: Tensor) -> Tensor:
-    """Return a tensor in double precision if it has floating-point numbers."""
-    return tensor.double() if tensor.is_floating_point() else tensor
+def in_double(network: nn.Module, row: SizeRow, x: Any) -> tuple[nn.Module, Any, list[Tensor]] | None:
+    """Return a private copy, the batch and the outputs in double precision, or None if it does not run so."""
+    double = private_copy(network).double()
+    x = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, x)
+    try:
+        return double, x, outputs_of(shared_view(double, row), x)
+    except Exception as error:  # The network computes in a precision of its own.
+        raise_if_out_of_memory(error)
+        return None
 
 
 def first_changed(view: nn.Module, plain: nn.Module, x: Any) -> str | None:

@@ -23,11 +23,7 @@ def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
 def exchange_storage_(
     tensors: Iterable[Tensor], storages: Mapping[int, UntypedStorage]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Move tensors to other storage with the same values, by the `storage_id` of the former one.
-
-    They stay the same objects. Those in shared memory, not dense, or of subclasses other than `nn.Parameter`
-    keep their storage. Return every tensor that was moved, with a tensor on its former storage.
-    """
+    """Move tensors, by the `storage_id` of their storage; return each with one on its former storage."""
     with torch.inference_mode(False), torch.no_grad():
         moved = []
         for tensor in {id(t): t for t in tensors if _movable(t) and storage_id(t) in storages}.values():
@@ -55,11 +51,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensors: Iterable[Tensor]) -> list[int]:
-    """Return one number per tensor, which changes with any single value and with the order of the values.
-
-    Every value counts once with the position of its row (its index along the first axis) and once with its
-    position within the row, so that a permutation of channels is seen. Meta tensors count as equal.
-    """
+    """Return a number per tensor that changes with any value, and with the order of rows or columns."""
     sums = []
     with torch.no_grad():
         for tensor in tensors:
@@ -71,6 +63,7 @@ def checksum(tensors: Iterable[Tensor]) -> list[int]:
             real = torch.view_as_real(dense) if dense.is_complex() else dense
             bits = real.view(_INTEGERS[real.element_size()])
             bits = bits[None] if bits.dim() == 0 else bits
+            # Positions of rows and within rows count, so that a permutation of channels is seen.
             rows = bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()
             columns = bits.sum(0, dtype=torch.int64).flatten()
             # An odd and an even factor together are odd, so that no change of one value is lost modulo 2^64.

@@ -59,15 +59,9 @@ def trace_(
     view: nn.Module,
     is_leaf: Callable[[nn.Module], bool] | None = None,
     looks_inside: Callable[[nn.Module], bool] | None = None,
-    tensors: dict[str, Tensor] | None = None,
+    tensors: dict[str, Tensor] | None = None,  # receives those that forwards read; else they are constants
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
-    """Return the graph of a view's forward of one tensor, and the leaves by the names of their calls.
-
-    Leaves are PyTorch's own layers and layers derived from them, apart from those that `looks_inside` tells,
-    and what `is_leaf` tells. `tensors` receives the parameters and buffers that a forward reads itself, by
-    the names under which the graph gets them; if None, they are constants in the arguments of nodes. Nobody
-    else may use the view meanwhile.
-    """
+    """Return the graph of a view, which nobody else may use meanwhile, and its leaves by name."""
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     leaves: dict[str, nn.Module] = {}

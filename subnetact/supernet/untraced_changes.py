@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from subnetact.errors import StaleWeights
-from subnetact.operators.base import Operator
+from subnetact.operators.base import template_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.norm_table import NormRow
@@ -31,8 +31,8 @@ class PlainAttributes:
     def __init__(self, network: nn.Module) -> None:
         self._known: dict[str, dict[str, Any]] = {}
         for path, module in list(network.named_modules())[1:]:
-            own = module.template if isinstance(module, Operator) else module
-            plain = {n: v for n, v in own.__dict__.items() if n != "training" and isinstance(v, _PLAIN)}
+            own = template_of(module).__dict__
+            plain = {n: v for n, v in own.items() if n != "training" and isinstance(v, _PLAIN)}
             if plain:
                 self._known[path] = plain
 

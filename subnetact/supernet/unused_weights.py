@@ -16,7 +16,6 @@ from subnetact.supernet.bind import bind, operators_in
 
 __all__ = [
     "fill_unused_",
-    "loud_operators",
     "masked_reference",
     "private_copy",
     "shared_view",
@@ -49,10 +48,7 @@ def _copy(network: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def fill_unused_(copy: nn.Module, network: nn.Module, row: SizeRow, value: float) -> None:
-    """Fill what a subnet does not use with a value, in a private copy of the network.
-
-    What it does use is taken from the network, so that one copy serves many subnets in turn.
-    """
+    """Fill what a subnet does not use with a value in a private copy, and take the rest from the network."""
     with torch.inference_mode(False), torch.no_grad():
         for parameter in copy.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
@@ -128,11 +124,7 @@ def shared_view(network: nn.Module, row: SizeRow) -> nn.Module:
 
 
 def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest: SizeRow) -> nn.Module:
-    """Return the full network in which everything that the subnet of a row does not use is zero.
-
-    Layers that the subnet skips are identities, and BatchNorms have its statistics. The reference holds the
-    weights of the private copy, so it is valid until the copy is filled again.
-    """
+    """Return the full network with zeros for what a subnet does not use; its weights are the copy's."""
     fill_unused_(copy, network, row, 0.0)
     mixed = list(largest)
     for stack in network.modules():
@@ -152,15 +144,3 @@ def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest:
 
     with torch.inference_mode(False), torch.no_grad():
         return bind(copy, tuple(mixed), padded)
-
-
-def loud_operators(network: nn.Module, row: SizeRow, largest: SizeRow) -> list[Operator]:
-    """Return the narrowed operators for which zeroing is not dropping, because they normalise for example."""
-    return [
-        operator
-        for operator in operators_in(network)
-        if any(
-            row[i] != largest[i] and not operator.zeroing_equals_dropping(part)
-            for part, i in operator.dims.items()
-        )
-    ]

@@ -15,10 +15,7 @@ __all__ = ["Views"]
 
 
 class Views:
-    """Views by subnet, each with the statistics row that it runs on, and the frozen tensors that they share.
-
-    The `lock` is held while views are looked up, kept or cleared.
-    """
+    """Views by subnet, each with its statistics row, and the frozen tensors that they share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact.costs.model import CostModel
-from subnetact.operators import SubnetNorm
+from subnetact.operators import LayerTraits, SubnetNorm, register_layer
 from subnetact.operators.base import Operator, slicer_of
-from subnetact.operators.layer_traits import LayerTraits, register_layer
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")

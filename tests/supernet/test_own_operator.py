@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import subnetact
-from subnetact.operators import base
+from subnetact.operators import LayerTraits, base, register_layer
 from subnetact.operators.base import Operator
-from subnetact.operators.layer_traits import LayerTraits, register_layer
 from subnetact.supernet.supernet import Supernet
 
 X = torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(1))
