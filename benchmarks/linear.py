@@ -3,7 +3,7 @@
     python benchmarks/linear.py [--threads 1] [--seconds 2] [--out benchmarks/results/linear.json]
 
 `subnetact/engine/packed_linear.py` chooses a kernel by the maker of the processor, and
-`subnetact/engine/plan.py` whether networks of linear layers are fused at all; this is their trial. All
+`subnetact/engine/fusion_plan.py` whether networks of linear layers are fused at all; this is their trial. All
 contenders of a cell run in turns in one process. A figure is the median of the CPU time of the calling
 thread divided by that of the plain product, or of the network itself, which other work on the machine hardly
 moves.

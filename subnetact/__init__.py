@@ -90,7 +90,7 @@ effective accuracy: the accuracy of the subnets that answered in time, averaged 
 stamp: what a table says of its origin: machine, versions, settings, fingerprint of the supernet.
 floor: the minimum accuracy that a request demands of the subnet that answers it.
 fused program: a subnet whose BatchNorms, activations and additions are merged into its convolutions.
-plan: which subnets of an engine are fused programs; it is made with the engine, within the memory budget.
+plan: which subnets of an engine are fused programs, within its memory budget (`engine/fusion_plan.py`).
 co-runner: another process or tenant that uses the same device at the same time.
 expired: a request whose deadline no subnet can meet any more.
 dropped: an expired request that was answered at once with DeadlinePassed.

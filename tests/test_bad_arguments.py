@@ -69,9 +69,11 @@ def test_a_supernet_is_no_engine(digits: Supernet, tmp_path: Path) -> None:
 
 def test_one_specification_is_no_list(digits: Supernet, tmp_path: Path) -> None:
     spec: Any = digits.space.smallest()
+    engine = subnetact.Engine(digits, [spec], allow_uncalibrated=True)
     for call in (
         lambda: subnetact.Engine(digits, spec),
         lambda: to_torchscript(digits, tmp_path / "m.pt", spec),
+        lambda: to_exported_programs(engine, tmp_path / "p", subnets=spec),
     ):
         with pytest.raises(SpecError, match=r"takes a list .*, got SubnetSpec; write \[spec\]"):
             call()

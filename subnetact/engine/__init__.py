@@ -4,7 +4,9 @@ Which file answers which question:
 
 - `engine.py`: how subnets are registered, run, pinned, saved and loaded (`Engine`).
 - `config.py`: what an engine consists of (`EngineConfig`).
-- `plan.py`: which subnets are fused; `fused_program.py`: how a fused program is made.
+- `fusion_plan.py`: which subnets are fused; `fused_program.py`: how a fused program is made.
+- `finite_values.py`: whether a program may use operations that turn NaN into a number.
+- `graph_function.py`: a traced graph as a Python function, which is what programs and blocks call.
 - `budget.py`: the memory limit of fused programs and CUDA graphs (`memory_budget_mb`).
 - `packed_conv.py`, `fast_conv.py`: the convolutions of fused programs and of views.
 - `packed_linear.py`: the linear layers of fused programs.
@@ -18,7 +20,7 @@ Which file answers which question:
 
 from subnetact.engine.config import EngineConfig
 from subnetact.engine.engine import Engine
-from subnetact.engine.plan import PinResult
+from subnetact.engine.fusion_plan import PinResult
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.engine.stats import EngineStats
 

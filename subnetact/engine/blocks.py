@@ -1,9 +1,7 @@
 """Layer blocks: a subnet as parts that run one after the other, so that other work can come between.
 
-The parts are cut from the traced graph of the view or of the fused program: in front of every layer of an
-elastic stack (`LayerSelect`), or, in networks without one, of a numbered container, at the place where the
-fewest values have to be handed over. Each operation of the graph is in exactly one part, so the outputs are
-those of the whole subnet, bit for bit.
+The graph of the view or program is cut in front of every layer of an elastic stack (`LayerSelect`), or of a
+numbered container, where the fewest values are handed over. The outputs are those of the whole, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,26 +30,18 @@ Block = Callable[[Any], Any]
 
 
 class BlockRun:
-    """A batch on its way through the blocks of a subnet. `Engine.start` returns one.
-
-    Nothing that the run needs is shared, so other batches may run between two steps, on any thread. Of a
-    batch of `size` samples, `count` are inputs. `position` of the `blocks` have run.
-    """
+    """A batch on its way through the blocks of a subnet; it shares nothing with other runs."""
 
     def __init__(self, batch: Any, count: int, size: int, blocks: Sequence[Block]) -> None:
         self.blocks = len(blocks)
-        self.position = 0
+        self.position = 0  # how many of them have run
         self._state = batch
         self._count = count
         self._size = size
         self._calls = blocks
 
     def step(self, blocks: int = 1, go_on: Callable[[float], bool] | None = None) -> bool:
-        """Run the next blocks, and tell whether all have run.
-
-        `go_on` is asked afterwards with the share of all blocks that have run; as long as it agrees, as many
-        blocks follow.
-        """
+        """Run the next blocks, as many again while `go_on`, given the share done, agrees; tell if all ran."""
         with torch.inference_mode():
             while self.position < self.blocks:
                 for call in self._calls[self.position : self.position + blocks]:
@@ -111,11 +101,7 @@ class SubnetBlocks:
 def _split(
     graph: fx.Graph, values: Mapping[str, Any], stacks: Sequence[str], paths: Mapping[str, str]
 ) -> list[Block]:
-    """Cut a graph of one input into blocks; into a single one if there is nowhere to cut.
-
-    `values` are the layers and tensors that the graph names. Without `stacks`, numbered containers count.
-    `paths` tells where in the network the layers with other names come from.
-    """
+    """Cut a graph of one input into blocks; without `stacks`, numbered containers are the layers."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     (x,) = (n for n in graph.nodes if n.op == "placeholder")
     (end,) = (n for n in graph.nodes if n.op == "output")

@@ -15,6 +15,8 @@ The index of a bundle is `bundle.json`; `BUNDLE` below has its kind and schema. 
 - `files`: the size in bytes and SHA-256 of `weights.safetensors`, `norms.safetensors` and the tables.
 - `checksum`: the SHA-256 of the document without this field.
 
+Fused programs, packed copies, copies at lower precisions, graphs and compiled code are not stored but made
+again, nor are settings of the machine: prepared batch sizes, `device`, `memory_budget_mb`, `fuse`, `compile`.
 The checksums find accidents and edits. They are not a signature.
 """
 
@@ -54,7 +56,7 @@ def save_bundle(
     tables: Mapping[str, LatencyTable],
     directory: str | PathLike[str],
 ) -> None:
-    """Write a bundle. It replaces an earlier one in one step, when it is complete."""
+    """Write a bundle. Readers of this package get an earlier one until it is complete."""
     facts: dict[str, Any] = {}
     with BUNDLE.writing(directory, facts) as folder:
         facts |= _write(supernet, config, tables, folder)
@@ -93,10 +95,7 @@ def load_bundle(
     mapped: bool,
     options: Mapping[str, Any],
 ) -> _Contents:
-    """Read what `save_bundle` wrote, as `Engine.load` says; `options` replace fields of the configuration.
-
-    A supernet that is given is left as it was if the bundle cannot be loaded.
-    """
+    """Read what `save_bundle` wrote; a supernet that is given stays as it was if that fails."""
     if given is not None:
         as_supernet(given)
     found, tensors, norms, precision = BUNDLE.read_version(
@@ -114,10 +113,7 @@ def load_bundle(
 def _read(
     folder: Path, document: dict[str, Any], given: Supernet | None, options: Mapping[str, Any]
 ) -> tuple[_Contents, dict[str, Tensor], NormTable, dict[str, Any] | None]:
-    """Return what `load_bundle` returns, weights, statistics, and the arguments of `enable_precision`.
-
-    The last are None if the supernet needs them no more.
-    """
+    """Return what `load_bundle` returns, weights, statistics, and what `enable_precision` takes, or None."""
     index = folder / INDEX
     built = given is None
     passing = (PrecisionError, NotCalibrated, *(() if built else (ForeignSpec,)))

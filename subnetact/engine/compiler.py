@@ -1,8 +1,7 @@
 """torch.compile for every subnet, without its silent fallback to eager mode.
 
 torch.compile keeps eight versions per code object and then runs eagerly without a message. Here each pair of
-subnet and input shape has a code object of its own, which is compiled once. An input that would need another
-compilation raises `RecompileRefused`.
+subnet and input shape has a code object of its own; one that would be compiled again is refused.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ __all__ = ["Compiler"]
 
 
 class Compiler:
-    """Compiled callables by subnet and input shape, made by a backend of torch.compile.
-
-    Once it is `sealed`, it compiles only what is asked for by `compiles=True`.
-    """
+    """Compiled callables by subnet and input shape; once `sealed`, only `compiles=True` compiles."""
 
     def __init__(self, backend: str) -> None:
         if backend not in torch.compiler.list_backends(()):

@@ -95,7 +95,7 @@ class EngineConfig:
         return replace(self, accuracy=tuple(map(percentage, given, self.specs)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what does not depend on the machine, as JSON: the fields up to `allow_uncalibrated`."""
+        """Return the fields up to `allow_uncalibrated`, except `prepared`, as JSON."""
         padding: Any = self.padding
         return {
             "subnets": [spec.to_json() for spec in self.specs],

@@ -1,8 +1,7 @@
 """CUDA graphs: the kernel launches of a subnet at one batch size, recorded once and replayed.
 
-A graph is captured when a subnet first runs at a batch size, `Engine.prepare` included, if its bytes are
-still free in the part of the memory budget that graphs have. It then stays until the subnet is removed. This
-module has not run on hardware yet; the tests use a backend that stands in for CUDA.
+A graph is captured when a subnet first runs at a batch size, if the graphs' part of the memory budget has
+room, and stays until the subnet is removed. The tests use a backend that stands in for CUDA.
 """
 
 from __future__ import annotations
@@ -67,11 +66,7 @@ class Graphs:
         self._warned = False
 
     def run(self, subnet: int, bound: Bound, call: Callable[[Tensor], Any], x: Any, part: int = 0) -> Any:
-        """Run a batch through the graph of the next batch size in `GRAPH_SIZES`, padded with zeros.
-
-        A batch runs eagerly if it is larger than every graph, if its graph cannot be captured, or if the
-        graph does not fit in the budget. `part` tells the graphs of several blocks of a subnet apart.
-        """
+        """Run a batch through the graph of the next size, or eagerly; `part` is the number of a block."""
         if not isinstance(x, Tensor) or not 1 <= x.shape[0] <= GRAPH_SIZES[-1]:
             return call(x)
         size = GRAPH_SIZES[bisect_left(GRAPH_SIZES, x.shape[0])]

@@ -22,6 +22,7 @@ from subnetact.engine.bundle import load_bundle, save_bundle
 from subnetact.engine.compiler import Compiler
 from subnetact.engine.config import EngineConfig, check_weights, percentage
 from subnetact.engine.cuda_graphs import Graphs, graph_backend
+from subnetact.engine.fusion_plan import PinResult, Plan
 from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import (
     Stager,
@@ -31,7 +32,6 @@ from subnetact.engine.inputs import (
     try_sample,
 )
 from subnetact.engine.outputs import unstack
-from subnetact.engine.plan import PinResult, Plan
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActError
@@ -54,9 +54,9 @@ class Engine:
     When it is made, the engine plans which subnets become fused programs: BatchNorms, activations and
     residual additions are merged into the convolutions, and the weights are packed for the device. These are
     the subnets whose programs are faster than their views on this kind of machine, in the order of their ids,
-    as far as the memory budget goes; `pin` puts a subnet first. `engine/plan.py` has the rule. All others run
-    as views, and no weight is copied for them outside a call. On CUDA devices, CUDA graphs are captured as
-    well. What a subnet computes does not change while it serves.
+    as far as the memory budget goes; `pin` puts a subnet first. `engine/fusion_plan.py` has the rule. All
+    others run as views, and no weight is copied for them outside a call. On CUDA devices, CUDA graphs are
+    captured as well. What a subnet computes does not change while it serves.
 
     Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for fused programs
     within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
@@ -75,7 +75,8 @@ class Engine:
             several shapes, for example sequence lengths. If None, the first batch that runs is the example.
         padding: how to pad inputs to the smallest shape of the examples that they fit in: a number if an
             input is one tensor, otherwise a dictionary from the names or positions of the inputs to numbers,
-            for example `{"input_ids": 0, "attention_mask": 0}`. If None, nothing is padded.
+            for example `{"input_ids": 0, "attention_mask": 0}`. A network that nothing tells of the padding,
+            such as a mask, computes something else then. If None, nothing is padded.
         device: where to run. If None, the supernet stays where it is.
         memory_budget_mb: MiB that fused programs and graphs may take beyond the weights and the norm table; 0
             means views only. If None, 1.25 times the weights, at most 1024 MiB. If there are graphs, one half
@@ -257,9 +258,7 @@ class Engine:
         """The ids of the subnets that are served, in ascending order."""
         return tuple(sorted(self._served))
 
-    @property
-    def calibrated_ids(self) -> tuple[int, ...]:
-        """The ids of the subnets that are served and not refused for their BatchNorm statistics."""
+    def _calibrated_ids(self) -> tuple[int, ...]:
         every = self._config.allow_uncalibrated
         return tuple(i for i in self.ids if every or self.supernet.calibrated(self.specs[i]))
 
@@ -377,7 +376,7 @@ class Engine:
             self._subnets, self._served = subnets, served
             self._change_plan(config.pinned)
             if self._compiler is not None and config.prepared != self.prepared:
-                self.prepare(config.prepared, self.calibrated_ids)
+                self.prepare(config.prepared, self._calibrated_ids())
 
     def _forget(self, gone: ReadySubnet) -> None:
         with self._rebinding:
@@ -639,7 +638,7 @@ class Engine:
         end = time.monotonic() + limit_s
         for size in [] if self._compiler is not None else sorted(batch_sizes):
             x = self._stager.stack([self.sample], size)
-            for subnet in self.calibrated_ids:
+            for subnet in self._calibrated_ids():
                 if time.monotonic() > end:
                     return
                 self._run(self.ready(subnet), x)

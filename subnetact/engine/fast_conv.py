@@ -1,8 +1,7 @@
 """Faster convolutions for a view, which read the sliced weights where they are.
 
 ATen copies a sliced weight into channels_last and again into oneDNN's layout in every call; a matrix product
-reads the slice in place. The convolutions of a view are swapped by class. Nothing is traced, so every
-network can have them.
+reads the slice in place. Nothing is traced, so every network can have them.
 """
 
 from __future__ import annotations

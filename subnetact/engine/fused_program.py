@@ -2,7 +2,7 @@
 
 BatchNorms, activations and additions are merged into convolutions (`packed_conv.py`). The weights of linear
 layers are packed, those of queries, keys and values together, and the operations after them overwrite their
-outputs (`packed_linear.py`). `plan.py` decides which subnets become fused programs.
+outputs (`packed_linear.py`). `fusion_plan.py` decides which subnets become fused programs.
 """
 
 from __future__ import annotations
@@ -46,23 +46,13 @@ class _Overwriting(nn.Module):
 
 
 class FusedProgram:
-    """One subnet with packed weights, and with operations merged into its convolutions and linear layers.
-
-    oneDNN's ReLU and hardtanh turn NaN into a number. So they are used only if the weights are finite and if
-    nothing in the network can make NaN of finite numbers, which is tried on large values of the `probe`;
-    `accepts` then tells which inputs the program may be given. In other networks these activations run by
-    themselves and keep NaN.
-
-    Nobody else may use the `view`. One that is not `traced` is the view itself with packed linear layers, and
-    has no `graph`. `values` are the layers and tensors that the graph names. `paths` tells of layers that the
-    network does not have which of its layers they stand for. `blocks` is a place for the parts of the graph.
-    """
+    """One subnet with packed weights, made of a `view` of its own; not `traced`, it is the view itself."""
 
     def __init__(self, view: nn.Module, probe: Any = None, traced: bool = True) -> None:
         self.graph: fx.Graph | None = None
         self.values: dict[str, Any] = {}
-        self.paths: dict[str, str] = {}
-        self.blocks: list[Callable[[Any], Any]] | None = None
+        self.paths: dict[str, str] = {}  # for layers that the network lacks, one that they stand for
+        self.blocks: list[Callable[[Any], Any]] | None = None  # `blocks.py` keeps the parts of the graph here
         self._linears: list[PackedLinear] = []
         self.forward: Callable[..., Any]
         if traced:
@@ -106,6 +96,7 @@ class FusedProgram:
 
     def _fused(self, view: nn.Module, probe: Any) -> fx.Graph:
         graph, self.values = _traced(view)
+        # oneDNN's ReLU and hardtanh turn NaN into a number, so finite values must not become NaN before them.
         merge = stays_finite(graph, self.values) and not overflows(view, probe)
         order = {node: i for i, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
@@ -258,10 +249,7 @@ class FusedProgram:
 
 
 def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
-    """Return the graph of a view, and the layers and tensors that it names.
-
-    The inside of classes that are derived from BatchNorm is traced as well if possible.
-    """
+    """Return the graph of a view, with the inside of derived BatchNorms if possible, and what it names."""
     tensors: dict[str, Tensor] = {}
     try:
         graph, leaves = trace_(view, looks_inside=_is_derived_norm, tensors=tensors)

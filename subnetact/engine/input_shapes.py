@@ -22,23 +22,14 @@ Padding = float | Mapping[str | int, float] | None
 
 
 class InputShapes:
-    """The shapes that an engine serves, as `samples` from the smallest to the largest.
-
-    It is made of one sample, of a list of them, or of None until the first batch has run. Without padding, an
-    input must have one of the shapes. With padding, each of its tensors is padded at the end of every axis.
-    This changes what a network computes unless the network is told which entries are padding, for example by
-    an attention mask, which is then one of the inputs, padded with the value that hides an entry.
-
-    `padding` is a number if an input is one tensor, otherwise a mapping from names (or positions) of inputs
-    to numbers; an input that the mapping lacks is not padded.
-    """
+    """The shapes that an engine serves: `samples`, from the smallest to the largest; at first maybe none."""
 
     def __init__(self, supernet: Supernet, given: Any, padding: Padding = None) -> None:
         self._supernet = supernet
         self._several = isinstance(given, list)
         self.samples: list[Any] = given if self._several else [] if given is None else [given]
         self._generation, self._dtype = supernet.generation.number, _dtype_of(supernet)
-        self._padding: dict[int, float] = {}
+        self._padding: dict[int, float] = {}  # by position; tensors that are missing are not padded
         if not self._several:
             if padding is not None:
                 raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")

@@ -1,8 +1,7 @@
 """Inputs: checking single inputs against a sample, and stacking them into a batch on a device.
 
-An input is a tensor, or a tuple or mapping of inputs. A tuple holds a network's positional arguments, a
-mapping, such as a dictionary or a tokenizer's output, its named arguments. `outputs.py` splits the output of
-a batch.
+An input is a tensor, a tuple of a network's positional arguments, or a mapping, such as a dictionary or a
+tokenizer's output, of its named arguments. `outputs.py` splits the output of a batch.
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ def parts_of(x: Any) -> Any:
 def check_input(
     x: Any, sample: Any, device: torch.device, finite: bool = False, where: str = "input"
 ) -> None:
-    """Refuse a single input whose structure, shapes or dtypes differ from those of the sample.
-
-    Without a sample, all tensors are accepted; `finite` refuses NaN and infinite values too. Tensors may be
-    on the CPU or on `device`. Messages call the input `where`.
-    """
+    """Refuse an input that is unlike the sample, if there is one, or not finite; messages call it `where`."""
     if isinstance(x, Tensor):
         _check_tensor(x, sample, device, where)
         if finite and (x.is_floating_point() or x.is_complex()) and not bool(torch.isfinite(x).all()):
@@ -110,10 +105,7 @@ def check_batch(x: Any, samples: Sequence[Any], cause: Exception) -> None:
 
 
 def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any:
-    """Run a subnet on a batch `x` of one sample, and return its output.
-
-    If it fails, an InvalidRequest says what the elastic description lacks, or what to give as an example.
-    """
+    """Return the output for a batch `x` of one sample; an InvalidRequest says what to describe or to give."""
     view, _ = supernet.private_view(spec)
     try:
         with torch.inference_mode():
@@ -137,10 +129,7 @@ def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any
 
 
 def samples_of(example: Any) -> Any:
-    """Return the first sample of a batch, on the CPU; of every batch in a list, or None of None.
-
-    Raises InvalidRequest if it is no batch: tensors whose first axis has the same size, at least 1.
-    """
+    """Return the first sample of a batch, on the CPU, or of every batch in a list; None of None."""
     if example is None:
         return None
     if isinstance(example, list):
@@ -162,10 +151,7 @@ def first_of(batch: Any, where: str) -> Any:
 
 
 def sample_to_json(sample: Any) -> Any:
-    """Describe the shapes and dtypes of a sample, or of a list of them, as JSON.
-
-    A tensor is `[dtype, shape]`; parts are in `{"tuple": [...]}`, `{"list": [...]}` or `{"dict": {...}}`.
-    """
+    """Describe the shapes and dtypes of a sample, or of a list of them, as JSON (see `bundle.py`)."""
     if isinstance(sample, tuple | list):
         kind = "tuple" if isinstance(sample, tuple) else "list"
         return {kind: [sample_to_json(part) for part in sample]}
@@ -222,12 +208,7 @@ def batch_like(sample: Any, size: int) -> Any:
 
 
 class Stager:
-    """Stacks single inputs into one batch on a device.
-
-    On CUDA devices every thread copies on a stream of its own. So with two workers, the copies of one overlap
-    with the computation of the other; all computation stays on the common stream. This part has not run on
-    hardware yet.
-    """
+    """Stacks single inputs into one batch on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -252,6 +233,7 @@ class Stager:
             )
         if self._device.type != "cuda" or any(sample.device.type != "cpu" for sample in samples):
             return torch.stack([sample.to(self._device) for sample in samples])
+        # On a stream per thread, so that copies overlap with the computation of other workers' batches.
         # torch uses page-locked memory again only when the copies out of it are done.
         shape = len(samples), *samples[0].shape
         staged = torch.stack(samples, out=torch.empty(shape, dtype=samples[0].dtype, pin_memory=True))

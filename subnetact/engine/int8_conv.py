@@ -1,8 +1,7 @@
-"""Int8Conv: a packed convolution that computes in int8, for fused programs of int8 subnets.
+"""Int8Conv: the packed int8 convolution of fused programs; `operators/lowered_weight.py` slices its weight.
 
-It multiplies the same int8 numbers as the convolution of the view: every sample of a batch is quantised by
-itself, in every call. oneDNN's int8 convolution then scales, adds the bias, applies the activation and writes
-float32, one sample after another, because a call takes one scale.
+It multiplies the same int8 numbers as the convolution of the view: every sample is quantised by itself, in
+every call. oneDNN's convolution then does all the rest, sample by sample, because a call takes one scale.
 """
 
 from __future__ import annotations

@@ -23,11 +23,7 @@ LEAST = 2**24
 
 
 def rebuild_supernet(name: str, constructor: Mapping[str, Any], size: int) -> Supernet:
-    """Build a supernet with random weights, in evaluation mode.
-
-    Constructor arguments that describe a much larger network than weights of `size` bytes are refused with a
-    ValueError, before its memory is taken.
-    """
+    """Build a supernet with random weights; ValueError if it is much larger than weights of `size` bytes."""
     import ofa_adapters
     from subnetact.digits import new_digits_supernet
 

@@ -13,18 +13,14 @@ __all__ = ["unstack"]
 
 
 def unstack(output: Any, count: int, size: int, where: str = "output") -> list[Any]:
-    """Split the output of a batch of `size` samples into the outputs of the first `count`, on the CPU.
-
-    Parts of a mapping that are None are left out; parts of a tuple or list that are None stay None. Every
-    output is in memory of its own: who keeps one keeps neither the batch nor the answers to others, and
-    cannot change a weight. An EngineError says what cannot be split, which it calls `where`.
-    """
+    """Split the output of a batch into those of the first `count` samples, on the CPU; errors say `where`."""
     if isinstance(output, Tensor):
         if output.shape[:1] != (size,):
             raise EngineError(
                 f"{where}: the network returned a tensor of shape {tuple(output.shape)} for a batch of "
                 f"{size}, which cannot be split into samples; its first axis must be the batch"
             )
+        # Who keeps a copy keeps neither the batch nor the answers to others, and cannot change a weight.
         return [row.clone() for row in output[:count].detach().cpu().unbind(0)]
     if isinstance(output, Mapping):
         parts = {name: part for name, part in output.items() if part is not None}

@@ -57,20 +57,13 @@ def _settings(conv: nn.Conv2d) -> tuple[list[int], list[int], list[int], int]:
 
 
 class PackedConv(nn.Module):
-    """A convolution with its weight packed for oneDNN (float32 on the CPU) or in channels_last (otherwise).
-
-    It has the BatchNorm behind it folded in, can add a second input, and applies an activation: one of
-    `ACTIVATIONS`, in the same pass. oneDNN's ReLU and hardtanh turn NaN into a number, so without `merge` the
-    activation runs by itself. oneDNN's layout depends on the shape of the input, and a weight in the layout
-    for another shape can be a hundred times slower. So the weight is packed when an input shape is first
-    seen, once per layout. `overwrite` says whether the second input may be overwritten with the result.
-    """
+    """A convolution with its weight packed, a BatchNorm folded in, and an addition and activation merged."""
 
     def __init__(
         self, conv: Any, norm: Any = None, activation: Elementwise | None = None, merge: bool = True
     ) -> None:
         super().__init__()
-        self.overwrite = False
+        self.overwrite = False  # whether the sum may be written over the second input
         self._settings = _settings(conv)
         self._weight: Tensor = conv.weight.detach()
         self._factor: Tensor | None = None
@@ -86,6 +79,7 @@ class PackedConv(nn.Module):
         if self._bias is not None and self._weight.is_floating_point():
             self._bias = self._bias.to(self._weight.dtype)
         self._onednn = can_pack(conv.weight)
+        # oneDNN's ReLU and hardtanh turn NaN into a number; without `merge` the activation runs by itself.
         self._merged = ACTIVATIONS[activation.name] if activation and merge else ("none", [])
         self._then = None if activation is None or (self._onednn and merge) else activation.over
         self._reserve: Callable[[int], bool] = lambda _: True
@@ -136,6 +130,7 @@ class PackedConv(nn.Module):
         with self._packing:  # Other convolutions are packed meanwhile.
             if shape in self._by_shape:
                 return self._by_shape[shape]
+            # A weight in oneDNN's layout for another shape of inputs can be a hundred times slower.
             packed, layout = self._reordered(shape), b""
             if self._onednn:
                 layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())

@@ -143,11 +143,7 @@ class _Packed:
 
 
 def pack_linears_(view: nn.Module) -> list[PackedLinear]:
-    """Pack all linear layers of a private view that can be packed, and return their products.
-
-    Linear layers inside layers of PyTorch, such as `nn.MultiheadAttention`, stay as they are, because these
-    layers read the weights themselves.
-    """
+    """Pack the linear layers of a private view, and return their products."""
     products: list[PackedLinear] = []
     inside = ""
     for path, module in view.named_modules():
@@ -157,6 +153,6 @@ def pack_linears_(view: nn.Module) -> list[PackedLinear]:
             products.append(PackedLinear([module]))
             object.__setattr__(module, "product", products[-1])  # not registered as a submodule
             mix_in_(module, _Packed)
-        elif path and is_layer(module):
+        elif path and is_layer(module):  # Such as `nn.MultiheadAttention`, which reads the weights itself.
             inside = f"{path}."
     return products

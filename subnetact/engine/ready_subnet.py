@@ -22,17 +22,13 @@ __all__ = ["Bound", "ReadySubnet"]
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The view of a subnet, and the weights and statistics that it was made from.
-
-    Without a `statistics_row` the view uses the supernet's shared statistics. `number` is that of the
-    supernet's generation.
-    """
+    """The view of a subnet, and the weights and statistics that it was made from."""
 
     supernet: Supernet
     spec: SubnetSpec
     view: nn.Module
-    statistics_row: NormRow | None
-    number: int
+    statistics_row: NormRow | None  # None: the supernet's shared statistics
+    number: int  # of the supernet's generation
 
     @classmethod
     def of(cls, supernet: Supernet, spec: SubnetSpec) -> Bound:

@@ -1,9 +1,8 @@
 """Records a supernet as one TorchScript module that runs every subnet: its size row is an argument.
 
-The network's own forward runs on a view whose size row holds graph nodes in the place of integers. The
-operators slice as always, so that views and files share one slicing rule, `Operator.tensors`. A layer that
-can be skipped becomes a submodule that returns its first argument if the size row skips it, as the identity
-in its place does.
+The network's own forward runs on a view whose size row holds graph nodes in the place of integers, so that
+views and files share one slicing rule, `Operator.tensors`. A layer that can be skipped becomes a submodule
+that returns its first argument if the size row skips it.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ _INPUT: Any = object()
 
 
 def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[str], sizes: int) -> Any:
-    """Return a module with `forward(*inputs, row: List[int], means, variances)` of a network of one's own.
-
-    The row is a size row, `sizes` integers, and then, for every BatchNorm in `norms`, the position of its
-    first channel in the flat means and variances of all subnets.
-    """
+    """Return a module with `forward(*inputs, row, means, variances)`, as `ScriptedSubnets` calls it."""
     for module in network.modules():
         if isinstance(module, Operator):
             module.checks = False

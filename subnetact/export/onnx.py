@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError, MissingExtra
-from subnetact.export.subnet_program import chosen_subnets, exporting, quiet
+from subnetact.export.subnet_program import chosen_specs, exporting, quiet
+from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 
 __all__ = ["KIND", "to_onnx"]
@@ -27,7 +28,7 @@ def to_onnx(
     engine: Engine,
     directory: str | PathLike[str],
     *,
-    subnets: Sequence[int] | None = None,
+    subnets: Sequence[SubnetSpec] | None = None,
     progress: bool = True,
 ) -> Path:
     """Write one ONNX file per subnet, each with its own weights, for batches of any size.
@@ -43,8 +44,8 @@ def to_onnx(
     Args:
         engine: the engine with the subnets and the example input.
         directory: a new or empty directory, or an earlier export, which is replaced as a whole.
-        subnets: ids of the engine's subnets, whole numbers; file i has subnet `subnets[i]`. If None, all that
-            are served. (`to_torchscript` takes specifications instead.)
+        subnets: specifications of the subnets to export; file i has subnet `subnets[i]`. If None, those that
+            the engine serves.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
@@ -54,14 +55,14 @@ def to_onnx(
         MissingExtra: the packages `onnx` and `onnxscript` are not installed.
         ExportError: a module cannot be exported to ONNX; the message names it.
         FileFormatError: the directory contains something else.
-        NotCalibrated: BatchNorm statistics of a subnet were dropped with the weights that they belonged to.
-        SpecError: the engine has no such id.
+        NotCalibrated: a subnet has no BatchNorm statistics of its own.
+        SpecError: there is no subnet, one is repeated, or one belongs to another space.
         StaleWeights: another thread changed weights in place while they were copied.
     """
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
         raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
-    chosen = chosen_subnets(engine, subnets)
+    chosen = chosen_specs(engine, subnets)
     with exporting(engine, directory, KIND, chosen, 3, {}, progress) as (folder, programs):
         for i, subnet in enumerate(programs):
             program = subnet.traced(dynamic_batch=True)

@@ -13,7 +13,8 @@ from torch.export import ExportedProgram
 from subnetact.comparison import FUSED
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError
-from subnetact.export.subnet_program import SubnetProgram, chosen_subnets, exporting, quiet
+from subnetact.export.subnet_program import SubnetProgram, chosen_specs, exporting, quiet
+from subnetact.spec import SubnetSpec
 
 __all__ = ["KIND", "WEIGHTS", "capability", "program_name", "to_exported_programs"]
 
@@ -29,7 +30,7 @@ def to_exported_programs(
     directory: str | PathLike[str],
     *,
     compile: str = "none",
-    subnets: Sequence[int] | None = None,
+    subnets: Sequence[SubnetSpec] | None = None,
     dynamic_batch: bool = True,
     progress: bool = True,
 ) -> Path:
@@ -46,8 +47,8 @@ def to_exported_programs(
         compile: "none" writes `torch.export` graphs. They run with torch's operators on any machine whose
             torch can read them. "aoti" writes code that AOTInductor compiles for this version of torch and
             this kind of CPU or GPU. It needs a C++ compiler, and 10 to 40 seconds per subnet.
-        subnets: ids of the engine's subnets, whole numbers; program i is subnet `subnets[i]`. If None, all
-            that are served. (`to_torchscript` takes specifications instead.)
+        subnets: specifications of the subnets to export; program i is subnet `subnets[i]`. If None, all that
+            the engine serves.
         dynamic_batch: whether programs take batches of any size. If false, they take batches of one.
         progress: if True, show a progress bar when standard error is a terminal.
 
@@ -58,8 +59,8 @@ def to_exported_programs(
         ExportError: a module cannot be exported, or a program's outputs differ from the supernet's; the
             message names it. Or `compile` is unknown, or there is no C++ compiler.
         FileFormatError: the directory contains something else.
-        NotCalibrated: BatchNorm statistics of a subnet were dropped with the weights that they belonged to.
-        SpecError: the engine has no such id.
+        NotCalibrated: a subnet has no BatchNorm statistics of its own.
+        SpecError: there is no subnet, one is repeated, or one belongs to another space.
         StaleWeights: another thread changed weights in place while they were copied.
 
     Example:
@@ -69,7 +70,7 @@ def to_exported_programs(
     """
     if compile not in COMPILERS:
         raise ExportError(f"compile: {compile!r} is not known; choose from {', '.join(COMPILERS)}")
-    chosen = chosen_subnets(engine, subnets)
+    chosen = chosen_specs(engine, subnets)
     if compile == "aoti":
         _need_compiler(engine.device)
     facts = {

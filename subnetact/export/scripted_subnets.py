@@ -9,18 +9,13 @@ __all__ = ["ScriptedSubnets"]
 
 
 class ScriptedSubnets(nn.Module):
-    """All registered subnets by number; `to_torchscript` adds `forward`, whose inputs depend on the network.
+    """All registered subnets by number; `to_torchscript` adds `forward`, whose inputs are the network's."""
 
-    `rows` has what `record_network` calls the row of every subnet. `columns` has the position of the batch
-    size that a number of waiting requests rounds up to. For each batch size, `slacks` has the slacks in ms at
-    which the decision (subnet, batch size) changes, and `decisions` one decision more.
-    """
-
-    rows: list[list[int]]
+    rows: list[list[int]]  # a size row, then where the statistics of every BatchNorm start in `means`
     keys: list[str]
-    columns: list[int]
-    slacks: list[list[float]]
-    decisions: list[list[tuple[int, int]]]
+    columns: list[int]  # by waiting requests: the position of the batch size that they round up to
+    slacks: list[list[float]]  # per batch size: the slacks in ms at which the decision changes
+    decisions: list[list[tuple[int, int]]]  # per batch size: (subnet, batch size), one more than slacks
 
     def __init__(
         self,

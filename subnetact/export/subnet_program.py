@@ -19,15 +19,15 @@ from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
-from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.errors import ExportError
 from subnetact.files.documents import FolderFormat
+from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
 
 __all__ = [
     "SubnetProgram",
-    "chosen_subnets",
+    "chosen_specs",
     "export_format",
     "exporting",
     "quiet",
@@ -106,7 +106,7 @@ def exporting(
     engine: Engine,
     directory: str | PathLike[str],
     kind: str,
-    chosen: Sequence[ReadySubnet],
+    specs: Sequence[SubnetSpec],
     batch_size: int,
     facts: Mapping[str, Any],
     progress: bool,
@@ -115,27 +115,30 @@ def exporting(
     x = random_batch(engine, batch_size)
     supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
-        supernet.require_calibrated([subnet.spec for subnet in chosen])
-    bar = tqdm(chosen, desc="exporting subnets", disable=not progress or None)
-    programs = (SubnetProgram(f"{one.id} ({one.spec})", supernet.private_view(one.spec)[0], x) for one in bar)
+        supernet.require_calibrated(specs)
+    bar = tqdm(specs, desc="exporting subnets", disable=not progress or None)
+    programs = (
+        SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x) for i, spec in enumerate(bar)
+    )
     facts = {**facts, "space": supernet.space.id, "fingerprint": supernet.fingerprint()}
-    with writing_folder(engine, chosen, directory, kind, facts) as folder:
+    with writing_folder(engine, specs, directory, kind, facts) as folder:
         yield folder, programs
 
 
 @contextmanager
 def writing_folder(
     engine: Engine,
-    chosen: Sequence[ReadySubnet],
+    specs: Sequence[SubnetSpec],
     directory: str | PathLike[str],
     kind: str,
     facts: Mapping[str, Any],
 ) -> Iterator[Path]:
     """Yield an empty folder; then add the index, with the configuration of what is exported, and place it."""
+    accuracy = dict(zip(engine.specs, engine.accuracy, strict=True))
     config = replace(
         engine.config,
-        specs=[subnet.spec for subnet in chosen],
-        accuracy=[subnet.accuracy for subnet in chosen],
+        specs=specs,
+        accuracy=[accuracy.get(spec) for spec in specs],
         removed=(),
         pinned=(),
         sample=engine.sample,
@@ -151,16 +154,14 @@ def export_format(kind: str) -> FolderFormat:
     return FolderFormat("an export", kind, 1, "give the folder that the exporter wrote", "export.json")
 
 
-def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadySubnet]:
-    """Return the subnets with these ids, or all that the engine serves."""
+def chosen_specs(engine: Engine, subnets: Sequence[SubnetSpec] | None) -> list[SubnetSpec]:
+    """Return these subnets of the engine's supernet, or all that the engine serves."""
     if not isinstance(engine, Engine):
         raise ExportError(
             f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x)"
         )
-    ids = engine.ids if subnets is None else tuple(subnets)
-    if not ids or len(set(ids)) != len(ids):
-        raise ExportError(f"subnets: {list(ids)} must be distinct ids, at least one, of {list(engine.ids)}")
-    return [engine.ready(i) for i in ids]
+    given = [engine.specs[i] for i in engine.ids] if subnets is None else subnets
+    return engine.supernet.distinct(given, "an export (subnets=[...])")
 
 
 def random_batch(engine: Engine, size: int) -> Any:

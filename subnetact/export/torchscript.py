@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact.engine.engine import Engine
+from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.elastic_graph import record_network
 from subnetact.export.scripted_subnets import ScriptedSubnets
@@ -264,7 +265,7 @@ def _random(x: Tensor) -> Tensor:
     """Replace a constant batch by random numbers, because different networks may agree on a constant one."""
     if not x.is_floating_point() or x.numel() < 2 or bool((x != x.reshape(-1)[0]).any()):
         return x
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    return batch_like(x[0], len(x)).to(x)  # type: ignore[no-any-return]
 
 
 def _strip(path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError
-from subnetact.export.subnet_program import chosen_subnets, quiet, random_batch, writing_folder
+from subnetact.export.subnet_program import chosen_specs, quiet, random_batch, writing_folder
 from subnetact.export.torchscript import to_torchscript
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
@@ -114,14 +114,14 @@ def to_triton(
     for option, count, least in (("max_batch_size", size, 1), ("queue_delay_us", queue_delay_us, 0)):
         if type(count) is not int or count < least:
             raise ExportError(f"{option}: {count!r} must be a whole number of at least {least}")
-    chosen = chosen_subnets(engine, None)
+    chosen = chosen_specs(engine, None)
     if not isinstance(engine.sample, Tensor):
         raise ExportError(
             "to_triton takes networks with one input tensor; export this one with to_torchscript or to_onnx "
             "and configure Triton for its inputs, or serve the Engine itself: python -m subnetact.serve"
         )
     x = random_batch(engine, 1)
-    made = [subnet(x) for subnet in chosen]
+    made = [engine(x, i) for i in engine.ids]
     if not all(isinstance(output, Tensor) for output in made):
         raise ExportError(
             f"the network returns {type(made[0]).__name__}; Triton models return one tensor here"

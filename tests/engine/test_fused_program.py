@@ -295,7 +295,7 @@ def test_networks_of_timm_are_fused(name: str, capfd: pytest.CaptureFixture[str]
 
 def test_memory_that_was_short_once_does_not_refuse_a_subnet_for_good(monkeypatch) -> None:
     with monkeypatch.context() as short:
-        short.setattr("subnetact.engine.plan.FusedProgram", raising(torch.OutOfMemoryError("no room")))
+        short.setattr("subnetact.engine.fusion_plan.FusedProgram", raising(torch.OutOfMemoryError("no room")))
         engine = engine_of(Activations("relu max"), torch.randn(3, 8, 8))
     assert "memory was short" in engine.stats().unfused[0]
     engine.prepare([1])  # It tries again.
@@ -304,7 +304,7 @@ def test_memory_that_was_short_once_does_not_refuse_a_subnet_for_good(monkeypatc
 
 def test_a_reason_against_fusing_ends_with_the_weights_that_it_was_found_with(monkeypatch) -> None:
     with monkeypatch.context() as strange:
-        strange.setattr("subnetact.engine.plan.FusedProgram", raising(ValueError("strange")))
+        strange.setattr("subnetact.engine.fusion_plan.FusedProgram", raising(ValueError("strange")))
         engine = engine_of(Activations("relu max"), torch.randn(3, 8, 8))
     assert engine.pin(0).reason == "strange"
     engine.supernet.load_state_dict(engine.supernet.state_dict())

@@ -30,7 +30,7 @@ def engine(digits: Supernet) -> subnetact.Engine:
 
 
 def test_files_equal_the_supernet_at_any_batch_size(engine: subnetact.Engine, tmp_path: Path) -> None:
-    folder = to_onnx(engine, tmp_path / "onnx", subnets=[1], progress=False)
+    folder = to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[1:2], progress=False)
     assert json.loads((folder / "export.json").read_text())["subnets"] == [engine.specs[1].to_json()]
     session = onnxruntime.InferenceSession(folder / "subnet-0.onnx", providers=["CPUExecutionProvider"])
     for size in (1, 2, 5):

@@ -64,7 +64,7 @@ def test_exported_programs_of_int8_subnets_equal_the_views(
 @runs_int8
 def test_onnx_files_of_int8_subnets_equal_the_views(engine: subnetact.Engine, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    to_onnx(engine, tmp_path / "onnx", subnets=[0], progress=False)
+    to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[:1], progress=False)
     import onnx
 
     graph = onnx.load(tmp_path / "onnx" / "subnet-0.onnx").graph

@@ -84,7 +84,7 @@ def test_exports_of_an_inserted_model_compute_what_its_subnets_compute(
     expected = [engine.supernet.extract(spec)(X) for spec in engine.specs]
     for i, output in enumerate(expected):
         torch.testing.assert_close(scripted(X, torch.tensor([i])), output, rtol=0, atol=5e-5)
-    to_exported_programs(engine, tmp_path / "programs", subnets=[0, 1], progress=False)
+    to_exported_programs(engine, tmp_path / "programs", subnets=engine.specs[:2], progress=False)
     programs = load_exported(tmp_path / "programs", trusted=True)
     torch.testing.assert_close(programs(X, subnet=1), expected[1], rtol=0, atol=5e-5)
 
@@ -93,7 +93,7 @@ def test_onnx(resnet: Supernet, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     engine = subnetact.Engine(resnet, resnet.space.sample(0, 2), example=X[:1])
-    to_onnx(engine, tmp_path / "onnx", subnets=[0], progress=False)
+    to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[:1], progress=False)
     (path,) = sorted((tmp_path / "onnx").glob("*.onnx"))
     session = runtime.InferenceSession(path)
     (output,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})

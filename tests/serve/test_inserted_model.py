@@ -119,7 +119,9 @@ def test_a_profiled_bundle_of_an_inserted_model_is_served(bundle, start):
 def test_aotinductor_compiles_a_subnet_of_an_inserted_model(bundle, tmp_path):
     """The package shares the weights of the export, and is loaded only where it was compiled."""
     engine, at = loaded(bundle), 4
-    path = to_exported_programs(engine, tmp_path / "p", compile="aoti", subnets=[at], progress=False)
+    path = to_exported_programs(
+        engine, tmp_path / "p", compile="aoti", subnets=[engine.specs[at]], progress=False
+    )
     compiled = load_exported(path, trusted=True)
     images = torch.randn(5, 3, 8, 8)
     for x in (images[:1], images, images.transpose(2, 3)):

@@ -5,14 +5,17 @@ and by `prepare`. Nothing else changes it: neither how often a subnet is used no
 goes through the subnets in order: the pinned ones first, in the order in which they were pinned, and then the
 others in the order of their ids. A subnet becomes a fused program if
 
+0. something may be fused at all: not with `compile=`, with `fuse=False` or with a budget of 0, and not before
+   an example is known; and the subnet is at float32 or int8;
 1. it is pinned, or `slower_because` knows no reason why its program would be slower here than its view;
-2. its program fits in what is left of the memory budget; and
+2. its program fits in what is left of the memory budget, of which CUDA graphs have one half; and
 3. its program gives the outputs of the view.
 
 The others run as views. `Engine.stats().unfused` says why, one line per subnet.
 
 After weights or statistics have changed, the next call of a planned subnet makes its program again. The plan
-stays as it is, unless the new program no longer gives the outputs of the view.
+stays as it is, unless the new program no longer gives the outputs of the view. If memory is short, the view
+answers and the next call tries again; a subnet that is not in the plan yet is tried with the next plan.
 """
 
 from __future__ import annotations
@@ -61,14 +64,10 @@ _log = logging.getLogger("subnetact.engine")
 
 
 def slower_because(view: nn.Module, device: torch.device) -> str:
-    """Return why the fused program of a view is not expected to be faster here; "" if it is expected to be.
-
-    Measured, as shares of the view's time (`benchmarks/results`: `engine.json`, `attention.json` and
-    `precision.json`, there and in `epyc_avx2` and `epyc_vnni`; `linear.json`; `small_int8_programs` in
-    `trials.json`): convolutional networks 0.45 to 0.89 on all CPUs; networks of linear layers 0.64 to 0.99 on
-    Intel CPUs, 0.58 to 0.82 on AMD CPUs with AVX-512 and 0.89 to 1.07 on those without; int8 convolutions of
-    OFA networks 0.30 to 0.91, of the digits supernet 0.71 to 2.2, depending on the batch size.
-    """
+    """Return why the program of a view is not expected to be faster here; "" if it is expected to be."""
+    # Shares of the view's time, measured (benchmarks/results: engine, attention, precision, linear, trials):
+    # convolutions 0.45 to 0.89; linear layers 0.58 to 0.99, on AMD CPUs without AVX-512 0.89 to 1.07; int8
+    # convolutions of OFA networks 0.30 to 0.91, of the digits supernet 0.71 to 2.2, by batch size.
     modules = list(view.modules())
     kernels = [p for m in modules if isinstance(m, LowConv) for p in nn.Module.parameters(m, recurse=False)]
     int8 = sum(p.numel() for p in kernels if p.dtype == torch.int8)
@@ -120,7 +119,7 @@ class PlannedProgram:
         if not len(strange):
             return self.program(x)
         answers = self.program(x.index_fill(0, strange, 0))  # of the same size, on which rounding may depend
-        if not isinstance(answers, Tensor) or answers.shape[:1] != x.shape[:1]:
+        if answers.shape[:1] != x.shape[:1]:  # One tensor: networks that return others are not traced.
             return call_with(view, x)
         return answers.index_copy(0, strange, call_with(view, laid_out(x[strange])))
 
@@ -133,10 +132,7 @@ class _Reason(NamedTuple):
 
 
 class Plan:
-    """The plan of one engine. `never` says why nothing is fused at all; it is empty if something may be.
-
-    `bind` returns the present view of a subnet, and `sample` one input, or None if there is none yet.
-    """
+    """The plan of one engine. `never` says why nothing is fused at all; it is empty if something may be."""
 
     def __init__(
         self,
@@ -192,11 +188,7 @@ class Plan:
             return None
 
     def change(self, served: Mapping[int, ReadySubnet]) -> None:
-        """Make the plan for the subnets that are served and pinned now.
-
-        Raises:
-            StaleWeights: `functional_call` ran on the supernet, whose tensors a program must not keep.
-        """
+        """Make the plan for the subnets that are served now; StaleWeights in a `functional_call`."""
         if self.never or self._sample() is None:
             return
         with self._making:
@@ -230,10 +222,7 @@ class Plan:
                 self._programs[i] = None
 
     def _decide(self, subnet: ReadySubnet, left: int, behind: Sequence[int]) -> int:
-        """Put a subnet into the plan if it fits in the bytes that are left, and return what it takes of them.
-
-        `behind` are the subnets behind it in the plan, which make room, the last one first.
-        """
+        """Plan a subnet if it fits in what is `left`, and return its bytes; those `behind` make room."""
         made: PlannedProgram | _Reason | None
         known = self._programs.get(subnet.id)
         try:
