@@ -33,7 +33,7 @@ from subnetact import insert_
 from subnetact.costs import cost
 from subnetact.device import machine
 from subnetact.errors import SubnetActError
-from subnetact.supernet.batches import call_with, logits, map_tensors
+from subnetact.supernet.batches import call_with, logits
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 LIMIT_S = 420
@@ -157,18 +157,17 @@ def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any
             if gap > TOLERANCE * max(1.0, float(ours.abs().max())):
                 wrong.append(f"{spec} differs from its extraction by {gap:.1e}")
     facts["wrong"] = wrong
-    example = map_tensors(lambda t: t[0], tensors)
     try:
-        full = cost(supernet, space.largest(), example)
+        full = cost(supernet, space.largest(), tensors)
         facts["axes"] = {}
         for axis in space.axes:
             values = {a.name: [s.choices[-1 if a is not axis else 0] for s in a.slots] for a in space.axes}
-            narrow = cost(supernet, space.spec(**values), example)
+            narrow = cost(supernet, space.spec(**values), tensors)
             facts["axes"][axis.name] = [
                 round(1 - narrow.parameters / full.parameters, 3),
                 round(1 - narrow.macs / max(1, full.macs), 3),
             ]
-        smallest = cost(supernet, space.smallest(), example)
+        smallest = cost(supernet, space.smallest(), tensors)
         facts["smallest"] = [
             round(smallest.parameters / full.parameters, 3),
             round(smallest.macs / max(1, full.macs), 3),

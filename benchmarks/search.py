@@ -90,7 +90,7 @@ def true_digits(path: Path) -> tuple[Any, dict[SubnetSpec, float], dict[SubnetSp
     specs = list(supernet.space.enumerate())
     if len(data["accuracy"]) != len(specs) or data["supernet"] != supernet.fingerprint():
         raise SystemExit(f"{path} is incomplete or of other weights; run --parts truth first")
-    model = CostModel(supernet, (1, SIDE, SIDE))
+    model = CostModel(supernet, torch.empty(1, 1, SIDE, SIDE))
     macs = {spec: model(spec).macs / 1e6 for spec in specs}
     return supernet, dict(zip(specs, data["accuracy"], strict=True)), macs, data
 
@@ -266,7 +266,7 @@ def made_up_accuracy(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], flo
 def large_space(family: str) -> tuple[subnetact.Supernet, Objective, Objective]:
     """Return a supernet of a large space with a made-up accuracy and a made-up latency."""
     supernet = load(family)
-    model = CostModel(supernet, (3, 224, 224))
+    model = CostModel(supernet, torch.empty(1, 3, 224, 224))
 
     def milliseconds(spec: SubnetSpec) -> float:
         cost = model(spec)
@@ -338,7 +338,7 @@ def costs(_: argparse.Namespace) -> dict[str, Any]:
     for family in FAMILIES:
         supernet = load(family)
         started = time.process_time()
-        model = CostModel(supernet, (3, 224, 224))
+        model = CostModel(supernet, torch.empty(1, 3, 224, 224))
         set_up = time.process_time() - started
         specs = supernet.space.sample(0, 2000)
         started = time.process_time()
@@ -359,7 +359,7 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
         warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
         engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, *shape), allow_uncalibrated=True)
         table = subnetact.profile_latency(engine, [1, 8], warmup_ms=5, min_time_ms=150, windows=5)
-    model = CostModel(supernet, shape)
+    model = CostModel(supernet, torch.empty(1, *shape))
     result: dict[str, Any] = {"subnets": len(specs), "machine": machine(torch.device("cpu"))}
     for column, batch_size in enumerate(table.batch_sizes):
         predictor = subnetact.nas.LatencyPredictor.fit(model, specs, table.latency_ms[:, column], batch_size)

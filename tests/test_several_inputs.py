@@ -180,12 +180,11 @@ def test_evaluation_counts_right_answers() -> None:
 
 def test_costs_count_all_inputs() -> None:
     supernet, (image, extra) = two_inputs(), batch()
-    example = {"image": image[0], "extra": extra[0]}
-    found = CostModel(supernet, example)(supernet.space.smallest())
+    found = CostModel(supernet, {"image": image, "extra": extra})(supernet.space.smallest())
     assert found.macs == 8 * 8 * 27 * 4 + 4 * 4 + 4 * 5
-    assert found == cost(supernet, supernet.space.smallest(), (image[0], extra[0]))
+    assert found == cost(supernet, supernet.space.smallest(), (image, extra))
     with pytest.raises(SpecError, match="a dictionary of 'image'"):
-        CostModel(supernet, {"image": image[0]})
+        CostModel(supernet, {"image": image})
 
 
 def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:

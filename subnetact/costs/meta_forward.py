@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -30,6 +30,7 @@ from subnetact.errors import SpecError
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.lowered_weight import Low
 from subnetact.space import SizeRow
+from subnetact.spec import shown
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.bind import bind_module
 from subnetact.supernet.failure import summary
@@ -64,25 +65,18 @@ Calls: TypeAlias = dict[Hashable, tuple[Any, Counts]]
 class MetaForward:
     """Counts what subnets compute, on a copy of the supernet that does not see later changes."""
 
-    def __init__(self, supernet: Supernet, input_shape: Sequence[int] | Any) -> None:
+    def __init__(self, supernet: Supernet, example: Any) -> None:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
         self._network = copy.deepcopy(supernet.network, {id(t): _empty(t) for t in tensors})
         _run_chosen_experts(self._network)
         self.space = supernet.space
-        given = as_batch(input_shape)
+        given = as_batch(example)
         if not any(isinstance(part, Tensor) for part in tensors_of(given)):
-            leaves = (m for m in self._network.modules() if list(m.parameters(recurse=False)))
-            floats = (t.dtype for t in tensors if t.is_floating_point())
-            text = isinstance(next(leaves, None), nn.Embedding)
-            dtype = torch.long if text else next(floats, torch.float32)
-            try:
-                given = torch.empty(tuple(input_shape), dtype=dtype, device="meta")
-            except (TypeError, RuntimeError) as error:
-                raise SpecError(
-                    f"input_shape: {input_shape!r} is no shape and no input with a tensor; give whole "
-                    "numbers such as (3, 224, 224), or one input"
-                ) from error
-        self.input = map_tensors(lambda t: torch.empty((1, *t.shape), dtype=t.dtype, device="meta"), given)
+            raise SpecError(
+                f"example: {shown(example)} is no batch with a tensor; give torch.empty(1, 3, 224, 224), for "
+                "example"
+            )
+        self.input = map_tensors(_one_input, given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
         self._own_sizes = {module: _own_sizes(module) for module in self._network.modules()}
         self._first: dict[nn.Module | None, tuple[nn.Module, str]] = {}
@@ -260,6 +254,10 @@ def _signature(value: Any) -> Hashable:
 
 def _alias(tensor: Tensor) -> Tensor:
     return torch.Tensor._make_subclass(torch.Tensor, tensor)
+
+
+def _one_input(batch: Tensor) -> Tensor:
+    return torch.empty((1, *batch.shape[1:]), dtype=batch.dtype, device="meta")
 
 
 def _run_chosen_experts(network: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,21 +48,20 @@ class CostModel:
 
     Args:
         supernet: the supernet. It is not changed.
-        input_shape: shape of one input, without the batch dimension: (3, 224, 224), or (tokens,). For a
-            network of several inputs, or of another dtype than the weights (whole numbers if it begins with
-            an embedding), one input itself: a tensor, or a tuple or dictionary of the arguments.
+        example: a batch for the network, (N, C, H, W) for images, or a tuple or dictionary of its arguments.
+            Only the shapes behind the batch axis and the dtypes count.
 
     Raises:
-        SpecError: the network does not run on inputs of this shape, or its forward pass needs data.
+        SpecError: the network does not run on the example, or its forward pass needs data.
 
     Example:
-        >>> model = CostModel(supernet, (3, 224, 224))
+        >>> model = CostModel(supernet, torch.empty(1, 3, 224, 224))
         >>> model(supernet.space.largest()).macs
     """
 
-    def __init__(self, supernet: Supernet, input_shape: Sequence[int] | Any) -> None:
+    def __init__(self, supernet: Supernet, example: Any) -> None:
         self.space = supernet.space
-        self._forward = MetaForward(supernet, input_shape)
+        self._forward = MetaForward(supernet, example)
         for spec in (self.space.largest(), self.space.smallest()):
             self._forward.run(self.space.resolve(spec))
 
@@ -96,16 +94,16 @@ class CostModel:
         return self._forward.run(self.space.resolve(spec)).vector
 
 
-def cost(supernet: Supernet, spec: SubnetSpec, input_shape: Sequence[int] | Any, batch_size: int = 1) -> Cost:
+def cost(supernet: Supernet, spec: SubnetSpec, example: Any, batch_size: int = 1) -> Cost:
     """Return what one forward pass of a subnet costs. For more than one subnet, make a `CostModel`.
 
     Args:
         supernet: the supernet. It is not changed.
         spec: one of its subnets.
-        input_shape: shape of one input, or the input itself, as in `CostModel`.
+        example: a batch for the network, as in `CostModel`.
         batch_size: number of inputs in the forward pass.
 
     Raises:
         SpecError: as `CostModel` and its calls raise it.
     """
-    return CostModel(supernet, input_shape)(spec, batch_size)
+    return CostModel(supernet, example)(spec, batch_size)

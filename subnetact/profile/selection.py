@@ -275,7 +275,7 @@ def _search(
     def remeasure(spec: SubnetSpec) -> list[float]:
         return [NEVER_MS if math.isnan(ms) else ms for ms in measure([spec], sizes)[0]]
 
-    costs = CostModel(supernet, sample)
+    costs = CostModel(supernet, sample[None])
 
     def macs(spec: SubnetSpec) -> float:
         return float(costs(spec).macs)
@@ -316,7 +316,7 @@ def fitted_latencies(
     measure: MeasureLatencies,
 ) -> list[LatencyPredictor]:
     """Measure subnets and fit one latency predictor per batch size at which enough of them ran."""
-    costs = CostModel(source.supernet, source.sample)
+    costs = CostModel(source.supernet, source.sample[None])
     found, ran = [], []
     for size, column in zip(batch_sizes, zip(*measure(specs, batch_sizes), strict=True), strict=True):
         pairs = [(spec, ms) for spec, ms in zip(specs, column, strict=True) if not math.isnan(ms)]

@@ -48,7 +48,7 @@ def hooked(network: nn.Module, *inputs: Tensor) -> tuple[int, int, int]:
 @pytest.mark.parametrize("family", families())
 def test_costs_are_what_hooks_count(family: str) -> None:
     supernet, x = small_supernet(family), next(iter(small_inputs(family, 1).values()))
-    model = subnetact.costs.CostModel(supernet, x.shape[1:])
+    model = subnetact.costs.CostModel(supernet, x)
     for spec in supernet.space.sample(7, 12):
         parameters, macs, written = hooked(supernet.extract(spec), x)
         cost = model(spec)
@@ -66,7 +66,7 @@ def test_costs_are_upstreams_counts_at_published_sizes(family: str) -> None:
     for case in counts["cases"]:
         side = case["image_size"]
         if side not in models:
-            models[side] = subnetact.costs.CostModel(supernet, (3, side, side))
+            models[side] = subnetact.costs.CostModel(supernet, torch.empty(1, 3, side, side))
         cost = models[side](supernet.space.parse(case["config"]))
         assert (cost.parameters, cost.macs) == (case["params"], case["conv_linear_macs"])
 
@@ -75,7 +75,7 @@ def test_parameters_are_autoformers_own_count_and_products_follow_from_the_heads
     counts = json.loads((GOLDEN / "autoformer" / "full_size_counts.json").read_text())
     cases = [case for case in counts["cases"] if case["model"] == "AutoFormer-T"]
     supernet = load("autoformer", None, **cases[0]["constructor"])
-    model = subnetact.costs.CostModel(supernet, (3, 224, 224))
+    model = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 224, 224))
     assert cases
     for case in cases:
         spec = supernet.space.parse(case["config"])
@@ -89,7 +89,7 @@ def test_parameters_are_autoformers_own_count_and_products_follow_from_the_heads
 def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be() -> None:
     supernet = small_supernet("dynabert")
     tokens = 11
-    model = subnetact.costs.CostModel(supernet, (tokens,))
+    model = subnetact.costs.CostModel(supernet, torch.empty(1, tokens, dtype=torch.long))
     spec = supernet.space.parse({"width_mult": 0.5, "depth_mult": 0.5})
     dims = dict(zip(supernet.space.dimensions, supernet.space.resolve(spec), strict=True))
     layers = sum(kept for name, kept in dims.items() if name.endswith(".keep"))
@@ -100,21 +100,22 @@ def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be() -> No
 
 def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(digits: Supernet) -> None:
     spec = digits.space.sample(3)
-    one, four = (subnetact.costs.cost(digits, spec, (1, 16, 16), batch_size=n) for n in (1, 4))
+    one, four = (subnetact.costs.cost(digits, spec, torch.empty(1, 1, 16, 16), batch_size=n) for n in (1, 4))
     assert (four.macs, four.activation_bytes) == (4 * one.macs, 4 * one.activation_bytes)
     bert = small_supernet("dynabert")
     one_text, four_texts = (
-        subnetact.costs.cost(bert, bert.space.largest(), (11,), batch_size=n) for n in (1, 4)
+        subnetact.costs.cost(bert, bert.space.largest(), torch.empty(1, 11, dtype=torch.long), batch_size=n)
+        for n in (1, 4)
     )
     assert four_texts.product_macs == 4 * one_text.product_macs > 0
     assert (four.parameters, four.weight_bytes) == (one.parameters, one.weight_bytes)
-    model = subnetact.costs.CostModel(digits, (1, 16, 16))
+    model = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
     with pytest.raises(SpecError, match="batch_size"):
         model(spec, 0)
     with pytest.raises(ForeignSpec):
         model(small_supernet("ofa_mbv3").space.smallest())
     with pytest.raises(SpecError, match="does not run without data"):
-        subnetact.costs.CostModel(digits, (3, 16, 16))
+        subnetact.costs.CostModel(digits, torch.empty(1, 3, 16, 16))
 
 
 def test_counting_leaves_the_supernet_as_it_was(digits: Supernet) -> None:
@@ -123,7 +124,7 @@ def test_counting_leaves_the_supernet_as_it_was(digits: Supernet) -> None:
     spec = digits.space.sample(1)
     with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
         y = digits(x, subnet=spec)
-    subnetact.costs.cost(digits, spec, (1, 16, 16))
+    subnetact.costs.cost(digits, spec, torch.empty(1, 1, 16, 16))
     assert digits.fingerprint() == before
     assert torch.equal(digits(x, subnet=spec), y)
     assert all(not m._forward_hooks for m in digits.network.modules())
@@ -132,7 +133,7 @@ def test_counting_leaves_the_supernet_as_it_was(digits: Supernet) -> None:
 def test_products_of_attention_are_what_torch_counts_in_any_order_of_subnets() -> None:
     supernet, (x,) = small_supernet("autoformer"), small_inputs("autoformer", 1).values()
     rng = random.Random(3)
-    model = subnetact.costs.CostModel(supernet, x.shape[1:])
+    model = subnetact.costs.CostModel(supernet, x)
     first = {}
     for spec in (supernet.space.sample(rng) for _ in range(30)):
         first[spec] = model(spec), model.vector(spec).tolist()
@@ -140,7 +141,7 @@ def test_products_of_attention_are_what_torch_counts_in_any_order_of_subnets() -
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             supernet.extract(spec)(x)
         assert model(spec).macs == counter.get_total_flops() // 2
-    again = subnetact.costs.CostModel(supernet, x.shape[1:])
+    again = subnetact.costs.CostModel(supernet, x)
     assert {spec: (again(spec), again.vector(spec).tolist()) for spec in reversed(first)} == first
 
 
@@ -177,7 +178,7 @@ def test_a_module_that_is_called_twice_is_counted_twice_and_held_once() -> None:
         lambda v: {"width": int(v["width"][0])},
     )
     supernet = subnetact.insert_(Repeated().eval(), space, {"convolution": WeightSlice.on(out="width")})
-    model = subnetact.costs.CostModel(supernet, (4, 8, 8))
+    model = subnetact.costs.CostModel(supernet, torch.empty(1, 4, 8, 8))
     for spec in (space.largest(), space.smallest()):
         (width,) = spec["width"]
         assert isinstance(width, int)
@@ -228,7 +229,7 @@ def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
         "second": WeightSlice.on(in_="width"),
     }
     supernet = subnetact.insert_(Resized().eval(), space, described)
-    model = subnetact.costs.CostModel(supernet, (3, 32, 32))
+    model = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 32, 32))
     for spec in space.enumerate():
         (side,), (width,) = spec["side"], spec["width"]
         assert isinstance(side, int)
@@ -256,7 +257,7 @@ def test_a_forward_that_reads_values_is_refused_with_what_to_leave_out() -> None
     x, mask = torch.zeros(3, 4), torch.ones(3, 1)
     with pytest.raises(SpecError, match="leave out inputs whose values a forward reads"):
         subnetact.costs.cost(supernet, space.smallest(), {"x": x, "mask": mask})
-    assert subnetact.costs.cost(supernet, space.smallest(), {"x": x}).macs == 3 * (4 * 4 + 4 * 4)
+    assert subnetact.costs.cost(supernet, space.smallest(), {"x": x[None]}).macs == 3 * (4 * 4 + 4 * 4)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,7 @@ def test_a_transposed_convolution_is_a_layer_and_no_product_outside_layers() -> 
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 5, 2, stride=2))
     elastic = {"0": subnetact.WeightSlice.on(out="w"), "1": subnetact.WeightSlice.on(in_="w")}
     supernet = subnetact.insert_(network.eval(), space, elastic)
-    cost = subnetact.costs.cost(supernet, space.smallest(), (3, 8, 8))
+    cost = subnetact.costs.cost(supernet, space.smallest(), torch.empty(1, 3, 8, 8))
     assert cost.macs == 8 * 8 * 3 * 2 + 8 * 8 * 2 * 5 * 4
     assert cost.product_macs == 0
 
@@ -310,7 +311,7 @@ def test_a_decoder_counts_the_experts_that_a_token_chooses(moe: bool) -> None:
     supernet = subnetact.insert_(model, example=example, axes=("depth", "heads"), each_block=True)
     before = supernet.network.config.to_dict()
     space, tokens = supernet.space, 6
-    model_cost = subnetact.costs.CostModel(supernet, (tokens,))
+    model_cost = subnetact.costs.CostModel(supernet, example)
     for spec in (space.largest(), *(space.sample(seed) for seed in range(4))):
         layers = space.format(spec)
         macs = tokens * 24 * 32
@@ -328,8 +329,8 @@ def test_a_decoder_counts_the_experts_that_a_token_chooses(moe: bool) -> None:
     assert supernet.network.config.to_dict() == before
 
 
-def test_an_input_without_a_tensor_is_no_input() -> None:
+def test_an_example_without_a_tensor_is_none() -> None:
     supernet = small_supernet("ofa_mbv3")
     for nonsense in ({"x": 3}, "image", None, (3, "wide")):
-        with pytest.raises(SpecError, match="input_shape"):
+        with pytest.raises(SpecError, match="example: "):
             subnetact.costs.cost(supernet, supernet.space.smallest(), nonsense)

@@ -23,7 +23,7 @@ from subnetact.supernet.supernet import Supernet
 @pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3"])
 def test_latencies_that_follow_a_law_are_predicted(family: str) -> None:
     supernet = small_supernet(family)
-    costs = subnetact.costs.CostModel(supernet, (3, 64, 64))
+    costs = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 64, 64))
 
     def law(spec: subnetact.SubnetSpec) -> float:
         cost = costs(spec)
@@ -46,7 +46,7 @@ def test_the_reported_error_is_that_of_unseen_subnets(digits: Supernet) -> None:
     rng = np.random.default_rng(0)
     specs = list({digits.space.sample(rng) for _ in range(60)})
     noise = rng.uniform(1, 3, len(specs))
-    costs = subnetact.costs.CostModel(digits, (1, 16, 16))
+    costs = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
     error = subnetact.nas.LatencyPredictor.fit(costs, specs, noise).error
     assert error.mean_percent > 20
     assert error.rank_correlation < 0.5
@@ -60,7 +60,7 @@ def test_really_measured_latencies_can_be_fitted(digits: Supernet) -> None:
         warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
         engine = subnetact.Engine(digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True)
         table = subnetact.profile_latency(engine, [1], warmup_ms=1, min_time_ms=5, windows=1, progress=False)
-    costs = subnetact.costs.CostModel(digits, (1, 16, 16))
+    costs = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
     predictor = subnetact.nas.LatencyPredictor.fit(costs, specs, table.latency_ms[:, 0])
     assert 0 <= predictor.error.mean_percent <= predictor.error.worst_percent
     assert "rank correlation" in str(predictor.error)
@@ -69,7 +69,9 @@ def test_really_measured_latencies_can_be_fitted(digits: Supernet) -> None:
 
 def test_fits_that_cannot_be_are_refused(digits: Supernet) -> None:
     specs = [digits.space.sample(seed) for seed in range(20)]
-    fit = partial(subnetact.nas.LatencyPredictor.fit, subnetact.costs.CostModel(digits, (1, 16, 16)))
+    fit = partial(
+        subnetact.nas.LatencyPredictor.fit, subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
+    )
     for given, ms, words in (
         (specs, [1.0], "one positive number"),
         (specs, [0.0] * 20, "one positive number"),
@@ -82,7 +84,7 @@ def test_fits_that_cannot_be_are_refused(digits: Supernet) -> None:
 
 def test_without_scipy_the_error_names_the_extra(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [digits.space.sample(seed) for seed in range(20)]
-    costs = subnetact.costs.CostModel(digits, (1, 16, 16))
+    costs = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(MissingExtra, match=r"subnetact\[nas\]"):
         subnetact.nas.LatencyPredictor.fit(costs, specs, [1.0] * len(specs))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_families import small_supernet
@@ -58,7 +59,7 @@ def test_every_variation_is_legal_and_canonical(spaces: dict[str, SubnetSpace], 
 
 def law(supernet: Supernet) -> tuple[Callable[[SubnetSpec], float], Callable[[SubnetSpec], float]]:
     """A made-up accuracy and latency that pull in opposite directions, not quite in step."""
-    model = subnetact.costs.CostModel(supernet, (1, 16, 16))
+    model = subnetact.costs.CostModel(supernet, torch.empty(1, 1, 16, 16))
 
     def accuracy(spec: SubnetSpec) -> float:
         depth, expand = (sum(float(v or 0) for v in spec[axis]) for axis in ("depth", "expand"))
@@ -149,7 +150,7 @@ def test_a_tenth_of_the_digits_space_holds_its_front() -> None:
     data = json.loads((Path(__file__).parents[1] / "golden" / "digits" / "accuracy.json").read_text())
     assert data["space"] == supernet.space.id
     assert data["supernet"] == supernet.fingerprint()
-    model = subnetact.costs.CostModel(supernet, (1, 16, 16))
+    model = subnetact.costs.CostModel(supernet, torch.empty(1, 1, 16, 16))
     specs = list(supernet.space.enumerate())
     accuracy = dict(zip(specs, data["accuracy"], strict=True))
     macs = {spec: model(spec).macs / 1e6 for spec in specs}

@@ -473,11 +473,11 @@ def test_calibrated_statistics_are_those_of_the_extracted_network() -> None:
 @pytest.mark.parametrize(("make", "x"), CASES)
 def test_costs_are_those_of_the_extracted_network(make: Any, x: Tensor) -> None:
     _, supernet = make()
-    model = subnetact.costs.CostModel(supernet, x.shape[1:])
+    model = subnetact.costs.CostModel(supernet, x)
     for spec in supernet.space.enumerate():
         assert model(spec).parameters == sum(p.numel() for p in supernet.extract(spec).parameters())
         plain = subnetact.insert_(supernet.extract(spec), one_subnet(), {})
-        assert model(spec).macs == subnetact.costs.cost(plain, plain.space.largest(), x.shape[1:]).macs
+        assert model(spec).macs == subnetact.costs.cost(plain, plain.space.largest(), x).macs
 
 
 def one_subnet() -> SubnetSpace:

@@ -775,7 +775,7 @@ def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
 
 def test_costs_tell_precisions_apart(digits: Supernet) -> None:
     space = digits.space
-    model = subnetact.costs.CostModel(digits, (1, 16, 16))
+    model = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
     exact = space.sample(3)
     exact, low = (space.at_precision(exact, name) for name in ("float32", "int8"))
     one, other = model(exact), model(low)
@@ -786,7 +786,7 @@ def test_costs_tell_precisions_apart(digits: Supernet) -> None:
 
 
 def test_searches_choose_precisions(digits: Supernet) -> None:
-    model = subnetact.costs.CostModel(digits, (1, 16, 16))
+    model = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
     found = subnetact.search(
         digits,
         lambda spec: model(spec).macs / 1e6,
