@@ -64,10 +64,11 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def overflows(view: nn.Module, probe: Tensor | None) -> bool:
-    """Tell whether weights, or the output for a probe scaled to values up to `LIMIT`, are not finite."""
+    """Tell whether weights, or the output for a probe of values up to `LIMIT`, are not finite tensors."""
     tensors = (*view.parameters(), *view.buffers())
     if not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point()):
         return True
     if probe is None or not probe.is_floating_point():
         return False
-    return not bool(view(probe * (LIMIT / max(1.0, float(probe.abs().amax())))).isfinite().all())
+    output = view(probe * (LIMIT / max(1.0, float(probe.abs().amax()))))
+    return not isinstance(output, Tensor) or not bool(output.isfinite().all())

@@ -119,7 +119,7 @@ class PlannedProgram:
         if not len(strange):
             return self.program(x)
         answers = self.program(x.index_fill(0, strange, 0))  # of the same size, on which rounding may depend
-        if answers.shape[:1] != x.shape[:1]:  # One tensor: networks that return others are not traced.
+        if answers.shape[:1] != x.shape[:1]:  # One tensor: `overflows` lets no other program swallow NaN.
             return call_with(view, x)
         return answers.index_copy(0, strange, call_with(view, laid_out(x[strange])))
 

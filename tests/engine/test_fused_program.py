@@ -100,6 +100,29 @@ def test_strange_values_stay_where_the_view_has_them(kind: str) -> None:
     assert all(engine.is_fused(i) for i in range(2))
 
 
+class Halves(nn.Module):
+    """Two outputs of a convolution, a BatchNorm and ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return F.relu(self.norm(self.conv(x))).chunk(2, 1)
+
+
+def test_a_sample_with_nan_changes_no_answer_of_its_batch_if_there_are_several_outputs() -> None:
+    engine = engine_of(Halves(), torch.randn(3, 8, 8))
+    assert engine.pin(0)
+    x = torch.randn(3, 3, 8, 8)
+    before = engine(x, 0)
+    x[1, 0, 4, 4] = float("nan")
+    agree(engine, x)
+    for answer, former in zip(engine(x, 0), before, strict=True):
+        assert answer[1].isnan().any()
+        assert torch.equal(answer[[0, 2]], former[[0, 2]])
+
+
 def test_the_demos_network_does_not_swallow_a_pixel(digits: Supernet) -> None:
     spec, example = digits.space.largest(), torch.zeros(1, 1, 16, 16)
     engine = subnetact.Engine(digits, [spec], example=example, allow_uncalibrated=True, memory_budget_mb=64)
