@@ -161,18 +161,24 @@ class Trial:
     def passing(self, proposals: Sequence[Sequence[UnitGroup]], again: bool = False) -> list[UnitGroup]:
         """Return the groups whose units can change places; all groups of a proposal pass, or none."""
 
-        def search(some: Sequence[Sequence[UnitGroup]]) -> list[UnitGroup]:
+        def search(some: Sequence[Sequence[UnitGroup]], fails: bool = False) -> list[UnitGroup]:
             together = [group for groups in some for group in groups]
-            if not together or self.stays(_shuffled(together, again)):
+            known = fails and len(some) > 1  # Alone, each is tried: what fails together may be rounding.
+            if not together or not known and self.stays(_shuffled(together, again)):
                 return together
             if len(some) == 1:
                 self._failed.add(_key(some[0]))
                 return []
-            size = 1 if len(some) <= ONE_BY_ONE else -(-len(some) // 2)
-            return [g for at in range(0, len(some), size) for g in search(some[at : at + size])]
+            size = 1 if len(some) <= ONE_BY_ONE else len(some) // 2
+            found: list[UnitGroup] = []
+            for at in range(0, len(some), size):
+                all_passed = len(found) == sum(map(len, some[:at]))
+                found += search(some[at : at + size], fails=all_passed and at + size >= len(some))
+            return found
 
         fit = [g for g in proposals if all(one.lacks is None for one in g) and _key(g) not in self._failed]
-        return search(sorted(fit, key=lambda groups: sum(len(group.parts) for group in groups)))
+        # Large proposals and those of the first layers are shared more often: what fails lies side by side.
+        return search(sorted(reversed(fit), key=lambda g: (len(g), sum(len(one.parts) for one in g))))
 
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that the units of a group have changed places."""
