@@ -7,7 +7,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     │   ├── IllegalChoice                 A value is not among the choices of its slot
     │   ├── ForeignSpec                   A specification belongs to another search space
     │   └── UserCodeError                 A function that a command line names raised; the cause is chained
-    ├── InsertError (ValueError)          An elastic description does not fit its network
+    ├── InsertError (ValueError)          A model cannot be made elastic, or not with this description
     ├── ViewError (RuntimeError)          An operation on a view would change the shared weights
     │   └── CacheMismatch                 A subnet cannot continue on this key-value cache
     ├── StaleWeights (RuntimeError)       Copies or statistics belong to other weights than the present ones
@@ -104,7 +104,7 @@ class UserCodeError(SpecError):
 
 
 class InsertError(SubnetActError, ValueError):
-    """An elastic description does not fit its network."""
+    """A model cannot be made elastic, or not with this description."""
 
 
 class ViewError(SubnetActError, RuntimeError):

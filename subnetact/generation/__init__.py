@@ -7,6 +7,8 @@
 * `step_policy`: chooses the subnet of a step with the policies of `subnetact.serving` (no torch).
 * `simulation`: predicts what a policy does with a trace of prompts (no torch).
 * `step_loop`: the only module that knows the continuous batching of transformers.
+
+Which subnet may continue on the keys and values of another one is decided in `insertion/key_value_cache.py`.
 """
 
 from subnetact.generation.completion import Completion, Generated, TokenDeadlines

@@ -219,10 +219,7 @@ class TracedModel:
         return removed
 
     def _alike(self, impact: Any, full: int) -> Iterator[str]:
-        """Yield the layers with `full` outputs of which the upper half goes with what was removed.
-
-        What goes with theirs is then the same. Of layers with fewer outputs, this need not be true.
-        """
+        """Yield the layers with `full` outputs whose upper half goes, so that the same goes with theirs."""
         for selection in impact.parameters:
             path, _, name = selection.tensor.paths[0].rpartition(".")
             if computes_channels(self._modules[path]) and name == "weight":
@@ -404,10 +401,7 @@ _TURN = threading.RLock()
 
 @contextmanager
 def _few_regions() -> Iterator[None]:
-    """Join regions before the package compares all pairs of them, and refuse many early.
-
-    Threads that analyse take turns, and calls of other threads are the package's own.
-    """
+    """Join regions before torch-kirigami compares all pairs, in this thread only, one thread at a time."""
     from torch_kirigami.dep_graph import selection
 
     with _TURN:

@@ -110,10 +110,7 @@ def _at(row: SizeRow, positions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
-    """Return what the caches of a language model depend on, or None if none of its layers takes a cache.
-
-    The example is run once. If it is None, the model's own `dummy_inputs` are.
-    """
+    """Return what caches depend on, or None if no layer takes one; run the example, or `dummy_inputs`."""
     network = supernet.network
     layers: dict[str, tuple[nn.Module, CacheArgument, tuple[int, int] | None]] = {}
     for path, stack in network.named_modules():

@@ -51,6 +51,9 @@ AMBIGUOUS = ("embed_dim", "hidden_size", "dim", "d_model", "model_dim")
 NEURONS = ("intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "hidden_dim", "intermediate_dim")
 """Names of whole numbers of feed-forward modules."""
 
+RESIDUAL = 0.5
+"""The least cosine of input and output of a residual block whose layers all return zero."""
+
 
 class Declaration(NamedTuple):
     """Groups without choices, skippable blocks with the shapes of their inputs, and what is refused."""
@@ -105,11 +108,7 @@ class _Call:
 
 
 class _Observation:
-    """A forward pass: linear layers and attentions of torch in their order, and calls of what contains them.
-
-    `sides` has the numbers of inputs and outputs of these layers, `blocks` the members of stacks of modules
-    of one class.
-    """
+    """A forward pass: linear layers and torch's attentions in order, and calls of what contains them."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model = model
@@ -528,28 +527,26 @@ class _Trials:
         return why or "it has no elastic layers"
 
     def without_shortcut(self, block: str) -> str:
-        """Return why a block is not residual, or an empty string.
-
-        If all its layers return zero, a residual block returns its input, or the input after a norm.
-        """
+        """Return why a block is not residual, or an empty string."""
         module, call = self.observed.modules[block], self.observed.calls[block]
         key = "shortcut", str(module)
         if key not in self._known:
-            silent = private_copy(module)
+            without_layers = private_copy(module)
             with torch.no_grad():
-                for layer in silent.modules():
+                for layer in without_layers.modules():
                     if traits_of(layer).mixes:
                         for parameter in layer.parameters():
                             parameter.zero_()
                 try:
-                    given, found = (x.flatten(1) for x in _Repeated(silent.float(), call).through())
+                    run = _Repeated(without_layers.float(), call)
+                    given, found = (x.flatten(1) for x in run.through())
                     alike = float(F.cosine_similarity(given.float(), found.float()).mean())
                 except Exception as error:
                     raise_if_out_of_memory(error)
-                    return f"{block} does not run on its own: {summary(silent, error)}"
+                    return f"{block} does not run on its own: {summary(without_layers, error)}"
             kind = type(module).__name__
             why = f"{kind} is not residual: without its layers, its output is another than its input"
-            self._known[key] = "" if alike > 0.5 else why
+            self._known[key] = "" if alike > RESIDUAL else why
         return self._known[key]
 
     def _trial(self, group: Group) -> str:

@@ -123,11 +123,7 @@ class Stage:
 def sizes_of_choices(
     full: int, choices: Sequence[float], unit: int = 1, least: int | None = None, divisor: int | None = None
 ) -> dict[float, int]:
-    """Return choice -> size, ascending; the full size is added.
-
-    Integers alone are sizes: multiples of `unit`, from `least` (or `unit`). Otherwise choices are shares,
-    rounded to multiples of `divisor` (or `unit`), to the smaller one in case of a tie.
-    """
+    """Return choice -> size, ascending, with the full size; choices are sizes if all are integers."""
     least = unit if least is None else least
     given: Any = choices
     if isinstance(given, str) or not isinstance(given, Iterable):

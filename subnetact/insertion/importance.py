@@ -61,28 +61,19 @@ Measure: TypeAlias = Callable[[ChannelGroup], Tensor | None]
 
 
 def by_l1(group: ChannelGroup) -> Tensor | None:
-    """Return the sum of the absolute weights that compute a unit or read it, without biases.
-
-    Source: Pruning Filters for Efficient ConvNets (Li et al., ICLR 2017).
-    """
+    """Return the sum of absolute weights that compute or read a unit, no biases (Li et al., ICLR 2017)."""
     mixing = [w for w in group.weights if w.role != "keeps" and "bias" not in w.parameter]
     return _total([w.values.abs().sum(1) for w in mixing])
 
 
 def by_batch_norm(group: ChannelGroup) -> Tensor | None:
-    """Return the absolute scale of a unit in the BatchNorms, or None if the group has no BatchNorm.
-
-    Source: Network Slimming (Liu et al., ICCV 2017).
-    """
+    """Return the absolute scale of a unit in the BatchNorms, if there are any (Liu et al., ICCV 2017)."""
     norms = [w for w in group.weights if w.operator == "SubnetNorm" and w.parameter == "weight"]
     return _total([w.values.abs().sum(1) for w in norms])
 
 
 def by_taylor(group: ChannelGroup) -> Tensor | None:
-    """Return how much the loss changes, to first order, if a weight becomes zero, added over the weights.
-
-    Source: Importance Estimation for Neural Network Pruning (Molchanov et al., CVPR 2019).
-    """
+    """Return the first-order change of the loss without a unit's weights (Molchanov et al., CVPR 2019)."""
     return _total([(w.values * w.gradient).sum(1).abs() for w in group.weights if w.gradient is not None])
 
 

@@ -1,10 +1,27 @@
-"""describe and insert_: what can be elastic in an ordinary model, and how the model becomes a supernet."""
+"""describe and insert_: what can be elastic in an ordinary model, and how the model becomes a supernet.
+
+Why a model is refused, in the order in which it is looked for:
+
+1. the model itself, which is wrapped, quantised or hooked for example: `_check_model` and `_obstacle`, here;
+2. an option of `describe`, or a pattern without a module: `describe` and `_patterns`, here;
+3. it does not run on the example, is in training mode, or keeps tensors between calls: `_runs`, here;
+4. it cannot be traced, and declares nothing: `TracedModel` in `analysis.py`;
+5. nothing is elastic: `_nothing`, here, with the reasons that `analysis.py` and `declaration.py` give;
+6. choices that are no legal sizes: `description.py`;
+7. the description fails on copies of the model: `_proved`, here, with the texts of `_FAULTS` in `proof.py`;
+8. a description does not fit a module: `supernet/put_operators.py`, and `check` of its operator.
+
+A description or a space that is given begins with 1 and skips 2 and 4 to 6. By hand (`insert_(model, space,
+elastic)`), 8 comes next, and then `Supernet.check` if there is an example; training mode is no obstacle then,
+because only views run, which are in evaluation mode.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -150,6 +167,7 @@ def insert_(
         >>> supernet = insert_(torchvision.models.resnet18().eval(), example=torch.randn(1, 3, 224, 224))
         >>> print(supernet.report)
     """
+    _check_model(model)
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
         return guard_caches_(_checked(put_operators_(model, description, elastic), example), example)
     example = as_batch(example)
@@ -161,7 +179,6 @@ def insert_(
         if elastic is not None:
             description = description.override(elastic)
     elif isinstance(description, Description) and elastic is None and not options and example is not None:
-        _check_model(model)
         proved = False
     else:
         raise InsertError(
@@ -312,6 +329,9 @@ def _checked(supernet: Supernet, example: Any) -> Supernet:
 
 
 def _runs(model: nn.Module, example: Any) -> list[Tensor]:
+    for path, module in model.named_modules():
+        if module.training:
+            raise InsertError(f"{_called(model, path)} is in training mode; call model.eval() first")
     try:
         found = outputs_of(model, example)
     except Exception as error:
@@ -367,13 +387,19 @@ def _check_model(model: nn.Module) -> None:
     given: Any = model
     if not isinstance(given, nn.Module):
         raise InsertError(f"expected a model, got {type(given).__name__}; give an nn.Module")
-    name = type(model).__name__
     if isinstance(model, Supernet) or any(isinstance(m, Operator) or is_view(m) for m in model.modules()):
-        raise InsertError(f"{name} already has operators; give the ordinary model (supernet.remove())")
+        raise InsertError(
+            f"{type(model).__name__} already has operators; give the ordinary model (supernet.remove()), and "
+            "describe everything in one call"
+        )
     for path, module in model.named_modules():
         reason = _obstacle(module)
         if reason is not None:
-            raise InsertError(f"{f'{name}.{path}' if path else name} {reason}")
+            raise InsertError(f"{_called(model, path)} {reason}")
+
+
+def _called(model: nn.Module, path: str) -> str:
+    return f"{type(model).__name__}.{path}".rstrip(".")
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -389,8 +415,20 @@ def _obstacle(module: nn.Module) -> str | None:
         return "is a scripted module; give the model that it was made from"
     if "quantized" in type(module).__module__ or any(t.is_quantized for t in module.buffers(False)):
         return "is quantised; insert operators first and quantise subnets afterwards"
-    if parametrize.is_parametrized(module):
-        return "has parametrised weights; make them permanent first, with remove_parametrizations"
+    weight = getattr(module, "weight", None)
+    if parametrize.is_parametrized(module) or (
+        isinstance(weight, Tensor) and "weight" not in {**module._parameters, **module._buffers}
+    ):
+        return (
+            "has parametrised weights, or a weight that pruning, a weight norm or a spectral norm computes; "
+            "make them permanent first, with remove_parametrizations or prune.remove for example"
+        )
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            return (
+                f"has an attribute {name!r} that holds a method bound to the module, which would run the full "
+                "network from inside a subnet; define it in the class instead"
+            )
     if module._compiled_call_impl is not None:
         return (
             "is compiled in place, by compile(); give a model that is not compiled, and compile its subnets "
@@ -401,4 +439,4 @@ def _obstacle(module: nn.Module) -> str | None:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
     if any(hooks) or module._backward_pre_hooks:
         return "has hooks, which subnets would run as well; remove them first"
-    return "is in training mode; call model.eval() first" if module.training else None
+    return None

@@ -1,8 +1,19 @@
 """Key-value caches of language models: which subnet may continue on a cache that others have filled.
 
-Before its first layer runs, a view notes on the cache that it is given that it writes there, with the moment
-of its weights; if its keys and values would be others than those that are there, it is refused. Networks read
-from a cache how many tokens there were, so a skipped layer writes keys and values of one number per token.
+A subnet has a signature (`CacheRules.signature`, which finds the sizes in the structure of the network):
+
+- shapes: for every layer that writes keys and values, the sizes of these (heads), or None if it is skipped;
+- values: all other sizes that they depend on (outside of the layers, in every layer up to the last one that
+  writes, but not what that layer computes behind its keys and values), and the precision.
+
+Two subnets are `exact` if their signatures are equal, `approximate` if only the shapes are, and otherwise
+`incompatible`. Before its first layer runs, a view notes on the cache that it is given its space, its
+signature and the moment of its weights. It refuses a cache that another supernet, no subnet at all, former
+weights or a subnet that is not `exact` has filled; `switch` allows approximate ones and former weights, or
+computes everything again. An empty cache is everybody's.
+
+Networks read from a cache how many tokens there were, so a skipped layer writes keys and values of one number
+per token.
 """
 
 from __future__ import annotations
@@ -158,16 +169,12 @@ class CacheGuard:
 
 @dataclass(frozen=True)
 class _Written:
-    """The last writer of a cache, and its weights; `mixed` if others wrote a part of it.
-
-    The pages of continuous batching hold many sequences: who writes into mixed ones accepts other numbers.
-    The moment is None if their owner asks before every step whether the weights have changed.
-    """
+    """The last writer of a cache, and its weights; `mixed` if others wrote a part of it."""
 
     space: str
     signature: CacheSignature
-    moment: Moment | None
-    mixed: bool = False
+    moment: Moment | None  # None: the owner asks before every step whether the weights have changed
+    mixed: bool = False  # pages hold many sequences: who writes into mixed ones accepts other numbers
 
 
 _EMPTY = _Written("", ((), ()), None)

@@ -45,10 +45,7 @@ SKIPPED = ("attention", "mlp")
 
 @dataclass(frozen=True)
 class LayerVocabulary:
-    """A stack of so many layers, and the fields that state sizes of its layers.
-
-    `stated` has, by axis ("ffn" and "heads"), the fields with their numbers in the model.
-    """
+    """A stack of so many layers, and by axis the fields that state sizes, with their numbers in the model."""
 
     stack: str
     layers: int

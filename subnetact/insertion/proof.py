@@ -57,10 +57,7 @@ class Proof:
         self._trials = 0
 
     def failure(self) -> tuple[str, dict[str, str]] | None:
-        """Return what is wrong with the description, and which groups and stages make it so, each with why.
-
-        If the largest subnet is wrong, no group is named.
-        """
+        """Return what is wrong, and why by group and stage, or none of these if the largest subnet is."""
         view = shared_view(self.network, self.largest)
         try:
             full = outputs_of(view, self.x)

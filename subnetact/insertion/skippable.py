@@ -71,10 +71,7 @@ def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) 
 
 
 def block_influences(model: nn.Module, x: Any, blocks: Sequence[str]) -> dict[str, float]:
-    """Run the model and return how much every block changes its input: one minus their cosine similarity.
-
-    Source: the "block influence" of ShortGPT (Men et al., 2024).
-    """
+    """Return one minus the cosine of the input and the output of every block (ShortGPT, Men et al., 2024)."""
     found: dict[str, float] = {}
     handles = []
     modules = dict(model.named_modules())

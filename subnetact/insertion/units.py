@@ -46,19 +46,16 @@ ONE_BY_ONE = 6
 
 @dataclass(eq=False)
 class Part:
-    """A part of an operator, or a segment of a part, that follows a dimension.
-
-    The role is that of `UnitWeights`. The size grows in `steps`; `tables` has, by (name of a tensor, axis),
-    the positions that each adds, (steps, positions per step). The reason says why it cannot be permuted.
-    """
+    """A part of an operator, or a segment of a part, that follows a dimension; its size grows in `steps`."""
 
     path: str
     name: str
-    role: str
+    role: str  # that of UnitWeights
     dimension: str
     steps: int
     tables: Mapping[tuple[str, int], Tensor]
-    reason: str | None = None
+    """(name of a tensor, axis) -> the positions that each step adds, (steps, positions per step)."""
+    reason: str | None = None  # why it cannot be permuted
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}"
@@ -164,7 +161,7 @@ class Trial:
         def search(some: Sequence[Sequence[UnitGroup]], fails: bool = False) -> list[UnitGroup]:
             together = [group for groups in some for group in groups]
             known = fails and len(some) > 1  # Alone, each is tried: what fails together may be rounding.
-            if not together or not known and self.stays(_shuffled(together, again)):
+            if not together or (not known and self.stays(_shuffled(together, again))):
                 return together
             if len(some) == 1:
                 self._failed.add(_key(some[0]))
@@ -177,8 +174,8 @@ class Trial:
             return found
 
         fit = [g for g in proposals if all(one.lacks is None for one in g) and _key(g) not in self._failed]
-        # Large proposals and those of the first layers are shared more often: what fails lies side by side.
-        return search(sorted(reversed(fit), key=lambda g: (len(g), sum(len(one.parts) for one in g))))
+        # Large proposals and those of the first layers fail more often: they go last, side by side.
+        return search(sorted(fit[::-1], key=lambda g: (len(g), sum(len(one.parts) for one in g))))
 
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that the units of a group have changed places."""

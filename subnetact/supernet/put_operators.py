@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from types import MethodType
 
-from torch import Tensor, nn
+from torch import nn
 
 from subnetact.errors import InsertError
 from subnetact.operators import (
@@ -26,7 +25,6 @@ __all__ = ["put_operators_"]
 def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
     """Put operators into a network in place, as `subnetact.insert_` says; a refused network is unchanged."""
     modules = dict(network.named_modules())
-    _check(modules, elastic)
     operators: dict[nn.Module, Operator] = {}
     for path, entry in elastic.items():
         if not isinstance(entry, Elastic):
@@ -101,26 +99,3 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
                 f"the module only {operator.length(part)}"
             )
     return operator
-
-
-def _check(modules: Mapping[str, nn.Module], elastic: Mapping[str, Elastic]) -> None:
-    if any(isinstance(module, Operator) for module in modules.values()):
-        raise InsertError("the network already has operators; describe everything in one insert_ call")
-    for path, module in modules.items():
-        for name, value in module.__dict__.items():
-            if isinstance(value, MethodType) and value.__self__ is module:
-                raise InsertError(
-                    f"{path or 'the network'}: attribute {name!r} holds a method bound to the module, which "
-                    "would run the full network from inside a subnet; define it in the class instead"
-                )
-        if path in elastic and _computed(module):
-            raise InsertError(
-                f"{path}: its weight is computed from other parameters (a parametrization, pruning, or a "
-                "weight or spectral norm); make it permanent first, with remove_parametrizations or "
-                "prune.remove for example"
-            )
-
-
-def _computed(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and "weight" not in module._parameters
