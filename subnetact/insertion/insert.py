@@ -8,12 +8,11 @@ Why a model is refused, in the order in which it is looked for:
 4. it cannot be traced, and declares nothing: `TracedModel` in `analysis.py`;
 5. nothing is elastic: `_nothing`, here, with the reasons that `analysis.py` and `declaration.py` give;
 6. choices that are no legal sizes: `description.py`;
-7. the description fails on copies of the model: `_proved`, here, with the texts of `_FAULTS` in `proof.py`;
-8. a description does not fit a module: `supernet/put_operators.py`, and `check` of its operator.
+7. a description does not fit a module: `supernet/put_operators.py`, and `check` of its operator;
+8. it fails on copies of the model: `_proved`, here, with the texts of `_FAULTS` in `proof.py`.
 
-A description or a space that is given begins with 1 and skips 2 and 4 to 6. By hand (`insert_(model, space,
-elastic)`), 8 comes next, and then `Supernet.check` if there is an example; training mode is no obstacle then,
-because only views run, which are in evaluation mode.
+With a description that is given, these are 1, 3, 7 and 8. By hand (`insert_(model, space, elastic)`), they
+are 1, 7 and, if there is an example, `Supernet.check`; the model may be in training mode, as only views run.
 """
 
 from __future__ import annotations
@@ -415,10 +414,9 @@ def _obstacle(module: nn.Module) -> str | None:
         return "is a scripted module; give the model that it was made from"
     if "quantized" in type(module).__module__ or any(t.is_quantized for t in module.buffers(False)):
         return "is quantised; insert operators first and quantise subnets afterwards"
-    weight = getattr(module, "weight", None)
-    if parametrize.is_parametrized(module) or (
-        isinstance(weight, Tensor) and "weight" not in {**module._parameters, **module._buffers}
-    ):
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    computed = any(hooks) and isinstance(vars(module).get("weight"), Tensor)
+    if computed or parametrize.is_parametrized(module):
         return (
             "has parametrised weights, or a weight that pruning, a weight norm or a spectral norm computes; "
             "make them permanent first, with remove_parametrizations or prune.remove for example"
@@ -426,8 +424,8 @@ def _obstacle(module: nn.Module) -> str | None:
     for name, value in vars(module).items():
         if isinstance(value, MethodType) and value.__self__ is module:
             return (
-                f"has an attribute {name!r} that holds a method bound to the module, which would run the full "
-                "network from inside a subnet; define it in the class instead"
+                f"cannot have subnets: its attribute {name!r} holds a method bound to the module, which "
+                "would run the full network from inside of them; define it in the class instead"
             )
     if module._compiled_call_impl is not None:
         return (
@@ -436,7 +434,6 @@ def _obstacle(module: nn.Module) -> str | None:
         )
     if any(nn.parameter.is_lazy(t) for t in (*module.parameters(False), *module.buffers(False))):
         return "has no weights yet; run the model once, so that its sizes are known"
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
     if any(hooks) or module._backward_pre_hooks:
         return "has hooks, which subnets would run as well; remove them first"
     return None

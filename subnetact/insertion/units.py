@@ -174,8 +174,8 @@ class Trial:
             return found
 
         fit = [g for g in proposals if all(one.lacks is None for one in g) and _key(g) not in self._failed]
-        # Large proposals and those of the first layers fail more often: they go last, side by side.
-        return search(sorted(fit[::-1], key=lambda g: (len(g), sum(len(one.parts) for one in g))))
+        fit.reverse()  # The first and the large ones fail more often: they go last, side by side.
+        return search(sorted(fit, key=lambda g: (len(g), sum(len(one.parts) for one in g))))
 
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that the units of a group have changed places."""
