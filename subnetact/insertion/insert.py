@@ -2,7 +2,8 @@
 
 Why a model is refused, in the order in which it is looked for:
 
-1. the model itself, which is wrapped, quantised or hooked for example: `_check_model` and `_obstacle`, here;
+1. the model itself, which is wrapped or quantised for example: `_check_model` and `_obstacle`, here; or it
+   has hooks or parametrisations: `_unseen`, here;
 2. an option of `describe`, or a pattern without a module: `describe` and `_patterns`, here;
 3. it does not run on the example, is in training mode, or keeps tensors between calls: `_runs`, here;
 4. it cannot be traced, and declares nothing: `TracedModel` in `analysis.py`;
@@ -12,7 +13,8 @@ Why a model is refused, in the order in which it is looked for:
 8. it fails on copies of the model: `_proved`, here, with the texts of `_FAULTS` in `proof.py`.
 
 With a description that is given, these are 1, 3, 7 and 8. By hand (`insert_(model, space, elastic)`), they
-are 1, 7 and, if there is an example, `Supernet.check`; the model may be in training mode, as only views run.
+are 1 without `_unseen`, 7 and, if there is an example, `Supernet.check`; training mode is no obstacle then,
+because only views run.
 """
 
 from __future__ import annotations
@@ -166,8 +168,9 @@ def insert_(
         >>> supernet = insert_(torchvision.models.resnet18().eval(), example=torch.randn(1, 3, 224, 224))
         >>> print(supernet.report)
     """
-    _check_model(model)
-    if isinstance(description, SubnetSpace) and elastic is not None and not options:
+    by_hand = isinstance(description, SubnetSpace) and elastic is not None and not options
+    _check_model(model, by_hand)
+    if isinstance(description, SubnetSpace) and elastic is not None and by_hand:
         return guard_caches_(_checked(put_operators_(model, description, elastic), example), example)
     example = as_batch(example)
     if "proof" in options:
@@ -381,7 +384,7 @@ def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[s
     return list[str](patterns)
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, by_hand: bool = False) -> None:
     """Refuse models that cannot become supernets, before anything is done."""
     given: Any = model
     if not isinstance(given, nn.Module):
@@ -392,7 +395,7 @@ def _check_model(model: nn.Module) -> None:
             "describe everything in one call"
         )
     for path, module in model.named_modules():
-        reason = _obstacle(module)
+        reason = _obstacle(module) or (None if by_hand else _unseen(module))
         if reason is not None:
             raise InsertError(f"{_called(model, path)} {reason}")
 
@@ -414,13 +417,6 @@ def _obstacle(module: nn.Module) -> str | None:
         return "is a scripted module; give the model that it was made from"
     if "quantized" in type(module).__module__ or any(t.is_quantized for t in module.buffers(False)):
         return "is quantised; insert operators first and quantise subnets afterwards"
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-    computed = any(hooks) and isinstance(vars(module).get("weight"), Tensor)
-    if computed or parametrize.is_parametrized(module):
-        return (
-            "has parametrised weights, or a weight that pruning, a weight norm or a spectral norm computes; "
-            "make them permanent first, with remove_parametrizations or prune.remove for example"
-        )
     for name, value in vars(module).items():
         if isinstance(value, MethodType) and value.__self__ is module:
             return (
@@ -434,6 +430,14 @@ def _obstacle(module: nn.Module) -> str | None:
         )
     if any(nn.parameter.is_lazy(t) for t in (*module.parameters(False), *module.buffers(False))):
         return "has no weights yet; run the model once, so that its sizes are known"
+    return None
+
+
+def _unseen(module: nn.Module) -> str | None:
+    """Return why it cannot be found out what a module does; who describes it by hand knows that."""
+    if parametrize.is_parametrized(module):
+        return "has parametrised weights; make them permanent first, with remove_parametrizations"
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
     if any(hooks) or module._backward_pre_hooks:
         return "has hooks, which subnets would run as well; remove them first"
     return None

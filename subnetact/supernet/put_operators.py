@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators import (
@@ -38,6 +38,12 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
         if path not in modules:
             close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
             raise InsertError(f"the network has no module {path!r}; did you mean {', '.join(close)}?")
+        if _computed(modules[path]):
+            raise InsertError(
+                f"{path}: its weight is computed from other parameters (a parametrization, pruning, or a "
+                "weight or spectral norm); make it permanent first, with remove_parametrizations or "
+                "prune.remove for example"
+            )
         operators[modules[path]] = _operator(modules[path], path, entry, space)
     norms = [path for path, m in modules.items() if isinstance(m, BATCH_NORMS) and m.running_mean is not None]
     for path in norms:
@@ -99,3 +105,8 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
                 f"the module only {operator.length(part)}"
             )
     return operator
+
+
+def _computed(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and "weight" not in module._parameters
