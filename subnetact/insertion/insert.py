@@ -168,9 +168,8 @@ def insert_(
         >>> supernet = insert_(torchvision.models.resnet18().eval(), example=torch.randn(1, 3, 224, 224))
         >>> print(supernet.report)
     """
-    by_hand = isinstance(description, SubnetSpace) and elastic is not None and not options
-    _check_model(model, by_hand)
-    if isinstance(description, SubnetSpace) and elastic is not None and by_hand:
+    if isinstance(description, SubnetSpace) and elastic is not None and not options:
+        _check_model(model, by_hand=True)
         return guard_caches_(_checked(put_operators_(model, description, elastic), example), example)
     example = as_batch(example)
     if "proof" in options:
@@ -181,6 +180,7 @@ def insert_(
         if elastic is not None:
             description = description.override(elastic)
     elif isinstance(description, Description) and elastic is None and not options and example is not None:
+        _check_model(model)
         proved = False
     else:
         raise InsertError(

@@ -377,6 +377,20 @@ def test_models_that_are_refused_stay_as_they_are(case: str) -> None:
         assert dict(model.named_modules()) == before
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "case",
+    ["compiled in place", "lazy", "inserted", "quantised", "parallel", "compiled", "scripted", "no model"],
+)
+def test_a_description_by_hand_does_not_change_which_models_are_refused(case: str) -> None:
+    factory, message = refused_models()[case]
+    space = subnetact.SubnetSpace(
+        "s", [subnetact.Axis.uniform("c", ["all"], [1])], lambda v: {"c": v["c"][0]}
+    )
+    with pytest.raises(InsertError, match=message):
+        subnetact.insert_(factory(), space, {})
+
+
 def test_a_wrong_description_is_refused_with_its_name_and_the_model_is_untouched() -> None:
     model = Hidden(torch.relu).eval()
     modules = dict(model.named_modules())
