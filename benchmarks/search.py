@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +31,6 @@ from readme_section import write_section
 from tqdm import tqdm
 
 import subnetact
-import subnetact.latency
 import subnetact.nas
 from ofa_adapters import load
 from subnetact.costs.model import CostModel
@@ -45,6 +45,9 @@ from subnetact.files.atomic import replacing
 from subnetact.latency.pareto import pareto_front
 from subnetact.nas.nsga2 import METHODS, evolve
 from subnetact.spec import SubnetSpec
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from hypervolume import hypervolume
 
 TRUTH = Path("benchmarks/results/search_digits_accuracy.json")
 SEEDS = tuple(range(10))
@@ -98,7 +101,7 @@ def true_digits(path: Path) -> tuple[Any, dict[SubnetSpec, float], dict[SubnetSp
 def share(found: Sequence[subnetact.nas.Candidate], reference: tuple[float, float], whole: float) -> float:
     """Return the hypervolume of subnets as a share of the hypervolume `whole`."""
     points = [(c.accuracy, c.latency_ms) for c in front_of(found)]
-    return subnetact.latency.hypervolume(points, reference) / whole
+    return hypervolume(points, reference) / whole
 
 
 def front_of(found: Iterable[subnetact.nas.Candidate]) -> list[subnetact.nas.Candidate]:
@@ -135,7 +138,7 @@ def shares_of_all(runs: dict[str, list[subnetact.nas.SearchResult]]) -> dict[str
     """Return the hypervolume of every run as a share of the hypervolume of all runs together."""
     every = [c for found in runs.values() for run in found for c in run.evaluated]
     reference = min(c.accuracy for c in every), max(c.latency_ms for c in every)
-    whole = subnetact.latency.hypervolume([(c.accuracy, c.latency_ms) for c in front_of(every)], reference)
+    whole = hypervolume([(c.accuracy, c.latency_ms) for c in front_of(every)], reference)
     return {
         method: [share(run.evaluated, reference, whole) for run in found] for method, found in runs.items()
     }
@@ -146,7 +149,7 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
     supernet, accuracy, macs, data = true_digits(args.truth)
     points = [(accuracy[spec], macs[spec]) for spec in accuracy]
     reference = min(a for a, _ in points), max(m for _, m in points)
-    whole = subnetact.latency.hypervolume(points, reference)
+    whole = hypervolume(points, reference)
     front = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
     result: dict[str, Any] = {
         "what": data["what"],
@@ -234,9 +237,7 @@ def fronts_of(
         return pareto_front(among, cost=lambda one: one["ms"], gain=lambda one: one["accuracy"])
 
     def volume(among: list[dict[str, Any]]) -> float:
-        return subnetact.latency.hypervolume(
-            [(one["accuracy"], one["ms"]) for one in front(among)], reference
-        )
+        return hypervolume([(one["accuracy"], one["ms"]) for one in front(among)], reference)
 
     return {
         "int8_on_the_front": sum(one["precision"] == "int8" for one in front(found)),
@@ -311,7 +312,7 @@ def ablation(args: argparse.Namespace) -> dict[str, Any]:
     supernet, accuracy, macs, _ = true_digits(args.truth)
     points = [(accuracy[spec], macs[spec]) for spec in accuracy]
     reference = min(a for a, _ in points), max(m for _, m in points)
-    whole = subnetact.latency.hypervolume(points, reference)
+    whole = hypervolume(points, reference)
     for evaluations in (len(accuracy) // 10, len(accuracy) // 5):
         runs = searches(
             supernet, accuracy.__getitem__, macs.__getitem__, evaluations, methods, SEEDS[: args.seeds]

@@ -125,17 +125,11 @@ class Digits(NamedTuple):
 def read_digits(seed: int = 0) -> tuple[Digits, Digits]:
     """Return what the shipped supernet was trained for: distorted digits as (training, held-out) sets.
 
-    Every third of scikit-learn's 1,797 digits is held out; the supernet has never seen these 599.
-
-    Args:
-        seed: seed of the distortions. Other seeds distort the same digits in other ways.
-
-    Raises:
-        MissingExtra: scikit-learn is not installed (`pip install subnetact[demo]`).
+    Every third of scikit-learn's 1,797 digits is held out; the supernet has never seen these 599. Other seeds
+    distort the same digits in other ways.
 
     Example:
         >>> training, held_out = read_digits()
-        >>> subnetact.calibrate(supernet, specs, training.images[:600].split(200))
         >>> subnetact.evaluate(supernet, specs, [held_out])
     """
     generator = torch.Generator().manual_seed(seed)
@@ -145,15 +139,7 @@ def read_digits(seed: int = 0) -> tuple[Digits, Digits]:
 
 
 def validation_and_test(copies: int = 3, seed: int = 0) -> tuple[Digits, Digits]:
-    """Return the distorted held-out digits as two sets of different digits, to choose on and to test on.
-
-    Args:
-        copies: number of distorted copies of every digit.
-        seed: seed of the first copy; the next copies have the next seeds, as in `read_digits`.
-
-    Raises:
-        MissingExtra: scikit-learn is not installed.
-    """
+    """Return the distorted held-out digits as two sets of different digits, to choose on and to test on."""
     seen = [read_digits(seed + i)[1] for i in range(copies)]
     first, second = (
         Digits(torch.cat([s.images[i::2] for s in seen]), torch.cat([s.labels[i::2] for s in seen]))
@@ -163,13 +149,7 @@ def validation_and_test(copies: int = 3, seed: int = 0) -> tuple[Digits, Digits]
 
 
 def undistorted_digits() -> tuple[Digits, Digits]:
-    """Return scikit-learn's digits as 8 x 8 images in 0..1, as (training, held-out) sets, to be distorted.
-
-    The supernet takes larger, distorted images; `read_digits` returns these.
-
-    Raises:
-        MissingExtra: scikit-learn is not installed (`pip install subnetact[demo]`).
-    """
+    """Return the digits as images (N, 1, 8, 8) in 0..1, as (training, held-out) sets, for `distort`."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -183,15 +163,7 @@ def undistorted_digits() -> tuple[Digits, Digits]:
 
 
 def distort(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Turn, scale, shear, shift, dim, cover and add noise: (N, 1, 8, 8) -> (N, 1, 16, 16).
-
-    Args:
-        images: undistorted digits.
-        generator: the source of the distortions; it is advanced.
-
-    Raises:
-        SpecError: the images are of another size.
-    """
+    """Turn, scale, shear, shift, dim, cover and add noise: (N, 1, 8, 8) -> (N, 1, 16, 16)."""
     n = len(images)
     if images.shape[1:] != (1, 8, 8):
         raise SpecError(

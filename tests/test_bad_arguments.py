@@ -199,7 +199,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         profile.main(["--constructor", "{bad", *out])
     assert "'{bad' is no JSON object" in capsys.readouterr().err
     for sizes in (["4", "2"], ["0"]):
-        assert profile.main(["--batch-sizes", *sizes, "--dry-run", *out]) == 2
+        assert profile.main(["--batch-sizes", *sizes, *out]) == 2
         assert "batch_sizes[" in capsys.readouterr().err
 
 

@@ -162,10 +162,7 @@ class FolderFormat(DocumentFormat):
     def read_version(
         self, directory: str | os.PathLike[str], read: Callable[[Path, dict[str, Any]], Result]
     ) -> Result:
-        """Return what `read` returns of a folder and the fields of its index, all of one version.
-
-        `read` may be called several times, and must change nothing.
-        """
+        """Return what `read` returns of a folder and its index; `read` may be called twice."""
         return one_version(directory, lambda folder: read(folder, self._checked_index(folder)))
 
     def _checked_index(self, folder: Path) -> dict[str, Any]:

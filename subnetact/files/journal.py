@@ -26,11 +26,7 @@ JOURNAL = DocumentFormat("a journal", "subnetact.journal", 1, "choose another fi
 
 
 class Journal:
-    """Records in a file, in the order in which they were written.
-
-    A file of another kind, schema or environment is refused, and one with records unless `resume`. `folder`
-    is what a user has to remove to begin anew, if not the file.
-    """
+    """Records in the order of writing; `folder` is what a user removes to begin anew, if not the file."""
 
     def __init__(
         self,

@@ -7,13 +7,13 @@ Which file answers which question:
 * `table`: `LatencyTable` and everything that can be done with it; its JSON file.
 * `arrays`: which numbers make no table.
 * `compare`: how far two tables are apart (`Comparison`).
-* `pareto`: dominance, fronts and hypervolume.
+* `pareto`: dominance and fronts.
 * `plot`: figures; they need matplotlib.
 """
 
 from subnetact.latency.compare import Comparison
-from subnetact.latency.pareto import hypervolume, pareto_front
+from subnetact.latency.pareto import pareto_front
 from subnetact.latency.plot import plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["Comparison", "LatencyTable", "hypervolume", "pareto_front", "plot_front", "plot_heat_map"]
+__all__ = ["Comparison", "LatencyTable", "pareto_front", "plot_front", "plot_heat_map"]

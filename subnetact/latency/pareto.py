@@ -1,4 +1,4 @@
-"""Pareto dominance: fronts and hypervolume.
+"""Pareto dominance: fronts, and even choices from them.
 
 A point *dominates* another one if no objective of the first is worse and at least one is better.
 """
@@ -6,14 +6,14 @@ A point *dominates* another one if no objective of the first is worse and at lea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import TableError
 
-__all__ = ["Costs", "hypervolume", "non_dominated", "pareto_front", "spread"]
+__all__ = ["Costs", "non_dominated", "pareto_front", "spread"]
 
 Item = TypeVar("Item")
 Costs: TypeAlias = npt.NDArray[np.float64]
@@ -50,51 +50,8 @@ def pareto_front(
     return [given[i] for i in non_dominated(costs)]
 
 
-def hypervolume(points: Any, reference: Sequence[float]) -> float:
-    """Return the volume of the objective space that points dominate, bounded by a reference point.
-
-    Args:
-        points: array of shape (points, objectives). The first objective, the accuracy, is maximised;
-            all others, the latencies, are minimised.
-        reference: the worst point of interest, of shape (objectives,). Points that are worse than the
-            reference in any objective add nothing.
-
-    Raises:
-        TableError: the shapes do not fit, or a number is NaN.
-
-    Source:
-        Zitzler and Thiele, "Multiobjective optimization using evolutionary algorithms", PPSN 1998.
-    """
-    worst = np.asarray(reference, dtype=np.float64)
-    given = np.asarray(points, dtype=np.float64).reshape(-1, len(worst))
-    if np.isnan(given).any() or np.isnan(worst).any() or len(given) != len(points):
-        raise TableError(
-            f"hypervolume: points of shape (points, {len(worst)}), as long as the reference, and no NaN are "
-            f"needed; got points of shape {np.shape(points)}"
-        )
-    sign = np.array([-1.0] + [1.0] * (len(worst) - 1))
-    return _volume(given * sign, worst * sign)
-
-
-def _volume(costs: Costs, worst: Costs) -> float:
-    """Cut the volume into slices along the last objective, and add up the slices."""
-    costs = costs[(costs < worst).all(1)]
-    if not len(costs):
-        return 0.0
-    if costs.shape[1] == 1:
-        return float(worst[0] - costs.min())
-    costs = costs[np.argsort(costs[:, -1], kind="stable")]
-    ends = [*costs[1:, -1], worst[-1]]
-    slices = [
-        (end - start) * _volume(costs[: i + 1, :-1], worst[:-1])
-        for i, (start, end) in enumerate(zip(costs[:, -1], ends, strict=True))
-        if end > start
-    ]
-    return float(sum(slices))
-
-
 def non_dominated(costs: Costs) -> list[int]:
-    """Return the points that no other dominates (of equal ones the first), by the first objective."""
+    """Return the positions of points that no other dominates, by the first objective; of equals the first."""
     order = np.lexsort(costs.T[::-1])
     if not len(order):
         return []

@@ -43,7 +43,7 @@ CROSSED_SHARE = 0.9
 
 
 class SearchState:
-    """A search between two generations; `population` has positions in `found`, the order of evaluation."""
+    """A search between two generations; `population` holds positions in `found`, in order of evaluation."""
 
     def __init__(self, space: SubnetSpace, seed: int) -> None:
         self.space = space

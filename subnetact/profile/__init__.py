@@ -4,7 +4,8 @@ Which file answers which question:
 
 - `cli`, `options`: which options and exit statuses does `python -m subnetact.profile` have?
 - `pipeline`: in which steps does one command work, what does it write, and how is it resumed?
-- `source`: where do the supernet, its input and the images for calibration come from?
+- `source`: where do the supernet, its input and the images for calibration come from, and how is code of a
+  user imported and run, here and in `subnetact.serve`?
 - `selection`: which subnets are profiled, and where do their accuracies come from?
 - `sweep`: `profile_latency`; how often and in which order is every cell measured?
 - `measurements`: what was measured so far, and how does it survive a kill?

@@ -22,7 +22,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.operators.kernel_table import kernel_here, why_not
 from subnetact.profile.modes import INCLUDES, MODES
 from subnetact.profile.options import OptionFormatter, add_options, call_with_options
-from subnetact.profile.pipeline import ProfileJob, count_stable, outline, run_profile
+from subnetact.profile.pipeline import ProfileJob, count_stable, run_profile
 from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import load_source
 from subnetact.profile.sweep import SweepSettings
@@ -65,14 +65,12 @@ class CommandOptions:
         machine: only print what this machine has, and what it computes with at each precision, or why not.
         compare: only print the ratios of the second table to the first.
         strict: exit with 3 if a cell is unstable.
-        dry_run: only print what would be done.
     """
 
     threads: int | None = None
     machine: bool = False
     compare: tuple[Path, ...] | None = None
     strict: bool = False
-    dry_run: bool = False
 
 
 GROUPS: dict[str, Callable[..., Any]] = {
@@ -146,9 +144,6 @@ def _profile(args: argparse.Namespace) -> int:
     find_device(job.device)
     torch.manual_seed(args.seed)
     source = call_with_options(load_source, args)
-    if args.dry_run:
-        print(outline(job, source))
-        return DONE
     table = run_profile(job, source)
     _print(job, table, own_network=source.supernet.origin is None)
     return UNSTABLE if args.strict and count_stable(table)[1] else DONE

@@ -20,8 +20,6 @@ __all__ = ["INCLUDES", "MODES", "TimedRunner", "check_mode", "engine_for", "run_
 
 MODES = ("zero-copy", "fused", "graphs", "compile")
 INCLUDES = ("h2d",)
-MEMORY_BUDGET_MB = 2048.0
-"""MiB for fused programs and CUDA graphs, in modes that have them, unless a user says otherwise."""
 
 
 def engine_for(
@@ -31,7 +29,7 @@ def engine_for(
     *,
     example: Any,
     device: str | torch.device,
-    memory_budget_mb: float = MEMORY_BUDGET_MB,
+    memory_budget_mb: float | None = None,
     accuracy: Sequence[float | None] | None = None,
 ) -> Engine:
     """Return an engine that runs its subnets in one mode; subnets without statistics are accepted."""

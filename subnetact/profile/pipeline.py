@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import find_device
+from subnetact.engine.budget import budget_bytes
 from subnetact.engine.bundle import INDEX
 from subnetact.errors import TableError, UncalibratedSubnetWarning
 from subnetact.files.documents import described
@@ -28,13 +28,13 @@ from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fractions
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
-from subnetact.profile.modes import MEMORY_BUDGET_MB, TimedRunner, check_mode, engine_for, run_facts
+from subnetact.profile.modes import TimedRunner, check_mode, engine_for, run_facts
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
 from subnetact.profile.source import RANDOM, ProfileSource, calibration_batches
 from subnetact.profile.sweep import Sweep, SweepSettings, environment
 from subnetact.spec import SubnetSpec
 
-__all__ = ["ProfileJob", "count_stable", "outline", "run_profile"]
+__all__ = ["ProfileJob", "count_stable", "run_profile"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class ProfileJob:
             fused program, on CUDA as CUDA graphs; graphs: CUDA graphs of the views; compile: torch.compile
             (inductor).
         include: time this too; h2d: the copy of the input to the device (CUDA only).
-        memory_budget_mb: memory for fused programs and CUDA graphs, in MiB.
+        memory_budget_mb: memory for fused programs and CUDA graphs, in MiB (default: that of an engine, 1.25
+            times the weights, at most 1024).
         calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches; or random:N
             for N random images, for latency only. If not given, subnets keep the statistics that they have.
         out: the table as measured. NAME.scheduler.json beside it is the table for a Batcher or a simulation:
@@ -67,7 +68,7 @@ class ProfileJob:
     device: str = "cpu"
     mode: str = "zero-copy"
     include: tuple[str, ...] = ()
-    memory_budget_mb: float = MEMORY_BUDGET_MB
+    memory_budget_mb: float | None = None
     calibrate_on: str | None = None
     out: Path = Path("latency.json")
     save_bundle: Path | None = None
@@ -89,8 +90,7 @@ def checked(job: ProfileJob, source: ProfileSource) -> tuple[Wanted, Iterable[An
     """Return the subnets wanted and the batches to calibrate with; refuse what is impossible."""
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
-    if not 0 <= job.memory_budget_mb < math.inf:
-        raise TableError(f"memory_budget_mb: {job.memory_budget_mb} must be finite and at least 0")
+    budget_bytes(job.memory_budget_mb)
     for name, path, is_folder in (
         ("out", job.out, False),
         ("plot", job.plot, True),
@@ -108,22 +108,6 @@ def checked(job: ProfileJob, source: ProfileSource) -> tuple[Wanted, Iterable[An
     if job.calibrate_on:
         batches = calibration_batches(job.calibrate_on, source.sample, job.request.seed)
     return what_is_wanted(source, job.request), batches
-
-
-def outline(job: ProfileJob, source: ProfileSource) -> str:
-    """Describe in a few lines what `run_profile` would do; refuse what is impossible."""
-    wanted, _ = checked(job, source)
-    settings = job.settings
-    cells = wanted.count * len(job.batch_sizes) * (1 + len(settings.co_runners))
-    least_s = cells * (settings.windows * settings.warmup_ms + settings.min_time_ms) / 1e3
-    search = "" if wanted.specs is not None else f", {job.request.evaluations} evaluated by a search"
-    return (
-        f"supernet: {source.supernet.space}, weights {source.supernet.fingerprint()}\n"
-        f"subnets: {wanted.count}{search}; accuracy: {wanted.origin}\n"
-        f"inputs: batch sizes {list(job.batch_sizes)} of {list(source.sample.shape)}, {source.sample.dtype}\n"
-        f"device: {job.device}, {torch.get_num_threads()} threads, mode {job.mode}\n"
-        f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each; at least {least_s:.0f} s"
-    )
 
 
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:

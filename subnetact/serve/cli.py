@@ -13,7 +13,8 @@ page, /openapi.json describes all addresses, and /metrics returns Prometheus tex
 first token) and x-deadline-ms (to the last one).
 
 GET /healthz and /readyz return 503 while no worker is up. After SIGTERM they return 503 for --grace-s seconds
-while the server keeps serving, so that load balancers can drain it. Accepted requests are always finished.
+while the server keeps serving, so that load balancers can drain it. Then it takes no new requests,
+and answers those that it has already taken, for up to 30 s.
 
 The server listens on this machine only, unless --host says otherwise. Give it a token then: --token-file, or
 the environment variable SUBNETACT_TOKEN. It speaks plain HTTP; put a proxy with TLS before it.

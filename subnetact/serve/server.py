@@ -57,7 +57,8 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
     """Serve an application until SIGTERM or SIGINT, with its limits on connections.
 
     After the first signal `/healthz` and `/readyz` return 503 for `grace_s` seconds while the server keeps
-    serving, so that load balancers can drain it. Accepted requests are always finished.
+    serving, so that load balancers can drain it. Then the server takes no new requests, and answers those
+    that it has already taken, for up to 30 s.
 
     Args:
         app: the application.

@@ -39,12 +39,14 @@ import subnetact.supernet
 from ofa_adapters.__main__ import main as families_main
 from ofa_adapters.slices import Slice, read_slices, write_slices
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import MissingExtra, QueueFull, SubnetActError
+from subnetact.errors import MissingExtra, QueueFull, SubnetActError, TableError
 from subnetact.files import journal
 from subnetact.files.journal import Journal
 from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_generation
 from subnetact.profile.cli import main as profile_main
 from subnetact.profile.measurements import Measurements
+from subnetact.profile.pipeline import ProfileJob, checked
+from subnetact.profile.source import ProfileSource
 from subnetact.serve.cli import main as serve_main
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.pipelines.cli import main as plan_main
@@ -810,9 +812,15 @@ def _in(place: Path) -> Iterator[None]:
         os.chdir(before)
 
 
+def _checked_profile(job: ProfileJob, source: ProfileSource) -> subnetact.LatencyTable:
+    """Refuse what a profile refuses before it measures anything, and the rest as well."""
+    checked(job, source)
+    raise TableError("fuzzing measures nothing")
+
+
 def _profile(arguments: list[str]) -> int:
     errors = StringIO()
-    with redirect_stderr(errors):
+    with redirect_stderr(errors), mock.patch("subnetact.profile.cli.run_profile", _checked_profile):
         status = profile_main(arguments)
     if "Traceback" in errors.getvalue():
         raise Finding(f"{arguments}: {errors.getvalue()[-300:]}")
@@ -883,7 +891,7 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
         ["--trace", "bursty", "--duration-s", "0.05", "--policy", "fixed:0"],
     ),
     "python -m subnetact.serve": fuzz_command(_serve, SERVE, []),
-    "python -m subnetact.profile": fuzz_command(_profile, dict.fromkeys(PROFILE, 1), ["--dry-run"]),
+    "python -m subnetact.profile": fuzz_command(_profile, dict.fromkeys(PROFILE, 1), []),
     "python -m ofa_adapters": fuzz_command(families_main, {"inspect": 1}, []),
     "description": fuzz_description,
     "insert_": fuzz_insert,

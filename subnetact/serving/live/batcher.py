@@ -118,8 +118,8 @@ class Batcher:
         shares: how the clients named by `submit(..., client=...)` share the workers' time and the queue, so
             that none takes the service from the others. If None, the most urgent request runs first,
             whoever sent it.
-        turns: whom the batcher takes turns with on its workers, and its name there; `TenantBatcher` uses it.
-            If None, the workers are its own.
+        turns: what decides which of several batchers a worker serves next, and this one's name there, as
+            `TenantBatcher` gives them. If None, the workers are its own.
         hopeless: former name of `expired`.
 
     Raises:

@@ -40,7 +40,8 @@ class Workers:
         threads: argument of `engine.enter_worker(threads)`, which is called once in every worker thread.
         log: the decision log; the planner flushes it after every tick.
         on_end: called when all has ended but the workers' threads.
-        turns: whom the batcher takes turns with on its workers, and its name there; None if with nobody.
+        turns: what decides which of several batchers a worker serves next, and this one's name there.
+            If None, the workers serve this batcher alone.
 
     Attributes:
         number: number of workers.

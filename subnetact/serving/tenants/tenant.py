@@ -28,7 +28,7 @@ class Tenant:
         table: its latency table; if None, the policy's.
         policy: chooses its subnets and batch sizes; if None, `HullFit` over the table. A policy for a table
             with co-runners (`Veltair`) follows how much the other tenants slow this one down.
-        share: its part of the workers' time while others want it too, in relation to theirs; > 0.
+        share: its weight when tenants compete for the workers; one of 2 gets twice the time of one of 1; > 0.
         max_queue: number of its waiting requests at which further ones are refused.
         memory_mb: memory, MiB, that it takes on every worker that serves it.
         options: further arguments of its `Batcher`.
