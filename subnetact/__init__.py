@@ -38,35 +38,35 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            86    81     37
-    files            493   166      0
-    device           110    20      7
-    command           79    17      6
-    comparison        60    34      8
-    spec              81    53      6
-    space            392   205      6
-    operators       1726   774     17
-    supernet        2164   818      5
-    insertion       3492   890      9
-    digits           161    49      7
-    ofa_adapters    2760   604     12
-    training         200    81      3
-    calibration      859   270      2
-    latency          588   277      6
-    engine          2814   888      7
+    files            459    61      0
+    device           110     9      7
+    command           34     3      5
+    comparison        62     4      9
+    spec              78    34      6
+    space            366   160      6
+    operators       1574   563     18
+    supernet        1968   505      5
+    insertion       2995   618      9
+    ofa_adapters    2379   426      9
+    digits           140    19      7
+    training         186    73      3
+    calibration      737   159      2
+    latency          508   229      5
+    engine          2463   649      5
     workers         1057   128      0
-    costs            295   105      5
-    nas              840   315      6
-    profile         1713   368      9
-    serving         7976  3826     76
-    generation      1544   590     11
-    export          1326   426      6
+    costs            276    81      5
+    nas              712   203      6
+    profile         1381   233      1
+    serving         7944  3798     76
+    generation      1544   592     11
+    export          1153   321      6
     demo             717   184      0
     simulate          19     6      2
     plan               5     4      1
-    serve           2695   908      7
+    serve           2693   910      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            35861 12850    265
+    all            33255 10816    252
 
 Glossary
 --------
