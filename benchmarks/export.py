@@ -109,7 +109,11 @@ def load_alone(path: Path, before: Path) -> dict[str, Any]:
 
 
 class Nothing(nn.Module):
-    """A network that is the identity."""
+    """A network that is the identity; its one parameter, which it does not use, has the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x

@@ -47,7 +47,7 @@ BATCHES = (1, 2, 5)
 
 
 def small_engine(family: str, subnets: int) -> subnetact.Engine:
-    return engine_of(small_supernet(family), next(iter(small_inputs(family).values()))[0], subnets)
+    return engine_of(small_supernet(family), next(iter(small_inputs(family).values()))[:1], subnets)
 
 
 def full_engine(subnets: int) -> subnetact.Engine:
