@@ -25,7 +25,7 @@ import subnetact
 from subnetact.calibration import calibrate as calibration
 from subnetact.engine import bundle as bundles
 from subnetact.engine import engine as engines
-from subnetact.engine import plan
+from subnetact.engine import fusion_plan
 from subnetact.errors import CacheMismatch, StaleWeights
 from subnetact.files.tensors import read_tensors
 from subnetact.insertion import key_value_cache
@@ -277,14 +277,14 @@ class Images:
 
     def pin(self) -> None:
         """Make fused programs while other doors open."""
-        make = plan.FusedProgram
+        make = fusion_plan.FusedProgram
 
         def opening(*args: Any) -> Any:
             self.doors()
             return make(*args)
 
         with self.patch.context() as patch:
-            patch.setattr(plan, "FusedProgram", opening)
+            patch.setattr(fusion_plan, "FusedProgram", opening)
             for i in range(len(self.specs)):
                 self.engine.pin(i)
 
@@ -622,7 +622,7 @@ def copies_that_do_not_follow(patch: pytest.MonkeyPatch) -> None:
 
 def programs_that_do_not_follow(patch: pytest.MonkeyPatch) -> None:
     """Fused programs stay as they are after any change."""
-    patch.setattr(plan.PlannedProgram, "is_of", lambda *_: True)
+    patch.setattr(fusion_plan.PlannedProgram, "is_of", lambda *_: True)
 
 
 def fused_steps_that_nobody_counts(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import subnetact
-from subnetact.engine import plan
+from subnetact.engine import fusion_plan
 from subnetact.errors import CheckpointError, ForeignSpec, StaleWeights
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet.norm_table import NormRow, NormTable
@@ -321,7 +321,7 @@ def test_nothing_keeps_the_tensors_of_a_functional_call(supernet: Supernet, tmp_
 def test_a_functional_call_that_has_ended_is_no_reason_against_fusing(
     supernet: Supernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "slower_because", lambda *_: "only pinned subnets are fused")
+    monkeypatch.setattr(fusion_plan, "slower_because", lambda *_: "only pinned subnets are fused")
     spec, seen = supernet.space.smallest(), list[bool]()
     engine = subnetact.Engine(supernet, [spec], example=X[:1], allow_uncalibrated=True, memory_budget_mb=64)
     given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
