@@ -1,45 +1,7 @@
 """Every error and warning that the library raises on purpose.
 
-Users catch `SubnetActError` for everything, or one of its classes:
-
-    SubnetActError
-    ├── SpecError (ValueError)            A subnet specification or an argument of a family is malformed
-    │   ├── IllegalChoice                 A value is not among the choices of its slot
-    │   ├── ForeignSpec                   A specification belongs to another search space
-    │   └── UserCodeError                 A function that a command line names raised; the cause is chained
-    ├── InsertError (ValueError)          A model cannot be made elastic, or not with this description
-    ├── ViewError (RuntimeError)          An operation on a view would change the shared weights
-    │   └── CacheMismatch                 A subnet cannot continue on this key-value cache
-    ├── StaleWeights (RuntimeError)       Copies or statistics belong to other weights than the present ones
-    ├── CheckpointError (ValueError)      Weights are unreadable, or do not fit their family
-    ├── FileFormatError (ValueError)      A file is damaged, of another kind, or of a newer schema
-    │   └── MissingFile (FileNotFoundError)  A file, or the folder that it belongs in, does not exist
-    ├── WriteError (OSError)              A file or folder cannot be written; an earlier version is unchanged
-    ├── DeviceError (RuntimeError)        This machine, or this build of torch, does not have the device
-    ├── PrecisionError (RuntimeError)     The network or this machine cannot compute at this precision
-    ├── EngineError (ValueError)          An engine cannot be made with these arguments
-    ├── MissingExtra (ImportError)        A package that this feature needs is not installed
-    ├── NotCalibrated (RuntimeError)      A subnet with BatchNorm has no BatchNorm statistics of its own
-    ├── ExportError (RuntimeError)        A network cannot be written in this format, or not on this machine
-    ├── RecompileRefused (RuntimeError)   A compiled engine got a shape that it was not prepared for
-    ├── SearchError (ValueError)          A search cannot run with these arguments
-    ├── TableError (ValueError)           A latency table is malformed
-    ├── ResumeMismatch (ValueError)       Unfinished work belongs to other weights, data, settings or machines
-    ├── ProfileMismatch (ValueError)      A latency table belongs to another supernet or to other subnets
-    ├── PolicyError (ValueError)          A scheduling policy is configured or answers wrongly
-    ├── PipelineError (ValueError)        The stages of a pipeline do not fit together or cannot be planned
-    ├── TraceError (ValueError)           The arrivals cannot be simulated or replayed
-    ├── ServeError (ValueError)           A server or a load test cannot run with these settings
-    └── RequestError                      One request failed; no other request and no batcher is affected
-        ├── InvalidRequest (ValueError)   The input, the deadline or the minimum accuracy is invalid
-        ├── QueueFull                     The request was refused, because the queue was full
-        ├── DeadlinePassed                The request expired: no subnet can meet its deadline any more
-        ├── BatchFailed                   The forward pass of the request's batch raised; the cause is chained
-        │   ├── WorkerDied                Two workers in turn ended while they ran the request
-        │   └── WorkerHung                Two workers in turn hung over the request
-        └── BatcherClosed                 The batcher was closed before the request could run
-
-UncalibratedSubnetWarning (UserWarning)
+Users catch `SubnetActError` for everything, `RequestError` for what concerns one request and no other, or one
+of the classes below; most are also the built-in error that fits, `ValueError` for example.
 """
 
 __all__ = [
