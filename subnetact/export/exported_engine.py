@@ -74,22 +74,6 @@ class ExportedEngine:
     def __repr__(self) -> str:
         return f"ExportedEngine({len(self)} subnets, on {self.device})"
 
-    def ready(self, subnet: int) -> Callable[[Any], Any]:
-        """Return a function that runs one subnet.
-
-        Args:
-            subnet: id of the subnet.
-
-        Returns:
-            A function from a batch (N, ...) on the device to the network's output.
-
-        Raises:
-            SpecError: there is no such id.
-        """
-        if isinstance(subnet, (bool, float)) or subnet not in self.ids:
-            raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
-        return partial(self._run, self._programs[subnet])
-
     def __call__(self, x: Any, subnet: int) -> Any:
         """Run a batch through a subnet.
 
@@ -105,7 +89,17 @@ class ExportedEngine:
             InvalidRequest: the shape, dtype or device of the batch is not what the programs were exported
                 for.
         """
-        return self.ready(subnet)(x)
+        if isinstance(subnet, (bool, float)) or subnet not in self.ids:
+            raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
+        x = as_batch(x)
+        self.check(first_of(x, "input"))
+        size = len(next(iter(tensors_of(x))))
+        if not self.dynamic_batch and size != 1:
+            raise InvalidRequest(
+                f"input: a batch of {size}, these programs take batches of 1; export with dynamic_batch=True"
+            )
+        with torch.inference_mode():
+            return call_with(self._programs[subnet], x)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
         """Run single inputs, which the `Batcher` has collected, as one batch if batches are dynamic.
@@ -121,11 +115,11 @@ class ExportedEngine:
         Raises:
             SpecError: there is no such id.
         """
-        program = self.ready(subnet)
         groups = [inputs] if self.dynamic_batch else [[one] for one in inputs]
         outputs: list[Any] = []
         for group in groups:
-            outputs += unstack(program(self._stager.stack(group, len(group))), len(group), len(group))
+            size = len(group)
+            outputs += unstack(self(self._stager.stack(group, size), subnet), size, size)
         return outputs
 
     def check(self, x: Any, finite: bool = False) -> None:
@@ -139,17 +133,6 @@ class ExportedEngine:
             InvalidRequest: the input does not pass a check; the message says which one.
         """
         check_input(x, self.sample, self.device, finite)
-
-    def _run(self, program: Callable[..., Any], x: Any) -> Any:
-        x = as_batch(x)
-        self.check(first_of(x, "input"))
-        size = len(next(iter(tensors_of(x))))
-        if not self.dynamic_batch and size != 1:
-            raise InvalidRequest(
-                f"input: a batch of {size}, these programs take batches of 1; export with dynamic_batch=True"
-            )
-        with torch.inference_mode():
-            return call_with(program, x)
 
 
 def load_exported(

@@ -150,7 +150,7 @@ def test_wrong_arguments_are_refused(
         to_exported_programs(engine, tmp_path / "p", subnets=engine.specs[:1] * 2)
     for wrong in (True, 1.0):
         with pytest.raises(SpecError, match=f"no subnet {wrong}"):
-            exported.ready(wrong)
+            exported(IMAGES[:1], subnet=wrong)
     with pytest.raises(InvalidRequest, match="not finite"):
         exported.check(torch.full((1, 16, 16), float("nan")), finite=True)
     ids: Any = [0, 1]
