@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import families
 from subnetact.device import MachineFacts
-from subnetact.engine import EngineStats, packed_linear, plan
+from subnetact.engine import EngineStats, fusion_plan, packed_linear
 from subnetact.engine.fast_conv import SMALL_MAP, use_fast_convs_
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_conv import PackedConv
@@ -302,8 +302,8 @@ def test_what_is_not_expected_to_be_faster_is_fused_only_if_it_is_pinned() -> No
             patch.setattr(packed_linear, "machine", lambda _, name=vendor: {"device_name": name})
             patch.setattr(packed_linear, "machine_facts", lambda _, aten=aten: MachineFacts(aten=aten))
             packed_linear.is_intel.cache_clear()
-            assert plan.slower_because(view, cpu).startswith(why)
-            assert bool(plan.slower_because(view, cpu)) == bool(why)
+            assert fusion_plan.slower_because(view, cpu).startswith(why)
+            assert bool(fusion_plan.slower_because(view, cpu)) == bool(why)
             engine = subnetact.Engine(
                 supernet, [space.largest()], example=torch.zeros(1, 512), memory_budget_mb=8
             )
