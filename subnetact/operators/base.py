@@ -203,7 +203,7 @@ class Operator(nn.Module):
 
     def legal(self, part: str) -> Sequence[int]:
         """Return the sizes that a part, or a segment of a part, may have, in ascending order."""
-        each = self.group_size(part.partition(".")[0])
+        each = self.group_size(part.partition(".")[0] if self.segments else part)
         return range(each, self.length(part) + 1, each)
 
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002

@@ -74,16 +74,18 @@ class SubnetNorm(Operator):
         Subnets without a statistics row of their own run on them. Segments that do not touch are packed
         copies; `write_statistics` changes the shared ones themselves.
         """
-        full: Any = {name: self._buffers[name] for name in _STATISTICS}
+        mean: Any = self._buffers["running_mean"]
+        var: Any = self._buffers["running_var"]
         sizes = self.sizes(row)
         if self.segments and len(self.kept_parts(sizes)[0].runs()) > 1:
             packed = self.packed(
-                ("statistics", *sizes), lambda: {n: self.gather(row, t) for n, t in full.items()}
+                ("statistics", *sizes),
+                lambda: {n: self.gather(row, t) for n, t in zip(_STATISTICS, (mean, var), strict=True)},
             )
-            mean, var = (packed.frozen(name, packed.tensors[name], buffer=True) for name in _STATISTICS)
-        else:
-            mean, var = (t.data[: self.totals(sizes)[0]].data for t in full.values())
-        return mean, var
+            own = [packed.frozen(name, packed.tensors[name], buffer=True) for name in _STATISTICS]
+            return own[0], own[1]
+        count = self.totals(sizes)[0]
+        return mean.data[:count].data, var.data[:count].data
 
     def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
         """Write `mean` and `var`, of shape (channels,), of the subnet of a `row` into the shared ones."""
