@@ -750,20 +750,21 @@ def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.inner, self.last = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+            # Layers of this width are packed on every CPU.
+            self.first, self.inner, self.last = nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return self.last(self.inner(torch.relu(self.first(x) + y)))  # type: ignore[no-any-return]
 
-    axis = Axis.uniform("width", ["all"], [64, 128])
+    axis = Axis.uniform("width", ["all"], [256, 512])
     space = SubnetSpace("pair", [axis], lambda values: {"width": values["width"][0]})
     elastic = {"first": WeightSlice.on(out="width"), "inner": WeightSlice.on(in_="width")}
     supernet = subnetact.insert_(Pair().eval(), space, elastic)
     low = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
-    example = {"x": torch.randn(1, 128), "y": torch.randn(1, 1)}
+    example = {"x": torch.randn(1, 512), "y": torch.randn(1, 1)}
     engine = subnetact.Engine(supernet, [low], example=example, memory_budget_mb=64)
     assert engine.pin(0), engine.pin(0).reason
-    batch = {"x": torch.randn(3, 128), "y": torch.randn(3, 1)}
+    batch = {"x": torch.randn(3, 512), "y": torch.randn(3, 1)}
     calls: list[int] = []
     program = engine._plan.program(engine.ready(0), engine.ready(0).bound).program
     program.forward.get_submodule("last").register_forward_hook(lambda *_: calls.append(1))
