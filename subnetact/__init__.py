@@ -5,21 +5,26 @@ The public names are imported on first use, so that importing the package (and t
 
 Map
 ---
-A line imports only from the lines above it; `python tests/rooms.py` draws this from the code.
+A room imports only from the rooms above it; `python tests/rooms.py` draws this from the code.
 
     errors, files/                       typed errors; files: replaced as a whole, versioned, resumable
     device, command                      the device in use; what all commands share
     comparison                           equal, within tolerances that have names
     spec, space                          the identity of a subnet; the search space
-    operators/                           one slicing rule each: WeightSlice, ...; lowered_weight.py: int8
+    operators/                           one slicing rule each: WeightSlice, ...
+      lowered_weight.py                    how an int8 or bfloat16 weight is stored and sliced
     supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
-    insertion/                           describe, insert_: what can be elastic, the proof; key-value caches
+    insertion/                           describe, insert_: what can be elastic, and its proof
+      insert.py                            the steps of insert_, and every reason to refuse a model
+      key_value_cache.py                   whether subnets may share a cache, or which layers recompute it
     ofa_adapters/                        published supernet families and their checkpoints
     digits                               the embedded supernet for digits
     training/                            sandwich_step: trains many subnets at once
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, compare; Pareto sets (no torch)
-    engine/                              Engine: ready subnets, fused programs, CUDA graphs, bundles
+    engine/                              Engine: ready subnets, fused programs, CUDA graphs
+      fusion_plan.py                       which subnets become fused programs
+      bundle.py                            what a bundle stores
     workers/                             worker processes: one copy of the weights for all of them
     costs/                               CostModel: parameters, multiply-accumulates, bytes
     nas/                                 search, evaluate, accuracy and latency predictors

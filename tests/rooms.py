@@ -30,12 +30,13 @@ BY_COMPUTED_NAME = {
 
 
 def map_lines() -> list[str]:
-    """Return the lines of the map in the docstring of the package, without their indentation."""
+    """Return the lines of rooms of the map in the package's docstring, without those of single files."""
     docstring = ast.get_docstring(ast.parse((ROOT / "subnetact" / "__init__.py").read_text())) or ""
     found = re.search(r"^Map\n-+\n[^\n]+\n\n((?:    [^\n]+\n)+)", docstring, re.MULTILINE)
     if found is None:
         raise ValueError("subnetact/__init__.py has no map")
-    return [line.strip() for line in found.group(1).splitlines()]
+    lines = [line.removeprefix("    ") for line in found.group(1).splitlines()]
+    return [line for line in lines if not line.startswith(" ")]
 
 
 def room_lines() -> dict[str, int]:
