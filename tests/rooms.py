@@ -30,19 +30,18 @@ BY_COMPUTED_NAME = {
 
 
 def map_lines() -> list[str]:
-    """Return the lines of rooms of the map in the package's docstring, without those of single files."""
+    """Return the lines of the map in the package's docstring; those of single files are indented."""
     docstring = ast.get_docstring(ast.parse((ROOT / "subnetact" / "__init__.py").read_text())) or ""
     found = re.search(r"^Map\n-+\n[^\n]+\n\n((?:    [^\n]+\n)+)", docstring, re.MULTILINE)
     if found is None:
         raise ValueError("subnetact/__init__.py has no map")
-    lines = [line.removeprefix("    ") for line in found.group(1).splitlines()]
-    return [line for line in lines if not line.startswith(" ")]
+    return [line.removeprefix("    ") for line in found.group(1).splitlines()]
 
 
 def room_lines() -> dict[str, int]:
     """Return every room of the map with the number of its line; rooms that share a line share a number."""
     found = {}
-    for number, line in enumerate(map_lines()):
+    for number, line in enumerate(line for line in map_lines() if not line.startswith(" ")):
         for name in re.split(r",\s*", re.split(r"\s{2,}", line)[0]):
             found[name.rstrip("/")] = number
     return found
