@@ -52,7 +52,7 @@ class Progress:
                 "weights": supernet.fingerprint(),
                 "subnets": f"{len(specs)} of {supernet.space.id}, {keys.hexdigest()}",
                 "rule": ", ".join(rules),
-                "device": next(supernet.network.parameters()).device.type,
+                "device": supernet.device.type,
                 "versions": f"subnetact {__version__}, torch {torch.__version__}",
             },
         )

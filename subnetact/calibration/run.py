@@ -34,7 +34,7 @@ class CalibrationRun:
         self._supernet = supernet
         self._rule = rule
         self.specs = sorted(specs, key=lambda spec: spec.key)
-        self.device = next(supernet.network.parameters()).device
+        self.device = supernet.device
         self.finished = 0
         self.one_at_a_time: dict[SubnetSpec, str] = {}
         self.shared = SharedForward(memory)

@@ -177,10 +177,9 @@ class Engine:
         if check is not None and not config.allow_uncalibrated:
             supernet.require_calibrated(config.served)
         check_weights(supernet)
-        home = next(supernet.parameters()).device
-        self.device = home if config.device is None else find_device(config.device)
+        self.device = supernet.device if config.device is None else find_device(config.device)
         self.supernet = supernet
-        if self.device != home:
+        if self.device != supernet.device:
             supernet.to(self.device)
         self._config = config
         self.prepared: tuple[int, ...] = ()

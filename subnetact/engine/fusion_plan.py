@@ -251,8 +251,9 @@ class Plan:
         if precision not in PRECISIONS:
             return _Reason(f"a subnet at {precision} runs as a view")
         if i not in self._sizes:
-            bound = self._bind(subnet)
-            self._slower[i], self._sizes[i] = slower_because(bound.view, bound.device), _estimate(bound.view)
+            view = self._bind(subnet).view
+            self._slower[i] = slower_because(view, self._supernet.device)
+            self._sizes[i] = _estimate(view)
         if self._slower[i] and i not in self.pinned:
             return _Reason(self._slower[i])
         known = self._reasons.get(i)
@@ -286,7 +287,7 @@ class Plan:
             if ran_out_of_memory(error):
                 return _Reason(f"memory was short: {why}")
         if bound.moment() != moment or not bound.current:
-            if not bound.changes_itself(self._probe(bound)):
+            if not bound.changes_itself(self._probe()):
                 return _Reason("weights changed while it was made")
             why, moment = "its forward changes its own buffers", bound.moment()
         if why:
@@ -303,7 +304,7 @@ class Plan:
 
     def _checked(self, spec: SubnetSpec, bound: Bound) -> FusedProgram:
         """Make a program whose outputs for two inputs are those of the view."""
-        x, causes = self._probe(bound), list[Exception]()
+        x, causes = self._probe(), list[Exception]()
         for traced in (True, False) if isinstance(x, Tensor) else (False,):
             view, statistics_row = self._supernet.private_view(spec)
             if not bound.current or statistics_row is not bound.statistics_row:
@@ -330,12 +331,12 @@ class Plan:
         exact, _ = self._supernet.private_view(self._supernet.space.at_precision(spec, FLOAT32))
         return is_as_near(output, expected, call_with(exact, x), FARTHER)
 
-    def _probe(self, bound: Bound) -> Any:
+    def _probe(self) -> Any:
         """Return a batch of two inputs. A single tensor is random, other inputs are the sample twice."""
-        sample = self._sample()
+        sample, device = self._sample(), self._supernet.device
         if isinstance(sample, Tensor) and sample.is_floating_point():
-            return laid_out(batch_like(sample, 2).to(bound.device))
-        return map_tensors(lambda t: torch.stack([t] * 2).to(bound.device), sample)
+            return laid_out(batch_like(sample, 2).to(device))
+        return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)
 
 
 def _one_line(error: Exception) -> str:

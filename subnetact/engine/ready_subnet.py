@@ -38,11 +38,6 @@ class Bound:
         return cls(supernet, spec, use_fast_convs_(view), statistics_row, number)
 
     @property
-    def device(self) -> torch.device:
-        """The device that the view runs on."""
-        return next(self.supernet.parameters()).device
-
-    @property
     def current(self) -> bool:
         """Whether the supernet would bind the subnet to the same tensors now."""
         same_statistics = self.statistics_row is self.supernet.norms.get(self.spec)

@@ -202,8 +202,7 @@ def _inputs(source: Engine | Supernet, supernet: Supernet, example: Any) -> dict
             "example: give one batch, a tensor, of each input, with the batch dimension first; the network "
             f"takes {signature}: {error}"
         ) from error
-    home = next(supernet.parameters()).device
-    return {name: part.to(home) for name, part in inputs.items()}
+    return {name: part.to(supernet.device) for name, part in inputs.items()}
 
 
 def _rows(supernet: Supernet, specs: list[SubnetSpec]) -> tuple[list[list[int]], Tensor, Tensor]:

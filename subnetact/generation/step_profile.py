@@ -102,7 +102,7 @@ def profile_steps(
     keys = [str(spec) for spec in specs]
     given = [math.nan] * len(keys) if accuracy is None else list(accuracy)
     stamp: dict[str, Any] = {
-        "machine": machine(next(supernet.parameters()).device),
+        "machine": machine(supernet.device),
         "rounds": rounds,
         "statistic": "p50",
     }

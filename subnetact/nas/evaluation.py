@@ -61,7 +61,7 @@ def evaluate(
     fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
     if calibration is not None and fresh:
         calibrate(supernet, fresh, calibration, progress=progress)
-    device = next(supernet.network.parameters()).device
+    device = supernet.device
     views = [supernet.subnet(spec) for spec in wanted]
     right, seen = [0] * len(wanted), 0
     with torch.inference_mode():

@@ -194,9 +194,8 @@ class Supernet(nn.Module):
         network = self._present()
         space = self.space.with_precision(*precisions)
         settings = PrecisionSettings(tuple(p for p in PRECISIONS if p in precisions), tuple(keep), bool(last))
-        device = next(self.parameters()).device
         for precision in settings.precisions:
-            require_precision(precision, device)
+            require_precision(precision, self.device)
         with self._generation.lock:
             put_precision_(network, settings, len(self.space.dimensions))
             self.space, self.precision = space, settings
@@ -267,6 +266,11 @@ class Supernet(nn.Module):
         if statistics is None:
             self._warn_uncalibrated(spec)
         return view, statistics
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights, the CPU if there are none."""
+        return next((weight.device for weight in self.parameters()), torch.device("cpu"))
 
     @property
     def generation(self) -> Generation:
