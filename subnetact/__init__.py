@@ -12,11 +12,13 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     comparison                           equal, within tolerances that have names
     spec, space                          the identity of a subnet; the search space
     operators/                           one slicing rule each: WeightSlice, ...
-      lowered_weight.py                    how an int8 or bfloat16 weight is stored and sliced
+      base.py                              what an operator is, and how to write one
+      lowered_weight.py                    how an int8 or bfloat16 weight is sliced and multiplied
     supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
+      generation.py                        whether weights have changed, and what is then made again
     insertion/                           describe, insert_: what can be elastic, and its proof
       insert.py                            the steps of insert_, and every reason to refuse a model
-      key_value_cache.py                   whether subnets may share a cache, or which layers recompute it
+      key_value_cache.py                   which subnet may continue on the cache of another one
     ofa_adapters/                        published supernet families and their checkpoints
     digits                               the embedded supernet for digits
     training/                            sandwich_step: trains many subnets at once
@@ -29,6 +31,7 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     costs/                               CostModel: parameters, multiply-accumulates, bytes
     nas/                                 search, evaluate, accuracy and latency predictors
     profile/                             profile_latency and python -m subnetact.profile
+      sweep.py                             how a latency is measured
     serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
     generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
@@ -49,29 +52,29 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison        62     4      9
     spec              78    34      6
     space            366   160      6
-    operators       1576   563     18
-    supernet        1968   505      5
-    insertion       2995   618      9
+    operators       1576   565     18
+    supernet        1970   507      5
+    insertion       2995   621      9
     ofa_adapters    2379   426      9
     digits           140    19      7
     training         186    73      3
     calibration      737   159      2
     latency          508   229      5
-    engine          2463   649      5
+    engine          2460   650      5
     workers         1057   128      0
     costs            276    81      5
     nas              712   203      6
     profile         1381   233      1
     serving         7944  3798     76
     generation      1544   592     11
-    export          1149   310      6
+    export          1148   310      6
     demo             717   184      0
     simulate          19     6      2
     plan               5     4      1
     serve           2693   910      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            33253 10767    252
+    all            33251 10775    252
 
 Glossary
 --------

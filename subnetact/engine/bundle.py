@@ -5,7 +5,8 @@ The index of a bundle is `bundle.json`; `BUNDLE` below has its kind and schema. 
 - `kind`, `schema`, `subnetact`: `"subnetact.bundle"`, the version of this format, and of the package.
 - `space`: the id of the search space.
 - `precision`: the arguments of `Supernet.enable_precision`, or null.
-- `family`: the supernet's `origin`, with which `origins.py` rebuilds it, or null for an own network.
+- `family`: the supernet's `origin`, with which `origins.py` rebuilds it, or null for an own network, whose
+  code is not stored.
 - `subnets`, `accuracy`, `removed`, `pinned`: the specifications in id order, their accuracy in percent or
   null, the ids that are not served any more, and those that come first in the plan of fused programs.
 - `sample`: `[dtype, shape]` of a tensor, `{"tuple": [...]}`, `{"dict": {...}}`, `{"list": [...]}` of one

@@ -1,9 +1,10 @@
 """Plan: which subnets are fused.
 
-The plan is made with the engine, and made again when subnets are registered, removed, pinned or unpinned,
-and by `prepare`. Nothing else changes it: neither how often a subnet is used nor how long a call takes. It
-goes through the subnets in order: the pinned ones first, in the order in which they were pinned, and then the
-others in the order of their ids. A subnet becomes a fused program if
+The plan is made with the engine, or by the first batch if the engine was given no example, and made again
+when subnets are registered, removed, pinned or unpinned, and by `prepare`. Nothing else changes it: neither
+how often a subnet is used nor how long a call takes. It goes through the subnets in order: the pinned ones
+first, in the order in which they were pinned, and then the others in the order of their ids. A subnet becomes
+a fused program if
 
 0. something may be fused at all: not with `compile=`, with `fuse=False` or with a budget of 0, and not before
    an example is known; and the subnet is at float32 or int8;

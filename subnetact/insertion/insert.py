@@ -1,16 +1,19 @@
 """describe and insert_: what can be elastic in an ordinary model, and how the model becomes a supernet.
 
-Why a model is refused, in the order in which it is looked for:
+Why a model is refused:
 
 1. the model itself, which is wrapped or quantised for example: `_check_model` and `_obstacle`, here; or it
    has hooks or parametrisations: `_unseen`, here;
-2. an option of `describe`, or a pattern without a module: `describe` and `_patterns`, here;
-3. it does not run on the example, is in training mode, or keeps tensors between calls: `_runs`, here;
-4. it cannot be traced, and declares nothing: `TracedModel` in `analysis.py`;
+2. the arguments: their combination, `insert_`; an option or a pattern without a module, `describe` and
+   `_patterns`; all here;
+3. it is in training mode, does not run on the example, returns no tensors or nothing finite, or keeps tensors
+   between calls: `_runs`, here;
+4. it cannot be traced, or torch-kirigami is missing, and it declares nothing: `TracedModel` in `analysis.py`;
 5. nothing is elastic: `_nothing`, here, with the reasons that `analysis.py` and `declaration.py` give;
 6. choices that are no legal sizes: `description.py`;
 7. a description does not fit a module: `supernet/put_operators.py`, and `check` of its operator;
-8. it fails on copies of the model: `_proved`, here, with the texts of `_FAULTS` in `proof.py`.
+8. on copies of the model, the largest subnet does not run or differs, its output is random, or all that could
+   be elastic fails: `_proved`, here, with the texts of `proof.py`.
 
 With a description that is given, these are 1, 3, 7 and 8. By hand (`insert_(model, space, elastic)`), they
 are 1 without `_unseen`, 7 and, if there is an example, `Supernet.check`; training mode is no obstacle then,

@@ -9,8 +9,8 @@ A subnet has a signature (`CacheRules.signature`, which finds the sizes in the s
 Two subnets are `exact` if their signatures are equal, `approximate` if only the shapes are, and otherwise
 `incompatible`. Before its first layer runs, a view notes on the cache that it is given its space, its
 signature and the moment of its weights. It refuses a cache that another supernet, no subnet at all, former
-weights or a subnet that is not `exact` has filled; `switch` allows approximate ones and former weights, or
-computes everything again. An empty cache is everybody's.
+weights or a subnet that is not `exact` has filled; `switch` allows all of these but incompatible subnets and
+other supernets, or computes everything again. An empty cache is everybody's. Compiled views do not look.
 
 Networks read from a cache how many tokens there were, so a skipped layer writes keys and values of one number
 per token.
@@ -107,8 +107,8 @@ def switch(
             batching, for which approximate subnets are then allowed for good.
         spec: the subnet that is to continue.
         allow_approximate: whether keys and values of other numbers will do, which have the same shapes
-            (`"approximate"`, or of former weights of this supernet). The answers are then those of neither
-            subnet.
+            (`"approximate"`, of former weights of this supernet, or of a network that is no subnet). The
+            answers are then those of neither network.
         recompute: the tokens of all positions in the cache, as a tensor of shape (batch, positions), or the
             named arguments that the network takes for them. Unless the subnet has written the whole cache, it
             computes all keys and values again and answers as if it had run from the beginning.

@@ -3,17 +3,19 @@
 How a convolution is sliced and runs at int8:
 
 1. `LoweredWeight.made` makes one int8 copy of the full weight, with one scale per output channel.
-2. A subnet has `weight[:out, :in_]` and the scales `[:out]`, both views of the one copy: `sliced_low` applies
-   the slicing rule of the operator to the copy, and to the scales as if they were the bias.
+2. A subnet has `weight[:out, :in_]` and the scales `[:out]`: `sliced_low` applies the slicing rule of the
+   operator to the copy, and to the scales as if they were the bias. A run of rows is a view (`segments.py`).
 3. `LowConv` gives the module its forward. Activations are quantised in every call, each sample by itself
    (each row in linear layers), so that an output does not depend on the other inputs of its batch. Products
-   accumulate in int32 (`kernel_table.py`).
+   accumulate in int32 (`kernel_table.py`). In a fused program on a CPU, `engine/int8_conv.py` multiplies.
 
-These convolutions stay float32 (`WeightSlice.low_mixin`): grouped, depthwise and transposed ones, 1d and 3d
-ones, those padded with anything but zeros or with a forward of their own, and the first layer of a network.
+These convolutions stay float32: grouped, depthwise and transposed ones, 1d and 3d ones, those padded with
+anything but zeros or with a forward of their own (`WeightSlice.low_mixin`), the first layer of a network and
+the last one, unless `last=True`, what `keep=` names, what its parent reads (`supernet/precision.py`), and
+everything in training mode.
 
-Activations are quantised and products scaled back few rows at a time, so that what is written stays in the
-cache; for large inputs this takes a fifth of the time.
+On a CPU, activations are quantised and products scaled back few rows at a time, so that what is written stays
+in the cache; for large inputs this takes a fifth of the time.
 """
 
 from __future__ import annotations

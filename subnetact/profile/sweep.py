@@ -1,8 +1,8 @@
 """Measures every cell of a table: `profile_latency`, and the sweep behind it.
 
 A cell is a subnet at a batch size beside a number of co-runners. Every cell is measured in several short
-windows. All other cells are visited between two windows of one cell, so that a machine that speeds up or
-slows down does so for all cells alike.
+windows. All other cells that need another one are visited between two windows of one cell, so that a machine
+that speeds up or slows down does so for all of them alike.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def profile_latency(
 
     Times are synchronised host times of `engine.ready(subnet)(x)` with x on the device. On CUDA the table
     also has statistics of the times between CUDA events, `device_p50` for example. Every cell is measured in
-    several windows, between which all other cells are visited.
+    several windows, between which all other cells that need another one are visited.
 
     Args:
         engine: the engine whose subnets are measured.

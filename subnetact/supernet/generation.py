@@ -1,7 +1,8 @@
 """Generation: the one answer to whether the weights of a supernet have changed.
 
 - Weights are exchanged or replaced (`load_state_dict`, `refresh`, a new parameter): views and copies have to
-  be made again, which `number` tells, and the weights are other ones, which a `Moment` tells.
+  be made again, which `number` tells, and the weights are other ones, which a `Moment` tells. `to` only moves
+  the same weights.
 - Weights are changed in place: zero-copy views stay as they are, a `Moment` is another one, and copies find
   out from the version counters of what they were made of.
 """
