@@ -42,14 +42,22 @@ class Layout:
         raise NotImplementedError
 
     def elastic(self) -> dict[str, Elastic]:
-        """Return the elastic description of the full network; it may name parts that some blocks lack."""
+        """Return the elastic description; it may name parts that are None in some blocks of the network."""
         raise NotImplementedError
 
     def built(self, network: nn.Module) -> Built:
-        """Return what a family's `build` returns, without the entries of parts that some blocks lack."""
+        """Return what a family's `build` returns; entries of modules that are None in the network go."""
         space = SubnetSpace(self.family, self.axes(), self.sizes, self.parse, self.format)
-        modules = dict(network.named_modules())
-        return network, space, {path: entry for path, entry in self.elastic().items() if path in modules}
+        elastic, modules = self.elastic(), dict(network.named_modules())
+        for path in elastic.keys() - modules.keys():
+            parent, _, name = path.rpartition(".")
+            if getattr(modules.get(parent), name, network) is not None:
+                raise ValueError(
+                    f"{self.family}: elastic() names {path!r}, which the network does not have; correct the "
+                    "path, or let the network hold None there if it leaves out this part"
+                )
+            del elastic[path]
+        return network, space, elastic
 
     def largest(self) -> dict[str, int]:
         """Return the sizes of the full network."""

@@ -15,10 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ofa_adapters import encode, families, load
+from ofa_adapters.networks.mobile import MobileLayout
 from ofa_adapters.registry import family_of
 from subnetact.errors import SpecError
 from subnetact.latency.table import LatencyTable
-from subnetact.operators import CALIBRATION_RULES, Operator
+from subnetact.operators import CALIBRATION_RULES, Operator, WeightSlice
 from subnetact.space import SubnetSpace
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -63,6 +64,18 @@ def test_what_is_known_of_a_family(family: str, small: Any) -> None:
     assert {norm.rule for norm in small(family).norm_operators().values()} <= {known.calibration}
     with pytest.raises(SpecError, match=rf"{family} has no constructor argument widht; it has "):
         load(family, None, widht=2)
+
+
+@pytest.mark.parametrize("wrong", ["blocks.1.expand_cov", "block.1.depth_conv", "blocks.99.depth_conv"])
+def test_an_entry_of_a_module_that_no_block_can_have_is_refused(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ProxylessNAS has no squeeze-excitation, so its entries are left out; misspelt ones are not."""
+    assert "blocks.1.squeeze_reduce" not in family_of("ofa_proxyless").build()[2]
+    elastic, entry = MobileLayout.elastic, WeightSlice.on(out="block0.mid")
+    monkeypatch.setattr(MobileLayout, "elastic", lambda layout: elastic(layout) | {wrong: entry})
+    with pytest.raises(ValueError, match=rf"ofa_proxyless: .*'{wrong}', which the network does not have"):
+        family_of("ofa_proxyless").build()
 
 
 @pytest.mark.parametrize("family", families())
