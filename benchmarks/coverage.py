@@ -30,7 +30,7 @@ from torch import nn
 from tqdm import tqdm
 
 from subnetact import insert_
-from subnetact.costs import cost
+from subnetact.costs import CostModel
 from subnetact.device import machine
 from subnetact.errors import SubnetActError
 from subnetact.supernet.batches import call_with, logits
@@ -158,16 +158,17 @@ def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any
                 wrong.append(f"{spec} differs from its extraction by {gap:.1e}")
     facts["wrong"] = wrong
     try:
-        full = cost(supernet, space.largest(), tensors)
+        cost = CostModel(supernet, tensors)
+        full = cost(space.largest())
         facts["axes"] = {}
         for axis in space.axes:
             values = {a.name: [s.choices[-1 if a is not axis else 0] for s in a.slots] for a in space.axes}
-            narrow = cost(supernet, space.spec(**values), tensors)
+            narrow = cost(space.spec(**values))
             facts["axes"][axis.name] = [
                 round(1 - narrow.parameters / full.parameters, 3),
                 round(1 - narrow.macs / max(1, full.macs), 3),
             ]
-        smallest = cost(supernet, space.smallest(), tensors)
+        smallest = cost(space.smallest())
         facts["smallest"] = [
             round(smallest.parameters / full.parameters, 3),
             round(smallest.macs / max(1, full.macs), 3),

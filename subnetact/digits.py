@@ -73,17 +73,6 @@ def _sizes(values: AxisValues) -> dict[str, int]:
     return sizes
 
 
-def digits_space() -> SubnetSpace:
-    """Return the space: depth and expand ratio of each stage, one width multiplier for all."""
-    names = [f"stage{stage}" for stage in range(len(STAGE_WIDTHS))]
-    axes = [
-        Axis.uniform("depth", names, DEPTHS),
-        Axis.uniform("expand", names, EXPANDS),
-        Axis.uniform("width", ["all"], WIDTHS),
-    ]
-    return SubnetSpace("digits", axes, _sizes)
-
-
 def _elastic() -> dict[str, Elastic]:
     elastic = {
         **conv_norm("stem", "bn", None, "stage0"),
@@ -101,8 +90,14 @@ def _elastic() -> dict[str, Elastic]:
 
 
 def new_digits_supernet() -> Supernet:
-    """Return the supernet with random weights."""
-    supernet = put_operators_(DigitsNet(), digits_space(), _elastic())
+    """Return the supernet with random weights; its depth and expand ratio are those of each stage."""
+    names = [f"stage{stage}" for stage in range(len(STAGE_WIDTHS))]
+    axes = [
+        Axis.uniform("depth", names, DEPTHS),
+        Axis.uniform("expand", names, EXPANDS),
+        Axis.uniform("width", ["all"], WIDTHS),
+    ]
+    supernet = put_operators_(DigitsNet(), SubnetSpace("digits", axes, _sizes), _elastic())
     supernet.origin = {"name": "digits", "constructor": {}}
     return supernet
 

@@ -24,7 +24,7 @@ from subnetact import (
     insert_,
     profile_latency,
 )
-from subnetact.costs import CostModel, cost
+from subnetact.costs import CostModel
 from subnetact.errors import InvalidRequest, ResumeMismatch, SpecError
 from subnetact.serving import Fixed
 
@@ -182,7 +182,7 @@ def test_costs_count_all_inputs() -> None:
     supernet, (image, extra) = two_inputs(), batch()
     found = CostModel(supernet, {"image": image, "extra": extra})(supernet.space.smallest())
     assert found.macs == 8 * 8 * 27 * 4 + 4 * 4 + 4 * 5
-    assert found == cost(supernet, supernet.space.smallest(), (image, extra))
+    assert found == CostModel(supernet, (image, extra))(supernet.space.smallest())
     with pytest.raises(SpecError, match="a dictionary of 'image'"):
         CostModel(supernet, {"image": image})
 

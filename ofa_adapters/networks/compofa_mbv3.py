@@ -36,7 +36,7 @@ class CompoundLayout(MobileNetV3Layout):
         if self.fixed_kernels:
             found["kernel"] = self.fixed_kernels
         if self.ratios:
-            found["expand"] = tuple(self.ratios[depths[stage]] for stage, _ in self.blocks)
+            found["expand"] = tuple(self.ratios[depths[stage]] for stage, _, _ in self.blocks)
         return found
 
     def axes(self) -> list[Axis]:
@@ -67,7 +67,7 @@ class CompoundLayout(MobileNetV3Layout):
             elif stated is not None and legal:  # The space refuses other depths.
                 slots = stated if isinstance(stated, list) else [stated] * len(self.blocks)
                 implied = self.implied(depths)[axis]
-                used = [position < depths[stage] for stage, position in self.blocks]
+                used = [position < depths[stage] for stage, position, _ in self.blocks]
                 if len(slots) != len(used) or any(
                     one and value != right for one, value, right in zip(used, slots, implied, strict=True)
                 ):

@@ -145,21 +145,20 @@ class MobileLayout(Layout):
     """The activations of the stem, of the fixed first block, and of the 1x1 convolutions."""
 
     @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """The stage and the position in the stage of every block slot, in order."""
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """The stage, the position in the stage and the input channels of every block slot, in order."""
         lengths = [min(self.depths[-1], stage.longest or self.depths[-1]) for stage in self.stages]
-        return [(stage, position) for stage, length in enumerate(lengths) for position in range(length)]
-
-    def width_before(self, index: int) -> int:
-        """Return the input channels of a block slot."""
-        stage, position = self.blocks[index]
-        return self.widths[2 + stage] if position else self.widths[1 + stage]
+        return [
+            (stage, position, self.widths[2 + stage if position else 1 + stage])
+            for stage, length in enumerate(lengths)
+            for position in range(length)
+        ]
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        for i, (stage, position) in enumerate(self.blocks):
+        for i, (stage, position, in_) in enumerate(self.blocks):
             kept = position < values["depth"][stage]
-            mid = make_divisible(round(self.width_before(i) * values["expand"][i])) if kept else 0
+            mid = make_divisible(round(in_ * values["expand"][i])) if kept else 0
             sizes[f"block{i}.keep"] = int(kept)
             sizes[f"block{i}.mid"] = mid
             sizes[f"block{i}.squeeze"] = make_divisible(mid // 4) if kept else 0
@@ -174,7 +173,7 @@ class MobileLayout(Layout):
             depth.append(Slot(f"stage{s + 1}", legal, aliases=clipped))
 
         depths = Axis("depth", tuple(depth))
-        places = [(stage, position + 1) for stage, position in self.blocks]
+        places = [(stage, position + 1) for stage, position, _ in self.blocks]
         return [
             depths,
             block_axis("kernel", self.kernels, depths, places),
@@ -191,8 +190,8 @@ class MobileLayout(Layout):
         stem_act, first_act, head_act = self.activations
         blocks = [MBConv(stem, None, first, (3,), 1, first_act, bn, residual=self.first_residual)]
         full = self.largest()
-        for i, (s, position) in enumerate(self.blocks):
-            in_, out, stage = self.width_before(i), self.widths[2 + s], self.stages[s]
+        for i, (s, position, in_) in enumerate(self.blocks):
+            out, stage = self.widths[2 + s], self.stages[s]
             mid, squeeze = full[f"block{i}.mid"], full[f"block{i}.squeeze"] if stage.squeeze else None
             stride = 1 if position else stage.stride
             residual = stride == 1 and in_ == out

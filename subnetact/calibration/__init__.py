@@ -32,13 +32,6 @@ How memory is bounded
 Subnets run one after another, those with equal beginnings next to each other. An output is kept only as long
 as a later step reads it. Outputs that only later subnets read take at most `memory_mb`; beyond that, those
 that are needed last are dropped and computed again.
-
-Which file answers which question:
-
-- `calibrate.py`: the function and its report. `run.py`: the work of one calibration, batch by batch.
-- `calibration_norm.py`: how statistics are averaged.
-- `shared_forward.py`: the graph of all subnets; `inplace.py`: which of its nodes may overwrite their inputs.
-- `progress.py`: the journal with which an interrupted calibration goes on (`resume=`).
 """
 
 from subnetact.calibration.calibrate import CalibrationReport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
@@ -222,10 +222,16 @@ def _pass(
                 bar.update(subnets)
                 continue
             bar.set_postfix(batch=i + 1, refresh=False)
-            for _ in _explained(run, x, require):
-                bar.update()
+            try:
+                for _ in run.batch(x):
+                    bar.update()
+                    require()
+                    kept.save_if_due(run)
+            except Exception as error:
                 require()
-                kept.save_if_due(run)
+                if not isinstance(error, SubnetActError) and not ran_out_of_memory(error):
+                    run.explain(x)
+                raise
             if unchecked is not None:
                 unchecked.check_once(x)
                 unchecked = None
@@ -238,17 +244,6 @@ def _require_same_weights(supernet: Supernet, began: Moment) -> None:
             "calibration: the weights have changed since it began, so its statistics belong to no weights; "
             "nothing was written, calibrate again on the present ones"
         )
-
-
-def _explained(run: CalibrationRun, x: Any, require: Callable[[], None]) -> Iterator[SubnetSpec]:
-    """Run a batch through all subnets; an error says which module raised it and what to do."""
-    try:
-        yield from run.batch(x)
-    except Exception as error:
-        require()
-        if not isinstance(error, SubnetActError) and not ran_out_of_memory(error):
-            run.explain(x)
-        raise
 
 
 def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:

@@ -11,7 +11,7 @@ from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Cost", "CostModel", "cost"]
+__all__ = ["Cost", "CostModel"]
 
 _PRODUCT_MACS = feature("product", "macs")
 
@@ -92,18 +92,3 @@ class CostModel:
         bytes written and bytes of weights.
         """
         return self._forward.run(self.space.resolve(spec)).vector
-
-
-def cost(supernet: Supernet, spec: SubnetSpec, example: Any, batch_size: int = 1) -> Cost:
-    """Return what one forward pass of a subnet costs. For more than one subnet, make a `CostModel`.
-
-    Args:
-        supernet: the supernet. It is not changed.
-        spec: one of its subnets.
-        example: a batch for the network, as in `CostModel`.
-        batch_size: number of inputs in the forward pass.
-
-    Raises:
-        SpecError: as `CostModel` and its calls raise it.
-    """
-    return CostModel(supernet, example)(spec, batch_size)

@@ -123,9 +123,4 @@ def _differing(before: Any, now: Any, name: str = "") -> Iterator[str]:
         for key in {*before, *now}:
             yield from _differing(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
-        yield f"{name} was {_short(before)}, is {_short(now)}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        yield f"{name} was {before!r:.60}, is {now!r:.60}"

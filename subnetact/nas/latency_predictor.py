@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -138,8 +137,8 @@ def _features(costs: CostModel, spec: SubnetSpec) -> Array:
 def require_scipy() -> None:
     """Raise MissingExtra without scipy, before subnets are measured for a fit."""
     try:
-        import_module("scipy.optimize")
-        import_module("scipy.stats")
+        import scipy.optimize
+        import scipy.stats  # noqa: F401
     except ImportError as error:
         raise MissingExtra("the latency predictor needs scipy; pip install 'subnetact[nas]'") from error
 

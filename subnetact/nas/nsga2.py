@@ -33,7 +33,7 @@ Objectives: TypeAlias = tuple[float, ...]
 MOST_FRUITLESS_TRIES = 100
 """A generation ends early after this many consecutive children that were evaluated before."""
 ENUMERABLE_SPACE = 1_000_000
-"""If a space has at most this many subnets, a search that finds no new one by chance enumerates it."""
+"""The most subnets of a space that an exhaustive search takes, or one that finds no new ones by chance."""
 CHILDREN_PER_EVALUATION = 30
 """Children that the surrogate compares for each child that is evaluated."""
 LARGEST_TRAINING_SET = 300

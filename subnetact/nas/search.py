@@ -14,7 +14,7 @@ from tqdm import tqdm
 from subnetact.errors import SearchError
 from subnetact.files.journal import Journal
 from subnetact.latency.pareto import non_dominated, spread
-from subnetact.nas.nsga2 import METHODS, Objectives, SearchState, survivors
+from subnetact.nas.nsga2 import ENUMERABLE_SPACE, METHODS, Objectives, SearchState, survivors
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -23,8 +23,6 @@ __all__ = ["Candidate", "SearchResult", "search"]
 
 Latency: TypeAlias = Callable[[SubnetSpec], float]
 """Returns the latency of a subnet in ms."""
-MOST_EXHAUSTIVE = 10_000_000
-"""Subnets that an exhaustive search evaluates, at most."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def search(
     method = method or ("exhaustive" if space.size() <= evaluations else "evolution")
     if method not in METHODS:
         raise SearchError(f"method: {method!r} is unknown; choose from {', '.join(METHODS)}")
-    if method == "exhaustive" and space.size() > MOST_EXHAUSTIVE:
+    if method == "exhaustive" and space.size() > ENUMERABLE_SPACE:
         raise SearchError(f"method: exhaustive would evaluate all {space.size():.3g} subnets; use evolution")
     if evaluations < 2 or size < 1:
         raise SearchError(f"evaluations must be at least 2 and size at least 1, got {evaluations} and {size}")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +20,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet, as_supernet
-from subnetact.training.gradients import average_gradients_
 
 __all__ = ["SandwichLosses", "sandwich_step"]
 
@@ -149,7 +148,7 @@ def sandwich_step(
             (backward or torch.autograd.backward)(total)
             losses[spec] = float(total.detach())
     if average and isinstance(supernet, DistributedDataParallel):
-        average_gradients_(plain.parameters(), supernet.process_group)
+        _average_gradients(plain, supernet.process_group)
     return SandwichLosses(losses)
 
 
@@ -192,6 +191,25 @@ def _place(error: BaseException) -> str:
             return summary(module, error)
         trace = trace.tb_next
     return str(error)
+
+
+def _average_gradients(supernet: Supernet, group: Any) -> None:
+    """Replace every gradient by its mean over all processes, in which different subnets may have run."""
+    wanted = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
+    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device)
+    distributed.all_reduce(present, group=group)
+    used = [parameter for parameter, count in zip(wanted, present.tolist(), strict=True) if count]
+    for dtype in dict.fromkeys(parameter.dtype for parameter in used):
+        grads = []
+        for parameter in (p for p in used if p.dtype == dtype):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads.append(parameter.grad)
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        distributed.all_reduce(flat, group=group)
+        flat /= distributed.get_world_size(group)
+        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
 
 
 def _check_loss(total: Any) -> None:

@@ -100,16 +100,14 @@ def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be() -> No
 
 def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(digits: Supernet) -> None:
     spec = digits.space.sample(3)
-    one, four = (subnetact.costs.cost(digits, spec, torch.empty(1, 1, 16, 16), batch_size=n) for n in (1, 4))
+    model = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
+    one, four = model(spec), model(spec, batch_size=4)
     assert (four.macs, four.activation_bytes) == (4 * one.macs, 4 * one.activation_bytes)
     bert = small_supernet("dynabert")
-    one_text, four_texts = (
-        subnetact.costs.cost(bert, bert.space.largest(), torch.empty(1, 11, dtype=torch.long), batch_size=n)
-        for n in (1, 4)
-    )
+    of_text = subnetact.costs.CostModel(bert, torch.empty(1, 11, dtype=torch.long))
+    one_text, four_texts = (of_text(bert.space.largest(), n) for n in (1, 4))
     assert four_texts.product_macs == 4 * one_text.product_macs > 0
     assert (four.parameters, four.weight_bytes) == (one.parameters, one.weight_bytes)
-    model = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
     with pytest.raises(SpecError, match="batch_size"):
         model(spec, 0)
     with pytest.raises(ForeignSpec):
@@ -124,7 +122,7 @@ def test_counting_leaves_the_supernet_as_it_was(digits: Supernet) -> None:
     spec = digits.space.sample(1)
     with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
         y = digits(x, subnet=spec)
-    subnetact.costs.cost(digits, spec, torch.empty(1, 1, 16, 16))
+    subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))(spec)
     assert digits.fingerprint() == before
     assert torch.equal(digits(x, subnet=spec), y)
     assert all(not m._forward_hooks for m in digits.network.modules())
@@ -256,8 +254,8 @@ def test_a_forward_that_reads_values_is_refused_with_what_to_leave_out() -> None
     supernet = subnetact.insert_(Masked().eval(), space, elastic)
     x, mask = torch.zeros(3, 4), torch.ones(3, 1)
     with pytest.raises(SpecError, match="leave out inputs whose values a forward reads"):
-        subnetact.costs.cost(supernet, space.smallest(), {"x": x, "mask": mask})
-    assert subnetact.costs.cost(supernet, space.smallest(), {"x": x[None]}).macs == 3 * (4 * 4 + 4 * 4)
+        subnetact.costs.CostModel(supernet, {"x": x, "mask": mask})
+    assert subnetact.costs.CostModel(supernet, {"x": x[None]})(space.smallest()).macs == 3 * (4 * 4 + 4 * 4)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +285,7 @@ def test_a_transposed_convolution_is_a_layer_and_no_product_outside_layers() -> 
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 5, 2, stride=2))
     elastic = {"0": subnetact.WeightSlice.on(out="w"), "1": subnetact.WeightSlice.on(in_="w")}
     supernet = subnetact.insert_(network.eval(), space, elastic)
-    cost = subnetact.costs.cost(supernet, space.smallest(), torch.empty(1, 3, 8, 8))
+    cost = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 8, 8))(space.smallest())
     assert cost.macs == 8 * 8 * 3 * 2 + 8 * 8 * 2 * 5 * 4
     assert cost.product_macs == 0
 
@@ -333,4 +331,4 @@ def test_an_example_without_a_tensor_is_none() -> None:
     supernet = small_supernet("ofa_mbv3")
     for nonsense in ({"x": 3}, "image", None, (3, "wide")):
         with pytest.raises(SpecError, match="example: "):
-            subnetact.costs.cost(supernet, supernet.space.smallest(), nonsense)
+            subnetact.costs.CostModel(supernet, nonsense)

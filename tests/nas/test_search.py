@@ -20,7 +20,7 @@ from torch import nn
 import subnetact
 import subnetact.costs
 import subnetact.nas
-from subnetact.digits import digits_space, load_digits_supernet, new_digits_supernet
+from subnetact.digits import load_digits_supernet, new_digits_supernet
 from subnetact.errors import (
     FileFormatError,
     ResumeMismatch,
@@ -38,7 +38,7 @@ SMALL_FAMILIES = ["ofa_resnet50", "ofa_mbv3", "compofa_mbv3"]
 @pytest.fixture(scope="module")
 def spaces() -> dict[str, SubnetSpace]:
     found = {name: small_supernet(name).space for name in SMALL_FAMILIES}
-    return {"digits": digits_space(), **found}
+    return {"digits": new_digits_supernet().space, **found}
 
 
 @pytest.mark.parametrize("name", ["digits", *SMALL_FAMILIES])
@@ -272,6 +272,10 @@ def test_searches_that_cannot_be_are_refused(made_up: tuple[Supernet, Any, Any])
         arguments = {"accuracy": accuracy, "latency": latency, "evaluations": 20, "progress": False, **given_}
         with pytest.raises(SearchError, match=words):
             subnetact.search(supernet, **arguments)
+    large = small_supernet("ofa_resnet50")
+    assert large.space.size() > 1_000_000
+    with pytest.raises(SearchError, match="exhaustive would evaluate all"):
+        subnetact.search(large, accuracy, latency, method="exhaustive", progress=False)
 
 
 def test_a_state_of_another_search_is_refused(made_up: tuple[Supernet, Any, Any], tmp_path: Path) -> None:

@@ -477,7 +477,7 @@ def test_costs_are_those_of_the_extracted_network(make: Any, x: Tensor) -> None:
     for spec in supernet.space.enumerate():
         assert model(spec).parameters == sum(p.numel() for p in supernet.extract(spec).parameters())
         plain = subnetact.insert_(supernet.extract(spec), one_subnet(), {})
-        assert model(spec).macs == subnetact.costs.cost(plain, plain.space.largest(), x).macs
+        assert model(spec).macs == subnetact.costs.CostModel(plain, x)(plain.space.largest()).macs
 
 
 def one_subnet() -> SubnetSpace:
