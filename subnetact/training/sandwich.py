@@ -208,7 +208,7 @@ def _average_gradients(supernet: Supernet, group: Any) -> None:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         distributed.all_reduce(flat, group=group)
         flat /= distributed.get_world_size(group)
-        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
             grad.copy_(mean.view_as(grad))
 
 
