@@ -58,29 +58,17 @@ def save_bundle(
     directory: str | PathLike[str],
 ) -> None:
     """Write a bundle. Readers of this package get an earlier one until it is complete."""
-    facts: dict[str, Any] = {}
-    with BUNDLE.writing(directory, facts) as folder:
-        facts |= _write(supernet, config, tables, folder)
-
-
-def _write(
-    supernet: Supernet, config: EngineConfig, tables: Mapping[str, LatencyTable], folder: Path
-) -> dict[str, Any]:
     with supernet.generation.unchanged():  # Everything is of one checkpoint, whatever other threads load.
         if not config.allow_uncalibrated:
             supernet.require_calibrated(config.served)
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
         norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
-    write_tensors(folder / WEIGHTS, tensors)
-    norms.save(folder / NORMS)
-    files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
-    for file, name in files.items():
-        tables[name].save(folder / file)
     try:
         origin = json.loads(json.dumps(supernet.origin))
     except (TypeError, ValueError):
         origin = None  # JSON cannot hold the arguments, so the caller of load_bundle gives the supernet.
-    return {
+    files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
+    facts = {
         "subnetact": __version__,
         "space": space.id,
         "precision": None if precision is None else precision.to_json(),
@@ -88,6 +76,11 @@ def _write(
         **config.to_json(),
         "tables": files,
     }
+    with BUNDLE.writing(directory, facts) as folder:
+        write_tensors(folder / WEIGHTS, tensors)
+        norms.save(folder / NORMS)
+        for file, name in files.items():
+            tables[name].save(folder / file)
 
 
 def load_bundle(

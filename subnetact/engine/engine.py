@@ -51,12 +51,11 @@ class Engine:
 
     An engine is what a `Batcher` runs and what `profile_latency` measures. It may be used from many threads.
 
-    When it is made, the engine plans which subnets become fused programs: BatchNorms, activations and
-    residual additions are merged into the convolutions, and the weights are packed for the device. These are
-    the subnets whose programs are faster than their views on this kind of machine, in the order of their ids,
-    as far as the memory budget goes; `pin` puts a subnet first. `engine/fusion_plan.py` has the rule. All
-    others run as views, and no weight is copied for them outside a call. On CUDA devices, CUDA graphs are
-    captured as well. What a subnet computes does not change while it serves.
+    When it is made, the engine plans which subnets become fused programs, which have packed weights, and
+    BatchNorms, activations and residual additions merged into the convolutions: those that this makes faster
+    on this kind of machine, in the order of their ids, as far as the memory budget goes. All others run as
+    views, and no weight is copied for them outside a call. On CUDA devices, CUDA graphs are captured as well.
+    What a subnet computes does not change while it serves. `engine/fusion_plan.py` has the rule.
 
     Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for fused programs
     within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
@@ -87,10 +86,9 @@ class Engine:
         fuse: whether subnets may become fused programs. If False, only graphs use the budget.
         compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
             becoming a fused program. If None, nothing is compiled.
-        check: whether to run `supernet.check` on every example (the corners of the space and not only the
-            narrowest registered subnet), and to refuse outputs that a `Batcher` could not split into
-            samples. It takes about two forward passes per corner, once per supernet and shape; a progress bar
-            shows when it takes long.
+        check: whether to run `supernet.check` on every example, once per supernet and shape (about two
+            forward passes per corner of the space), and to refuse outputs that a `Batcher` could not split
+            into samples.
 
     Attributes:
         supernet: the supernet.
@@ -222,7 +220,6 @@ class Engine:
                 self.supernet.check_once(batch)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle or copy an engine, with an `EngineError` that says what to do instead."""
         raise EngineError(
             "an engine holds locks and compiled code and cannot be pickled or copied; engine.save(directory) "
             "and Engine.load(directory) take it to another process"
@@ -286,16 +283,12 @@ class Engine:
 
     @property
     def sample(self) -> Any:
-        """One input as requests are, on the CPU: tensors without batch axis, one, a tuple or a dictionary.
-
-        Raises:
-            InvalidRequest: no example was given, and no input was seen yet.
-        """
+        """The largest of `samples`: a tensor, a tuple or a dictionary of tensors, as requests are."""
         return self.samples[-1]
 
     @property
     def samples(self) -> list[Any]:
-        """One input per shape that is served, without batch axis, the largest last.
+        """One input per shape that is served, without batch axis, on the CPU, the largest last.
 
         Raises:
             InvalidRequest: no example was given, and no input was seen yet.
@@ -350,11 +343,8 @@ class Engine:
     def follow(self, config: EngineConfig) -> None:
         """Register, remove, pin and prepare until the engine has the subnets of a configuration.
 
-        A subnet that lacks statistics refuses its own calls, and no others.
-
         Args:
-            config: that of another engine of the same supernet, which has registered more subnets since, for
-                example.
+            config: of another engine of the same supernet, for example. It is not checked.
         """
         with self._changing:
             first, removed = len(self._subnets), set(config.removed)
@@ -370,23 +360,21 @@ class Engine:
                     subnet.bound = self._bind(subnet.spec)
             for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
                 subnet.accuracy = percent
-            for i in self._served.keys() - served.keys():
-                self._forget(self._served[i])
-            self._subnets, self._served = subnets, served
+            gone = [self._served[i] for i in self._served.keys() - served.keys()]
+            with self._rebinding:
+                self._subnets, self._served = subnets, served
+                for subnet in gone:
+                    subnet.bound = None
+            for subnet in gone:
+                self._blocks.drop(subnet.spec)
+                self._plan.drop(subnet.id)
+                if self._graphs is not None:
+                    self._graphs.drop(subnet.id)
+                if self._compiler is not None:
+                    self._compiler.drop(subnet.id)
             self._change_plan(config.pinned)
             if self._compiler is not None and config.prepared != self.prepared:
                 self.prepare(config.prepared, self._calibrated_ids())
-
-    def _forget(self, gone: ReadySubnet) -> None:
-        with self._rebinding:
-            self._served = {i: s for i, s in self._served.items() if i != gone.id}
-            gone.bound = None
-        self._blocks.drop(gone.spec)
-        self._plan.drop(gone.id)
-        if self._graphs is not None:
-            self._graphs.drop(gone.id)
-        if self._compiler is not None:
-            self._compiler.drop(gone.id)
 
     def _change_plan(self, pinned: Sequence[int]) -> None:
         self._plan.pinned = tuple(i for i in dict.fromkeys(pinned) if i in self._served)
@@ -544,10 +532,9 @@ class Engine:
         pinned run as views from now on if the budget does not suffice for all.
 
         Returns:
-            Whether the subnet is a fused program now; the result is true or false in conditions. If it is
-            not, the subnet is not pinned either, and the result's `reason` says why, in one line: the engine
-            has no budget, `fuse=False` or `compile=...`, the program does not fit in the budget beside those
-            that were pinned before, or the network cannot be fused.
+            Whether the subnet is a fused program now. If it is not, it is not pinned either, and the result's
+            `reason` says why: the engine has no budget, `fuse=False` or `compile=...`, the program does not
+            fit in the budget beside those that were pinned before, or the network cannot be fused.
 
         Raises:
             InvalidRequest: the engine has no example yet.
@@ -695,9 +682,6 @@ class Engine:
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Write weights, norm table, space, subnets, accuracy and `tables` as one bundle.
-
-        A latency table is in the bundle only if it is in `tables`: `engine.tables["cpu"] = table` adds a
-        table that `profile_latency` returned.
 
         Args:
             directory: a new or empty directory, or one that holds a bundle, which is then replaced.

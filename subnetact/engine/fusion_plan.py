@@ -336,7 +336,7 @@ class Plan:
         """Return a batch of two inputs. A single tensor is random, other inputs are the sample twice."""
         sample, device = self._sample(), self._supernet.device
         if isinstance(sample, Tensor) and sample.is_floating_point():
-            return laid_out(batch_like(sample, 2).to(device))
+            return laid_out(batch_like(sample, 2, device))
         return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)
 
 

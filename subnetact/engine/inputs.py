@@ -193,16 +193,16 @@ def laid_out(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
-def batch_like(sample: Any, size: int) -> Any:
-    """Return a batch like a sample, on the CPU: random numbers from a fixed seed, or the sample and ones."""
+def batch_like(sample: Any, size: int, device: torch.device) -> Any:
+    """Return a batch like a sample: random numbers from a fixed seed, or the sample and ones."""
 
     def batch(part: Tensor) -> Tensor:
         shape = size, *part.shape
         if part.is_floating_point():
-            return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(part.dtype)
+            return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, part.dtype)
         rows = torch.ones(shape, dtype=part.dtype)
         rows[0] = part
-        return rows
+        return rows.to(device)
 
     return map_tensors(batch, sample)
 

@@ -31,7 +31,6 @@ __all__ = [
     "export_format",
     "exporting",
     "quiet",
-    "random_batch",
     "require_equal",
     "writing_folder",
 ]
@@ -112,7 +111,7 @@ def exporting(
     progress: bool,
 ) -> Iterator[tuple[Path, Iterator[SubnetProgram]]]:
     """Yield a folder to write into and the subnets to write."""
-    x = random_batch(engine, batch_size)
+    x = batch_like(engine.sample, batch_size, engine.device)
     supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
         supernet.require_calibrated(specs)
@@ -162,11 +161,6 @@ def chosen_specs(engine: Engine, subnets: Sequence[SubnetSpec] | None) -> list[S
         )
     given = [engine.specs[i] for i in engine.ids] if subnets is None else subnets
     return engine.supernet.distinct(given, "an export (subnets=[...])")
-
-
-def random_batch(engine: Engine, size: int) -> Any:
-    """Return a batch of different inputs like the engine's sample, on its device."""
-    return map_tensors(lambda part: part.to(engine.device), batch_like(engine.sample, size))
 
 
 @contextmanager

@@ -264,7 +264,7 @@ def _random(x: Tensor) -> Tensor:
     """Replace a constant batch by random numbers, because different networks may agree on a constant one."""
     if not x.is_floating_point() or x.numel() < 2 or bool((x != x.reshape(-1)[0]).any()):
         return x
-    return batch_like(x[0], len(x)).to(x)  # type: ignore[no-any-return]
+    return batch_like(x[0], len(x), x.device)  # type: ignore[no-any-return]
 
 
 def _strip(path: Path) -> None:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.engine.engine import Engine
+from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError
-from subnetact.export.subnet_program import chosen_specs, quiet, random_batch, writing_folder
+from subnetact.export.subnet_program import chosen_specs, quiet, writing_folder
 from subnetact.export.torchscript import to_torchscript
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
@@ -120,7 +121,7 @@ def to_triton(
             "to_triton takes networks with one input tensor; export this one with to_torchscript or to_onnx "
             "and configure Triton for its inputs, or serve the Engine itself: python -m subnetact.serve"
         )
-    x = random_batch(engine, 1)
+    x = batch_like(engine.sample, 1, engine.device)
     made = [engine(x, i) for i in engine.ids]
     if not all(isinstance(output, Tensor) for output in made):
         raise ExportError(

@@ -12,38 +12,21 @@ import torch
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import DeviceError, TableError
-from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import map_tensors
-from subnetact.supernet.supernet import Supernet
 
-__all__ = ["INCLUDES", "MODES", "TimedRunner", "check_mode", "engine_for", "run_facts"]
+__all__ = ["INCLUDES", "MODES", "TimedRunner", "check_mode", "mode_options", "run_facts"]
 
 MODES = ("zero-copy", "fused", "graphs", "compile")
 INCLUDES = ("h2d",)
 
 
-def engine_for(
-    supernet: Supernet,
-    specs: Sequence[SubnetSpec],
-    mode: str,
-    *,
-    example: Any,
-    device: str | torch.device,
-    memory_budget_mb: float | None = None,
-    accuracy: Sequence[float | None] | None = None,
-) -> Engine:
-    """Return an engine that runs its subnets in one mode; subnets without statistics are accepted."""
-    return Engine(
-        supernet,
-        specs,
-        example=example,
-        device=device,
-        memory_budget_mb=memory_budget_mb if mode in ("fused", "graphs") else 0.0,
-        accuracy=accuracy,
-        allow_uncalibrated=True,
-        fuse=mode == "fused",
-        compile="inductor" if mode == "compile" else None,
-    )
+def mode_options(mode: str, memory_budget_mb: float | None) -> dict[str, Any]:
+    """Return the arguments of an `Engine` that runs its subnets in one mode."""
+    return {
+        "memory_budget_mb": memory_budget_mb if mode in ("fused", "graphs") else 0.0,
+        "fuse": mode == "fused",
+        "compile": "inductor" if mode == "compile" else None,
+    }
 
 
 def check_mode(mode: str, include: Sequence[str], device: torch.device) -> None:
@@ -60,7 +43,7 @@ def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
 
 
 class TimedRunner:
-    """Makes the calls to time: subnets of an engine that `engine_for` made for the same mode."""
+    """Makes the calls to time: subnets of an engine that was made with the `mode_options` of the mode."""
 
     def __init__(
         self, engine: Engine, mode: str = "zero-copy", include: Sequence[str] = (), sample: Any = None
@@ -103,6 +86,5 @@ class TimedRunner:
 
     def _input(self, batch_size: int) -> Any:
         if batch_size not in self._inputs:
-            x = batch_like(self.sample, batch_size)
-            self._inputs = {batch_size: map_tensors(lambda part: part.to(self.engine.device), x)}
+            self._inputs = {batch_size: batch_like(self.sample, batch_size, self.engine.device)}
         return self._inputs[batch_size]

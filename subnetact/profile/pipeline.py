@@ -22,13 +22,14 @@ from subnetact.calibration.calibrate import calibrate
 from subnetact.device import find_device
 from subnetact.engine.budget import budget_bytes
 from subnetact.engine.bundle import INDEX
+from subnetact.engine.engine import Engine
 from subnetact.errors import TableError, UncalibratedSubnetWarning
 from subnetact.files.documents import described
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fractions
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
-from subnetact.profile.modes import TimedRunner, check_mode, engine_for, run_facts
+from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
 from subnetact.profile.source import RANDOM, ProfileSource, calibration_batches
 from subnetact.profile.sweep import Sweep, SweepSettings, environment
@@ -165,14 +166,14 @@ def _runner(
     specs: Sequence[SubnetSpec],
     accuracy: Sequence[float | None] | None = None,
 ) -> TimedRunner:
-    engine = engine_for(
+    engine = Engine(
         source.supernet,
         specs,
-        job.mode,
         example=source.sample[None],
-        device=find_device(job.device),
-        memory_budget_mb=job.memory_budget_mb,
+        device=job.device,
         accuracy=accuracy,
+        allow_uncalibrated=True,
+        **mode_options(job.mode, job.memory_budget_mb),
     )
     return TimedRunner(engine, job.mode, job.include)
 

@@ -95,8 +95,7 @@ class SweepSettings:
 def _co_runners(runner: TimedRunner, count: int) -> CoRunners:
     engine = runner.engine
     network = engine.supernet.extract(engine.ready(engine.ids[0]).spec).to(engine.device)
-    x = map_tensors(lambda part: part.to(engine.device), batch_like(runner.sample, 1))
-    return CoRunners(network, x, count)
+    return CoRunners(network, batch_like(runner.sample, 1, engine.device), count)
 
 
 def environment(
@@ -324,8 +323,7 @@ def profile_latency(
     if type(shape) is not int or not -len(samples) <= shape < len(samples):
         raise TableError(f"shape: {shape!r} is no position among the {len(samples)} examples of the engine")
     if check:
-        one = batch_like(samples[shape], 1)
-        engine.supernet.check_once(map_tensors(lambda part: part.to(engine.device), one))
+        engine.supernet.check_once(batch_like(samples[shape], 1, engine.device))
     runner = TimedRunner(engine, sample=samples[shape])
     journal = None
     if resume is not None:

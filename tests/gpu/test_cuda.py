@@ -9,7 +9,7 @@ import torch
 from small_families import small_supernet
 
 import subnetact
-from subnetact.profile.modes import TimedRunner, engine_for
+from subnetact.profile.modes import TimedRunner, mode_options
 from subnetact.profile.sweep import Sweep, SweepSettings
 from subnetact.supernet.supernet import Supernet
 
@@ -73,8 +73,13 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
 def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
     supernet = small_supernet("ofa_resnet50")
     specs = [supernet.space.smallest(), supernet.space.largest()]
-    engine = engine_for(
-        supernet, specs, mode, example=torch.zeros(1, 3, 64, 64), device="cuda", memory_budget_mb=512
+    engine = subnetact.Engine(
+        supernet,
+        specs,
+        example=torch.zeros(1, 3, 64, 64),
+        device="cuda",
+        allow_uncalibrated=True,
+        **mode_options(mode, 512),
     )
     runner = TimedRunner(engine, mode, ["h2d"] if include_h2d else [])
     settings = SweepSettings(min_time_ms=10)

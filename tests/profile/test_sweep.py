@@ -20,7 +20,7 @@ from subnetact.digits import new_digits_supernet
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.files.journal import Journal
 from subnetact.profile.corunners import CoRunners
-from subnetact.profile.modes import MODES, TimedRunner, check_mode, engine_for
+from subnetact.profile.modes import MODES, TimedRunner, check_mode, mode_options
 from subnetact.profile.sweep import Sweep, SweepSettings
 from subnetact.supernet.supernet import Supernet
 
@@ -191,7 +191,7 @@ def engine(digits: Supernet) -> subnetact.Engine:
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("graphs", "compile")])
 def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str) -> None:
     supernet, specs = engine.supernet, engine.specs
-    engine = engine_for(supernet, specs, mode, example=EXAMPLE[None], device="cpu", memory_budget_mb=64)
+    engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], **mode_options(mode, 64))
     runner = TimedRunner(engine, mode)
     assert runner.facts == {"mode": mode, "include_h2d": False}
     for batch_size in (1, 3):

@@ -245,7 +245,7 @@ class Images:
         """Save a bundle while other doors open; it holds one of the checkpoints that there were."""
         self.saves += 1
         path, seen = self.folder / f"bundle{self.saves}", [(self.state, self.rows)]
-        write, tensors = bundles._write, bundles.write_tensors
+        save, tensors = engines.save_bundle, bundles.write_tensors
 
         def opening(function: Any) -> Any:
             def call(*args: Any) -> Any:
@@ -256,7 +256,7 @@ class Images:
             return call
 
         with self.patch.context() as patch:
-            patch.setattr(bundles, "_write", opening(write))
+            patch.setattr(engines, "save_bundle", opening(save))
             patch.setattr(bundles, "write_tensors", opening(tensors))
             self.engine.save(path)
         state, norms = read_tensors(path / "weights.safetensors"), NormTable.load(path / "norms.safetensors")
