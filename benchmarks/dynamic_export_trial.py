@@ -31,6 +31,7 @@ from interleaved_passes import interleaved_ms
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+import subnetact
 from ofa_adapters import load
 from subnetact.device import machine
 from subnetact.digits import load_digits_supernet
@@ -238,9 +239,10 @@ def times(
     run: Callable[..., Any], dynamic: Dynamic, specs: list[SubnetSpec], x: Tensor, folder: str
 ) -> dict[str, Any]:
     """Return the median time in ms of the program and of its contenders, which take turns."""
-    file: Any = to_torchscript(
-        dynamic.supernet, f"{folder}/m.pt", specs, example=x, allow_uncalibrated=True, progress=False
+    engine = subnetact.Engine(
+        dynamic.supernet, specs, example=x, memory_budget_mb=0, allow_uncalibrated=True, check=False
     )
+    file: Any = to_torchscript(engine, f"{folder}/m.pt", progress=False)
     found = {}
     for i, spec in enumerate(specs):
         view, number = dynamic.supernet.subnet(spec), torch.tensor([i])

@@ -124,7 +124,10 @@ def write_nothing(path: Path) -> None:
     space = SubnetSpace("nothing", [Axis.uniform("keep", ["all"], [1])], lambda _: {"keep": 1})
     network = nn.Sequential(nn.Sequential(Nothing()))
     supernet = subnetact.insert_(network, space, {"0": LayerSelect.on(**{"0": "keep"})})
-    to_torchscript(supernet, path, list(space.enumerate()), example=torch.zeros(1, 1))
+    engine = subnetact.Engine(
+        supernet, list(space.enumerate()), example=torch.zeros(1, 1), memory_budget_mb=0
+    )
+    to_torchscript(engine, path)
 
 
 def in_cpp(
@@ -168,7 +171,8 @@ def torchscript(
 ) -> dict[str, Any]:
     specs = registered(supernet, count)
     path = folder / "model.pt"
-    scripted = to_torchscript(supernet, path, specs, example=inputs)
+    engine = subnetact.Engine(supernet, specs, example=inputs, memory_budget_mb=0)
+    scripted = to_torchscript(engine, path)
     matches = {
         "before saving": equal(scripted, supernet, specs, inputs),
         "after loading": equal(loaded(path), supernet, specs, inputs),

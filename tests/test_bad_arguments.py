@@ -49,7 +49,6 @@ def test_a_plain_network_is_no_supernet(tmp_path: Path) -> None:
     for call in (
         lambda: subnetact.Engine(network, []),
         lambda: subnetact.calibrate(network, [], []),
-        lambda: to_torchscript(network, tmp_path / "m.pt", []),
     ):
         with pytest.raises(InsertError, match=r"expected a Supernet, got Linear; subnetact\.insert_"):
             call()
@@ -57,7 +56,7 @@ def test_a_plain_network_is_no_supernet(tmp_path: Path) -> None:
 
 def test_a_supernet_is_no_engine(digits: Supernet, tmp_path: Path) -> None:
     given: Any = digits
-    for export in (to_exported_programs, to_onnx, to_triton):
+    for export in (to_exported_programs, to_onnx, to_torchscript, to_triton):
         with pytest.raises(ExportError, match=r"expected an Engine, got Supernet; make one, Engine\("):
             export(given, tmp_path / "x")
     with pytest.raises(TableError, match="expected an Engine, got Supernet"):
@@ -72,7 +71,7 @@ def test_one_specification_is_no_list(digits: Supernet, tmp_path: Path) -> None:
     engine = subnetact.Engine(digits, [spec], allow_uncalibrated=True)
     for call in (
         lambda: subnetact.Engine(digits, spec),
-        lambda: to_torchscript(digits, tmp_path / "m.pt", spec),
+        lambda: to_torchscript(engine, tmp_path / "m.pt", subnets=spec),
         lambda: to_exported_programs(engine, tmp_path / "p", subnets=spec),
     ):
         with pytest.raises(SpecError, match=r"takes a list .*, got SubnetSpec; write \[spec\]"):
@@ -175,7 +174,7 @@ def test_paths_to_something_else(engine: subnetact.Engine, tmp_path: Path) -> No
     engine.save(tmp_path / "bundle")
     with pytest.raises(CheckpointError, match=r"is a bundle, .*subnetact\.Engine\.load reads it"):
         ofa_adapters.load("ofa_mbv3", tmp_path / "bundle")
-    to_torchscript(engine, tmp_path / "m.pt", allow_uncalibrated=True)
+    to_torchscript(engine, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=r"holds more than tensors .*TorchScript"):
         ofa_adapters.load("ofa_mbv3", tmp_path / "m.pt")
     with pytest.raises(ExportError, match=r"nowhere/m\.pt is not a file in a folder that exists"):

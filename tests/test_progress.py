@@ -55,7 +55,7 @@ def engine(digits: Supernet) -> Engine:
         lambda digits, path: subnetact.search(
             digits, lambda spec: 60.0, lambda spec: 1.0, method="random", evaluations=4
         ),
-        lambda digits, path: to_torchscript(engine(digits), path / "m.pt", allow_uncalibrated=True),
+        lambda digits, path: to_torchscript(engine(digits), path / "m.pt"),
     ],
     ids=["calibrate", "profile_latency", "evaluate", "search", "to_torchscript"],
 )

@@ -12,12 +12,13 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.engine.engine import Engine
@@ -25,14 +26,14 @@ from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.elastic_graph import record_network
 from subnetact.export.scripted_subnets import ScriptedSubnets
-from subnetact.export.subnet_program import quiet, require_equal
+from subnetact.export.subnet_program import chosen_specs, quiet, require_equal
 from subnetact.files.atomic import replacing
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import map_tensors
-from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.supernet import Supernet
 
 __all__ = ["to_torchscript"]
 
@@ -41,14 +42,12 @@ UNSUPPORTED_PYTHON = (3, 14)
 
 
 def to_torchscript(
-    source: Engine | Supernet,
+    engine: Engine,
     path: str | PathLike[str],
-    subnets: Sequence[SubnetSpec] | None = None,
     *,
+    subnets: Sequence[SubnetSpec] | None = None,
     table: LatencyTable | None = None,
     slo_ms: float | None = None,
-    example: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
-    allow_uncalibrated: bool = False,
     progress: bool = True,
 ) -> torch.jit.ScriptModule:
     """Write one TorchScript file that contains the weights once and runs any registered subnet by its number.
@@ -64,25 +63,22 @@ def to_torchscript(
     On one CPU thread, outputs equal those of `supernet.subnet(spec)(*inputs)` bit for bit. Running the module
     does not change it, so several threads may run different subnets at the same time. Tracing cannot see
     everything, for example a branch on the type of a value; therefore every subnet is compared with the
-    supernet before the file is written.
+    supernet, on the engine's example and on random numbers, before the file is written. The file refuses
+    inputs with another number of dimensions than those of the example.
 
     A TorchScript file is code. Its interpreter runs no Python, but it has operators that read and write files
     with the rights of the process, so load only files of people you trust. This package loads none but the
     one that it has just written.
 
     Args:
-        source: an engine or a supernet. It is not changed, and the result has its own copy of the weights.
+        engine: the engine with the subnets and the example input. It is not changed, and the result has its
+            own copy of the weights.
         path: the file to write, for example `model.pt`.
         subnets: specifications of the subnets to register, in the order of their numbers. If None, those that
             the engine serves.
         table: latencies of these subnets, `engine.tables["scheduler"]` for example. If None, the file cannot
             choose.
         slo_ms: time in ms that a request usually has; it is required with a table.
-        example: one batch of every input, by name or in order: `x` of shape (N, C, H, W) for images. Outputs
-            are compared on it, and on random numbers if all elements of a floating-point input are equal. The
-            file refuses inputs with another number of dimensions. If None, the engine's example as a batch of
-            one; a supernet has none.
-        allow_uncalibrated: whether subnets without BatchNorm statistics of their own run on the shared ones.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
@@ -92,7 +88,7 @@ def to_torchscript(
         ExportError: a module cannot be traced or compiled (the message names it), outputs differ, an argument
             is missing or cannot be used, or Python is too new.
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
-        SpecError: there is no subnet, or one belongs to another space.
+        SpecError: there is no subnet, one is repeated, or one belongs to another space.
         ProfileMismatch: the table belongs to other subnets or other weights.
         PolicyError: `slo_ms` is below every latency of the table.
         StaleWeights: another thread changed weights in place while they were copied.
@@ -110,13 +106,22 @@ def to_torchscript(
         )
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         raise ExportError(f"path: {path} is not a file in a folder that exists; create the folder first")
-    given, specs = _registered(source, subnets)
-    supernet = given.snapshot()  # Everything is of one checkpoint, whatever other threads load.
+    specs = chosen_specs(engine, subnets)
+    low = [spec for spec in specs if spec.precision != FLOAT32]
+    if low:
+        raise ExportError(
+            f"{low[0]}: a TorchScript file slices the full weights while it runs, and has no copy of them at "
+            f"{low[0].precision}; export the subnet at float32, or use subnetact.export.to_exported_programs "
+            "or to_onnx"
+        )
+    supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     keys = [spec.key for spec in specs]
     policy = _policy(supernet, table, slo_ms, keys)
-    if not allow_uncalibrated:
+    if not engine.config.allow_uncalibrated:
         supernet.require_calibrated(specs)
-    inputs = _inputs(source, supernet, example)
+    x = map_tensors(lambda part: part[None].to(engine.device), engine.sample)
+    varied = batch_like(engine.sample, 2, engine.device)
+    inputs = _inputs(supernet.network, x)
     views = [supernet.private_view(spec)[0] for spec in specs]
     rows, means, variances = _rows(supernet, specs)
     norms, sizes = tuple(supernet.norm_operators()), len(supernet.space.dimensions)
@@ -129,28 +134,11 @@ def to_torchscript(
         scripted: Any = torch.jit.script(whole.eval())
         scripted.define(_forward(inputs))
     for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
-        _compare(scripted, view, inputs, i, specs[i])
+        _compare(scripted, view, x, varied, i, specs[i])
     with replacing(path) as temporary, quiet():
         torch.jit.save(scripted, temporary)
         _strip(temporary)
     return scripted  # type: ignore[no-any-return]
-
-
-def _registered(
-    source: Engine | Supernet, subnets: Sequence[SubnetSpec] | None
-) -> tuple[Supernet, list[SubnetSpec]]:
-    supernet = source.supernet if isinstance(source, Engine) else as_supernet(source)
-    if subnets is None and isinstance(source, Engine):
-        subnets = [source.specs[i] for i in source.ids]
-    specs = supernet.distinct(() if subnets is None else subnets, "an export (subnets=[...])")
-    low = [spec for spec in specs if spec.precision != FLOAT32]
-    if low:
-        raise ExportError(
-            f"{low[0]}: a TorchScript file slices the full weights while it runs, and has no copy of them at "
-            f"{low[0].precision}; export the subnet at float32, or use subnetact.export.to_exported_programs "
-            "or to_onnx"
-        )
-    return supernet, specs
 
 
 def _policy(
@@ -176,33 +164,20 @@ def _policy(
     return SlackFit(table.select([table.subnets.index(key) for key in keys]), slo_ms)
 
 
-def _inputs(source: Engine | Supernet, supernet: Supernet, example: Any) -> dict[str, Tensor]:
-    """Return the example as one batch of each input, by the names of the network's arguments."""
-    if example is None and isinstance(source, Engine):
-        example = map_tensors(lambda part: part[None], source.sample)
-    if example is None:
-        raise ExportError(
-            "example: the network is traced and compared on a batch; give one, example=images of shape "
-            "(N, C, H, W)"
-        )
-    network: Any = supernet.network
+def _inputs(network: nn.Module, example: Any) -> dict[str, Tensor]:
+    """Return an example by the names of the network's arguments."""
     signature = inspect.signature(template_of(network).forward)
-    try:
-        if isinstance(example, Mapping):
-            signature.bind(**example)
-            inputs = dict(example)
-        else:
-            parts = (example,) if isinstance(example, Tensor) else tuple(example)
-            inputs = signature.bind(*parts).arguments
-        tensors = all(isinstance(part, Tensor) for part in inputs.values())
-        if not inputs or not tensors or "subnet" in inputs:
-            raise TypeError("every input must be a tensor, and none may be called subnet")
-    except TypeError as error:
+    if isinstance(example, dict):
+        inputs = example
+    else:
+        parts = example if isinstance(example, tuple) else (example,)
+        inputs = signature.bind(*parts).arguments
+    if "subnet" in inputs or not all(isinstance(part, Tensor) for part in inputs.values()):
         raise ExportError(
-            "example: give one batch, a tensor, of each input, with the batch dimension first; the network "
-            f"takes {signature}: {error}"
-        ) from error
-    return {name: part.to(supernet.device) for name, part in inputs.items()}
+            f"example: this format takes a tensor per input, and none may be called subnet; the network "
+            f"takes {signature}"
+        )
+    return inputs
 
 
 def _rows(supernet: Supernet, specs: list[SubnetSpec]) -> tuple[list[list[int]], Tensor, Tensor]:
@@ -237,34 +212,18 @@ def _forward(inputs: Mapping[str, Tensor]) -> str:
     return "\n".join([f"def forward(self, {names}, subnet):", *checks, called]) + "\n"
 
 
-def _compare(scripted: Any, view: Any, inputs: dict[str, Tensor], i: int, spec: SubnetSpec) -> None:
-    """Compare a subnet on the example, and on random numbers where the example is constant."""
-    name, number = f"{i} ({spec})", torch.tensor([i])
+def _compare(scripted: Any, view: nn.Module, x: Any, varied: Any, i: int, spec: SubnetSpec) -> None:
+    """Compare a subnet on the example, and on random numbers if the network runs on them."""
 
-    def run(**batch: Tensor) -> Any:
-        return scripted(*batch.values(), number)
+    def run(*args: Tensor, **kwargs: Tensor) -> Any:
+        return scripted(*args, *kwargs.values(), torch.tensor([i]))
 
-    varied = {name: _random(x) for name, x in inputs.items()}
-    changed = any(varied[name] is not x for name, x in inputs.items())
-    for batch in (inputs, varied) if changed else (inputs,):
-        try:
-            with torch.inference_mode():
-                view(**batch)
-        except Exception as error:
-            if batch is varied:
-                return
-            raise ExportError(
-                f"example: subnet {name} does not run on it ({error}); give a batch that the network takes, "
-                "(N, C, H, W) for images, or x[None] if x is one image"
-            ) from error
-        require_equal(run, view, batch, name, "TorchScript")
-
-
-def _random(x: Tensor) -> Tensor:
-    """Replace a constant batch by random numbers, because different networks may agree on a constant one."""
-    if not x.is_floating_point() or x.numel() < 2 or bool((x != x.reshape(-1)[0]).any()):
-        return x
-    return batch_like(x[0], len(x), x.device)  # type: ignore[no-any-return]
+    batches = [x]
+    with suppress(Exception), torch.inference_mode():
+        call_with(view, varied)
+        batches.append(varied)
+    for batch in batches:
+        require_equal(run, view, batch, f"{i} ({spec})", "TorchScript")
 
 
 def _strip(path: Path) -> None:

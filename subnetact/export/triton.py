@@ -226,9 +226,9 @@ def _write_python(
 def _write_libtorch(
     engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float | None, shape_coded: bool
 ) -> None:
-    path, bare = version / "model.pt", engine.config.allow_uncalibrated
+    path = version / "model.pt"
     with quiet():
-        to_torchscript(engine, path, table=table, slo_ms=slo_ms, allow_uncalibrated=bare)
+        to_torchscript(engine, path, table=table, slo_ms=slo_ms)
         if shape_coded:
             scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
             torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_engines import plain_engine
 
 import subnetact
 from subnetact.export import to_torchscript
@@ -64,13 +65,7 @@ def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, actuate: Path
     accuracy = [50.0 + i for i in range(len(specs))]
     table = subnetact.LatencyTable.from_arrays([s.key for s in specs], accuracy, [1, 8], ms)
     scripted: Any = to_torchscript(
-        supernet,
-        tmp_path / "model.pt",
-        specs,
-        table=table,
-        slo_ms=36,
-        example=inputs,
-        allow_uncalibrated=True,
+        plain_engine(supernet, specs, inputs), tmp_path / "model.pt", table=table, slo_ms=36
     )
     with torch.no_grad():
         outputs = [supernet.subnet(spec)(**inputs) for spec in specs]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_engines import plain_engine
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -45,7 +45,7 @@ def keeping(network: nn.Module, count: int = 2, **elastic: Any) -> Supernet:
 def agreeing(supernet: Supernet, path: Path, inputs: tuple[Tensor, ...], **options: Any) -> Any:
     """Export every subnet, and assert that the file equals the supernet bit for bit."""
     specs = list(supernet.space.enumerate())
-    scripted = to_torchscript(supernet, path, specs, example=inputs, allow_uncalibrated=True, **options)
+    scripted = to_torchscript(plain_engine(supernet, specs, inputs), path, **options)
     loaded = torch.jit.load(path)
     with torch.no_grad():
         for i, spec in enumerate(specs):
@@ -169,7 +169,7 @@ def test_loops_that_reach_into_a_skipped_layer_are_refused(tmp_path: Path) -> No
     supernet = keeping(Loop(inside))
     with pytest.raises(ExportError, match="object is not subscriptable"):
         to_torchscript(
-            supernet, tmp_path / "m.pt", list(supernet.space.enumerate()), example=torch.randn(3, 4)
+            plain_engine(supernet, [supernet.space.largest()], torch.randn(3, 4)), tmp_path / "m.pt"
         )
     assert not (tmp_path / "m.pt").exists()
 
@@ -189,13 +189,9 @@ class Typed(nn.Module):
 def test_the_comparison_covers_every_subnet_on_inputs_that_tell(tmp_path: Path) -> None:
     supernet = keeping(Typed())
     specs = list(supernet.space.enumerate())
-    for example in (torch.randn(2, 4), torch.zeros(2, 4), {"x": torch.ones(2, 4)}):
+    for example in (torch.randn(2, 4), torch.zeros(2, 4), (torch.zeros(1, 4),), {"x": torch.ones(2, 4)}):
         with pytest.raises(ExportError, match=r"subnet 0 .*differs from the supernet's.* branch on the type"):
-            to_torchscript(supernet, tmp_path / "m.pt", specs, example=example)
-    for served in (torch.zeros(1, 4), (torch.zeros(1, 4),), {"x": torch.zeros(1, 4)}):
-        engine = subnetact.Engine(supernet, specs, example=served)
-        with pytest.raises(ExportError, match="differs from the supernet's"):
-            to_torchscript(engine, tmp_path / "m.pt")
+            to_torchscript(plain_engine(supernet, specs, example), tmp_path / "m.pt")
 
 
 class OneAtATime(nn.Module):
@@ -214,21 +210,7 @@ def test_an_example_is_run_as_it_is(tmp_path: Path) -> None:
     supernet = keeping(OneAtATime(), 1)
     specs = list(supernet.space.enumerate())
     for example in (torch.zeros(1, 3), torch.tensor([[3.0, 5.0, 7.0]])):
-        to_torchscript(supernet, tmp_path / "m.pt", specs, example=example)
-        engine = subnetact.Engine(supernet, specs, example=example[:1])
-        to_torchscript(engine, tmp_path / "m.pt")
-    with pytest.raises(ExportError, match=r"example: subnet 0 \(.*\) does not run on it"):
-        to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.full((1, 3), 99.0))
-
-
-def test_an_example_without_a_batch_dimension_is_refused(tmp_path: Path) -> None:
-    layers = nn.Sequential(nn.ReLU(), nn.Tanh())
-    parts = {"conv": nn.Conv2d(3, 4, 1), "layers": layers, "flat": nn.Flatten(), "last": nn.Linear(16, 2)}
-    supernet = keeping(nn.Sequential(OrderedDict(parts)))
-    specs = list(supernet.space.enumerate())
-    with pytest.raises(ExportError, match=r"does not run on it .*or x\[None\]") as refused:
-        to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.randn(3, 2, 2))
-    assert type(refused.value) is ExportError
+        to_torchscript(plain_engine(supernet, specs, example), tmp_path / "m.pt")
 
 
 class Several(nn.Module):
@@ -250,14 +232,11 @@ class Several(nn.Module):
 def test_inputs_are_those_of_the_example_by_name(tmp_path: Path) -> None:
     supernet = keeping(Several())
     specs, x, scale = list(supernet.space.enumerate()), torch.randn(2, 4), torch.randn(2, 4)
-    scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, example={"scale": scale, "x": x})
-    engine = subnetact.Engine(supernet, specs, example={"x": x[:1], "scale": scale[:1]})
-    served = to_torchscript(engine, tmp_path / "m.pt")
+    scripted = to_torchscript(plain_engine(supernet, specs, {"scale": scale, "x": x}), tmp_path / "m.pt")
     for i, spec in enumerate(specs):
         expected = supernet.subnet(spec)(x, scale=scale)["y"]
         assert torch.equal(scripted(scale, x, torch.tensor([i]))["y"], expected)
-        assert torch.equal(served(x, scale, torch.tensor([i]))["y"], expected)
-    pair = subnetact.Engine(supernet, specs, example=(x[:1], scale[:1]))
+    pair = plain_engine(supernet, specs, (x, scale))
     assert [a.name for a in to_torchscript(pair, tmp_path / "m.pt").forward.schema.arguments][1:3] == [
         "x",
         "skipped",
@@ -417,7 +396,7 @@ def test_what_torchscript_does_not_run_is_named(tmp_path: Path) -> None:
     supernet = keeping(network)
     specs = [supernet.space.largest()]
     with pytest.raises(ExportError, match="Parametrization is not working with scripting"):
-        to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.zeros(2, 4))
+        to_torchscript(plain_engine(supernet, specs, torch.zeros(2, 4)), tmp_path / "m.pt")
 
 
 class Named(nn.Module):
@@ -439,4 +418,4 @@ def test_inputs_may_have_names_that_the_file_uses_apart_from_subnet(tmp_path: Pa
     supernet = keeping(Reserved(), 1)
     specs = list(supernet.space.enumerate())
     with pytest.raises(ExportError, match=r"none may be called subnet"):
-        to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.zeros(2, 4))
+        to_torchscript(plain_engine(supernet, specs, torch.zeros(2, 4)), tmp_path / "m.pt")

@@ -79,10 +79,8 @@ def test_onnx_files_of_int8_subnets_equal_the_views(engine: subnetact.Engine, tm
 
 def test_torchscript_has_float32_subnets_only(engine: subnetact.Engine, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"precision=int8.*to_exported_programs or to_onnx"):
-        to_torchscript(engine, tmp_path / "model.pt", allow_uncalibrated=True, progress=False)
+        to_torchscript(engine, tmp_path / "model.pt", progress=False)
     exact = engine.specs[1]
-    written = to_torchscript(
-        engine, tmp_path / "model.pt", subnets=[exact], allow_uncalibrated=True, progress=False
-    )
+    written = to_torchscript(engine, tmp_path / "model.pt", subnets=[exact], progress=False)
     x = torch.randn(2, 1, 16, 16)
     torch.testing.assert_close(written(x, torch.tensor([0])), engine(x, subnet=1), rtol=1e-4, atol=1e-4)

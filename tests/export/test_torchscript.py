@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_engines import plain_engine
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -31,13 +32,14 @@ from subnetact import (
 )
 from subnetact.errors import (
     ExportError,
+    InvalidRequest,
     NotCalibrated,
     ProfileMismatch,
     SpecError,
 )
 from subnetact.export import to_torchscript
 from subnetact.operators import ElasticKernel, KernelConv2d
-from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -119,7 +121,7 @@ def test_scripted_equals_eager_bit_for_bit(name: str, family: Any, inputs_of: An
     assert tells_apart(supernet, specs, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, example=inputs)
+        scripted = to_torchscript(plain_engine(supernet, specs, inputs), tmp_path / "m.pt")
     assert differing(scripted, supernet, specs, inputs) == []
     loaded = torch.jit.load(tmp_path / "m.pt")
     assert differing(loaded, supernet, specs, inputs) == []
@@ -189,7 +191,7 @@ def test_layers_of_equal_code_share_a_class(tmp_path: Path) -> None:
     specs, x = list(dict.fromkeys(space.sample(seed) for seed in range(40))), torch.randn(2, 9)
     gates = {tuple(spec["keep"][i] for spec in specs) for i in range(4)}
     assert len(gates) == 4  # so a layer that followed another's gate would change an output
-    scripted: Any = to_torchscript(supernet, tmp_path / "m.pt", specs, example=x)
+    scripted: Any = to_torchscript(plain_engine(supernet, specs, x), tmp_path / "m.pt")
     assert differing(torch.jit.load(tmp_path / "m.pt"), supernet, specs, {"x": x}) == []
     layers = [module for module in scripted.modules() if module.original_name == "Shift"]
     assert len(layers) == 4
@@ -271,7 +273,7 @@ def test_layers_that_only_look_alike(make: Any, tmp_path: Path) -> None:
     )
     supernet = subnetact.insert_(network, space, {"0": LayerSelect.on(**{"0": "keep0", "1": "keep1"})})
     specs, x = list(space.enumerate()), torch.randn(3, 4)
-    scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, example=x)
+    scripted = to_torchscript(plain_engine(supernet, specs, x), tmp_path / "m.pt")
     assert differing(scripted, supernet, specs, {"input": x}) == []
     assert differing(torch.jit.load(tmp_path / "m.pt"), supernet, specs, {"input": x}) == []
 
@@ -280,17 +282,16 @@ def test_a_space_without_dimensions(tmp_path: Path) -> None:
     space = SubnetSpace("none", [Axis.uniform("a", ["all"], [1])], lambda _: {})
     supernet = subnetact.insert_(nn.Sequential(nn.Linear(4, 4)).eval(), space, {})
     x = torch.randn(2, 4)
-    scripted = to_torchscript(supernet, tmp_path / "m.pt", [space.largest()], example=x)
+    scripted = to_torchscript(plain_engine(supernet, [space.largest()], x), tmp_path / "m.pt")
     assert torch.equal(scripted(x, torch.tensor([0])), supernet(x, subnet=space.largest()))
 
 
 def test_statistics_of_two_dtypes_are_refused(digits: Supernet, tmp_path: Path) -> None:
+    engine = plain_engine(digits, [digits.space.smallest()], DIGIT)
     norm = next(iter(digits.norm_operators().values()))
     norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
     with pytest.raises(ExportError, match=r"statistics are torch.float32 and torch.float64; .* one dtype"):
-        to_torchscript(
-            digits, tmp_path / "m.pt", [digits.space.smallest()], example=DIGIT, allow_uncalibrated=True
-        )
+        to_torchscript(engine, tmp_path / "m.pt")
 
 
 def own_supernet(network: nn.Module, **extra: Any) -> Supernet:
@@ -310,15 +311,13 @@ def test_all_subnets_of_an_own_network(tmp_path: Path) -> None:
     torch.manual_seed(0)
     supernet, x = own_supernet(Elastic()), torch.randn(2, 1, 9, 9)
     specs = list(supernet.space.enumerate())
-    scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, example=x)
+    scripted = to_torchscript(plain_engine(supernet, specs, x), tmp_path / "m.pt")
     assert differing(scripted, supernet, specs, {"x": x}) == []
 
 
 def test_one_file_runs_hundreds_of_subnets(digits: Supernet, tmp_path: Path) -> None:
     specs, x = list(digits.space.enumerate())[::5], torch.randn(2, 1, 16, 16)
-    scripted: Any = to_torchscript(
-        digits, tmp_path / "m.pt", specs, example=x, allow_uncalibrated=True, progress=False
-    )
+    scripted: Any = to_torchscript(plain_engine(digits, specs, x), tmp_path / "m.pt", progress=False)
     assert scripted.num_subnets() == len(specs)
     assert differing(torch.jit.load(tmp_path / "m.pt"), digits, specs, {"x": x}) == []
 
@@ -362,7 +361,7 @@ def test_inserted_torchvision_and_timm_models(tmp_path: Path) -> None:
     for supernet, size in ((vision, 64), (transformer, 32)):
         specs = [supernet.space.smallest(), supernet.space.sample(1), supernet.space.largest()]
         x = torch.randn(2, 3, size, size)
-        scripted = to_torchscript(calibrated(supernet, specs), tmp_path / "m.pt", specs, example=x)
+        scripted = to_torchscript(plain_engine(calibrated(supernet, specs), specs, x), tmp_path / "m.pt")
         assert differing(scripted, supernet, specs, {"x": x}) == []
 
 
@@ -470,27 +469,27 @@ def test_what_cannot_be_exported_says_what_to_do(
 ) -> None:
     specs = [digits.space.smallest(), digits.space.largest()]
     path = tmp_path / "m.pt"
-    with pytest.raises(NotCalibrated, match=r"2 of 2 subnets .* allow_uncalibrated=True"):
-        to_torchscript(digits, path, specs)
+    engine = plain_engine(digits, specs, DIGIT)
     with pytest.raises(SpecError, match="distinct subnets, at least one"):
-        to_torchscript(digits, path)
-    for example in ({"nonsense": DIGIT}, [DIGIT, DIGIT], [None]):
-        with pytest.raises(ExportError, match=r"example: give one batch, .* takes \(x"):
-            to_torchscript(digits, path, specs, example=example, allow_uncalibrated=True)  # type: ignore[arg-type]
-    with pytest.raises(ExportError, match=r"example: .* give one, example=images"):
-        to_torchscript(digits, path, specs, allow_uncalibrated=True)
+        to_torchscript(engine, path, subnets=[])
+    with pytest.raises(InvalidRequest, match="give it example="):
+        to_torchscript(plain_engine(digits, specs, None), path)
+    strict = subnetact.Engine(calibrated(digits, specs), specs, example=DIGIT)
+    digits.norms = NormTable(digits.space.id)
+    with pytest.raises(NotCalibrated, match=r"2 of 2 subnets .* allow_uncalibrated=True"):
+        to_torchscript(strict, path)
     table = subnetact.LatencyTable.from_arrays([specs[0].key], [60.0], [1], [[1.0]])
     with pytest.raises(ProfileMismatch, match="lacks 1 of the subnets"):
-        to_torchscript(digits, path, specs, table=table, slo_ms=5, allow_uncalibrated=True)
+        to_torchscript(engine, path, table=table, slo_ms=5)
     foreign = subnetact.LatencyTable.from_arrays(
         [spec.key for spec in specs], [60.0, 70.0], [1], [[1.0], [2.0]], stamp={"supernet": "other"}
     )
     with pytest.raises(ProfileMismatch, match="measured on supernet other"):
-        to_torchscript(digits, path, specs, table=foreign, slo_ms=5, allow_uncalibrated=True)
+        to_torchscript(engine, path, table=foreign, slo_ms=5)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
         with pytest.raises(ExportError, match=r"Python 3\.14: TorchScript .*to_exported_programs"):
-            to_torchscript(digits, path, specs)
+            to_torchscript(engine, path)
     assert not path.exists()
 
 
@@ -505,13 +504,13 @@ def test_a_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
     branching.layers[1] = Branching()
     supernet = own_supernet(branching)
     with pytest.raises(ExportError, match=r"^layers\.1: its forward cannot be traced"):
-        to_torchscript(supernet, path, [supernet.space.largest()], example=torch.randn(2, 1, 9, 9))
+        to_torchscript(plain_engine(supernet, [supernet.space.largest()], torch.randn(2, 1, 9, 9)), path)
 
     hooked = Elastic()
     hooked.head.register_forward_hook(lambda module, inputs, output: output)
     supernet = own_supernet(hooked)
     with pytest.raises(ExportError, match=r"^head \(Linear\): TorchScript cannot compile it"):
-        to_torchscript(supernet, path, [supernet.space.largest()], example=torch.randn(2, 1, 9, 9))
+        to_torchscript(plain_engine(supernet, [supernet.space.largest()], torch.randn(2, 1, 9, 9)), path)
 
     assert not path.exists()
 
@@ -522,7 +521,7 @@ def test_a_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
 def test_four_threads_on_different_subnets_agree(family: Any, inputs_of: Any, tmp_path: Path) -> None:
     supernet, (x,) = family("ofa_resnet50"), inputs_of("ofa_resnet50").values()
     specs = supernet.space.sample(0, 4)
-    scripted: Any = to_torchscript(calibrated(supernet, specs), tmp_path / "m.pt", specs, example=x)
+    scripted: Any = to_torchscript(plain_engine(calibrated(supernet, specs), specs, x), tmp_path / "m.pt")
     with torch.no_grad():
         expected = [supernet.subnet(spec)(x) for spec in specs]
     wrong: list[int] = []
@@ -563,12 +562,12 @@ def test_the_full_size_file_holds_the_weights_once(tmp_path: Path, digits: Super
     specs = supernet.space.sample(0, 2)
     calibrated(supernet, specs)
     x = torch.randn(1, 3, 64, 64)
-    scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, example=x)
+    scripted = to_torchscript(plain_engine(supernet, specs, x), tmp_path / "m.pt")
     assert differing(scripted, supernet, specs, {"x": x}) == []
     size = (tmp_path / "m.pt").stat().st_size
     assert size <= 1.05 * held_bytes(supernet, specs)
     warm = [digits.space.smallest()]
-    to_torchscript(digits, tmp_path / "warm.pt", warm, example=DIGIT, allow_uncalibrated=True)
+    to_torchscript(plain_engine(digits, warm, DIGIT), tmp_path / "warm.pt")
     command = [sys.executable, "-c", LOAD, str(tmp_path / "warm.pt"), str(tmp_path / "m.pt")]
     taken = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert taken <= 1.1 * size
