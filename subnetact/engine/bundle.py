@@ -58,25 +58,19 @@ def save_bundle(
     directory: str | PathLike[str],
 ) -> None:
     """Write a bundle. Readers of this package get an earlier one until it is complete."""
-    with supernet.generation.unchanged():  # Everything is of one checkpoint, whatever other threads load.
-        if not config.allow_uncalibrated:
-            supernet.require_calibrated(config.served)
-        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
-        norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
     try:
         origin = json.loads(json.dumps(supernet.origin))
     except (TypeError, ValueError):
         origin = None  # JSON cannot hold the arguments, so the caller of load_bundle gives the supernet.
     files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
-    facts = {
-        "subnetact": __version__,
-        "space": space.id,
-        "precision": None if precision is None else precision.to_json(),
-        "family": origin,
-        **config.to_json(),
-        "tables": files,
-    }
+    facts = {"subnetact": __version__, "family": origin, **config.to_json(), "tables": files}
     with BUNDLE.writing(directory, facts) as folder:
+        with supernet.generation.unchanged():  # All is of one checkpoint, whatever other threads load.
+            if not config.allow_uncalibrated:
+                supernet.require_calibrated(config.served)
+            tensors = {n: t.detach().cpu().contiguous().clone() for n, t in supernet.state_dict().items()}
+            norms, precision = supernet.norms.to_like(None), supernet.precision
+            facts |= {"space": supernet.space.id, "precision": precision and precision.to_json()}
         write_tensors(folder / WEIGHTS, tensors)
         norms.save(folder / NORMS)
         for file, name in files.items():

@@ -27,6 +27,7 @@ from subnetact.engine import bundle as bundles
 from subnetact.engine import engine as engines
 from subnetact.engine import fusion_plan
 from subnetact.errors import CacheMismatch, StaleWeights
+from subnetact.files.documents import FolderFormat
 from subnetact.files.tensors import read_tensors
 from subnetact.insertion import key_value_cache
 from subnetact.insertion.key_value_cache import CacheWriter, cache_relation, switch
@@ -245,7 +246,7 @@ class Images:
         """Save a bundle while other doors open; it holds one of the checkpoints that there were."""
         self.saves += 1
         path, seen = self.folder / f"bundle{self.saves}", [(self.state, self.rows)]
-        save, tensors = engines.save_bundle, bundles.write_tensors
+        open_, tensors = FolderFormat.writing, bundles.write_tensors
 
         def opening(function: Any) -> Any:
             def call(*args: Any) -> Any:
@@ -256,7 +257,7 @@ class Images:
             return call
 
         with self.patch.context() as patch:
-            patch.setattr(engines, "save_bundle", opening(save))
+            patch.setattr(FolderFormat, "writing", opening(open_))
             patch.setattr(bundles, "write_tensors", opening(tensors))
             self.engine.save(path)
         state, norms = read_tensors(path / "weights.safetensors"), NormTable.load(path / "norms.safetensors")
