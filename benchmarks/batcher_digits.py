@@ -59,7 +59,7 @@ class Pages:
         found = profile_latency(
             self._engine, digits, self.accuracy, statistic="p50", warmup_ms=1, min_time_ms=100
         )
-        return LatencyTable.from_arrays(self.keys, self.accuracy, SIZES, found.latency_ms)
+        return LatencyTable(self.keys, self.accuracy, SIZES, found.latency_ms)
 
     def check(self, page: Any) -> None:
         """Refuse inputs that are not a page."""

@@ -65,7 +65,7 @@ def null_table() -> LatencyTable:
             runs.append((time.perf_counter() - start) * 1e3)
         taken.append(max(median(runs), taken[-1] if taken else 0.0))
     latency_ms = [[(1 + 0.05 * s) * ms for ms in taken] for s in range(4)]
-    return LatencyTable.from_arrays(NullEngine.keys, [70.0, 74.0, 77.0, 79.0], BATCH_SIZES, latency_ms)
+    return LatencyTable(NullEngine.keys, [70.0, 74.0, 77.0, 79.0], BATCH_SIZES, latency_ms)
 
 
 def vectors() -> list[Tensor]:

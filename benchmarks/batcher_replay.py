@@ -63,7 +63,7 @@ def measured(told: LatencyTable) -> LatencyTable:
                 engine.run(subnet, [], size)
                 taken.append((time.perf_counter() - start) * 1e3)
             latency_ms[subnet, column] = median(taken)
-    return LatencyTable.from_arrays(told.subnets, told.accuracy, told.batch_sizes, latency_ms)
+    return LatencyTable(told.subnets, told.accuracy, told.batch_sizes, latency_ms)
 
 
 def policies(table: LatencyTable) -> dict[str, Policy]:

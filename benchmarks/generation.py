@@ -255,10 +255,8 @@ def choosing(seeds: int, seconds: float) -> dict[str, Any]:  # noqa: ARG001
         sizes, tokens = [1, 2, 4, 8, 16], [4, 16, 64, 256]
         step = [[(5 + i) * (1 + 0.05 * n) for n in sizes] for i in range(subnets)]
         prompt = [[(5 + i) * (1 + 0.02 * n) for n in tokens] for i in range(subnets)]
-        decode = LatencyTable.from_arrays(keys, accuracy, sizes, step)
-        table = StepTable(
-            {64: decode, 256: decode.scaled(1.3)}, LatencyTable.from_arrays(keys, accuracy, tokens, prompt)
-        )
+        decode = LatencyTable(keys, accuracy, sizes, step)
+        table = StepTable({64: decode, 256: decode.scaled(1.3)}, LatencyTable(keys, accuracy, tokens, prompt))
         for name, policy in policies.items():
             for sequences in (1, 16):
                 chooser, rng = StepPolicy(table, 100.0, policy), random.Random(0)

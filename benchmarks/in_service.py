@@ -120,6 +120,4 @@ def measured_in_service(
 
 
 def _table(like: LatencyTable, latency_ms: npt.NDArray[np.float64]) -> LatencyTable:
-    return LatencyTable.from_arrays(
-        like.subnets, like.accuracy, like.batch_sizes, latency_ms, stamp=dict(like.stamp)
-    )
+    return LatencyTable(like.subnets, like.accuracy, like.batch_sizes, latency_ms, stamp=dict(like.stamp))

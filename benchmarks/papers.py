@@ -143,7 +143,7 @@ def quick_table(engine: Engine) -> LatencyTable:
                 times.append((time.perf_counter() - start) * 1e3)
             row.append(median(times))
         cells.append(row)
-    return LatencyTable.from_arrays(list(engine.keys), [80.0, 90.0, 95.0], [1, 16], cells)
+    return LatencyTable(list(engine.keys), [80.0, 90.0, 95.0], [1, 16], cells)
 
 
 def urgent(count: int) -> Found:
@@ -201,7 +201,7 @@ def _block_times(engine: Engine, xs: list[Any], length: int) -> Found:
 def two_stages() -> tuple[PipelineModel, Any]:
     """Return two stages, of which only the second gains much from the dear hardware, and a bursty trace."""
     a40 = superserve_a40()
-    small = LatencyTable.from_arrays(["find"], [99.0], [1, 4, 16], [[2.0, 4.0, 10.0]])
+    small = LatencyTable(["find"], [99.0], [1, 4, 16], [[2.0, 4.0, 10.0]])
     model = PipelineModel(
         (
             StageModel("find", {"cpu": small.scaled(1.5), "gpu": small}),
@@ -215,7 +215,7 @@ def two_stages() -> tuple[PipelineModel, Any]:
 
 def batch_overhead_ms() -> float:
     """Measure what a batch takes in a batcher beyond its table, with an engine that sleeps."""
-    table = LatencyTable.from_arrays(["a"], [90.0], [1, 4], [[2.0, 5.0]])
+    table = LatencyTable(["a"], [90.0], [1, 4], [[2.0, 5.0]])
     policy = Fixed(table, 0)
     with Batcher(Sleeper(table), policy=policy, slo_ms=1e4, expired="serve", learn=False) as batcher:
         start = time.perf_counter()
@@ -286,8 +286,8 @@ def pipeline() -> Found:
 
 def tenants(seconds: float) -> Found:
     """Flood one of two tenants with three times what a worker can do."""
-    first = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
-    other = LatencyTable.from_arrays(["x"], [90.0], [1, 2], [[5.0, 8.0]])
+    first = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
+    other = LatencyTable(["x"], [90.0], [1, 2], [[5.0, 8.0]])
     quiet: Found = {"learn": False}
     found: Found = {}
     for name, flood in (("calm", 0.25), ("flooded", 3.0)):
@@ -320,7 +320,7 @@ def tenants(seconds: float) -> Found:
 def veltair() -> Found:
     """Find the greatest rate at which 95 % of each class meet the SLO, for three mixes and granularities."""
     layers, cost = 50, 0.0025  # a cut costs 0.25 % of a batch; `blocks` measures about that
-    base = LatencyTable.from_arrays(["short", "long"], [70.0, 80.0], [1], [[4.0], [60.0]])
+    base = LatencyTable(["short", "long"], [70.0, 80.0], [1], [[4.0], [60.0]])
     found: Found = {}
     for mix, long_share in (("light", 0.02), ("medium", 0.06), ("heavy", 0.2)):
         found[mix] = {}

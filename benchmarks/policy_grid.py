@@ -141,7 +141,7 @@ def table_of(cell: Cell) -> LatencyTable:
         rng = np.random.default_rng(cell.seed)
         cells = cells * np.maximum(rng.normal(1.0, cell.jitter, cells.shape), 0.5)
     keys = [f"s{i}" for i in range(cell.subnets)]
-    return LatencyTable.from_arrays(keys, _accuracies(base, cell.accuracy), cell.sizes, cells)
+    return LatencyTable(keys, _accuracies(base, cell.accuracy), cell.sizes, cells)
 
 
 def _accuracies(base: Floats, kind: str) -> list[float]:

@@ -233,7 +233,7 @@ def small_instances() -> Section:
 
 def queueing_theory() -> Section:
     """Compare the mean waiting time of an M/D/1 queue with the theory, rho s / (2 (1 - rho))."""
-    table = LatencyTable.from_arrays(["only"], [80.0], [1], [[1.0]])
+    table = LatencyTable(["only"], [80.0], [1], [[1.0]])
     section: Section = {}
     for load in (0.5, 0.7, 0.8):
         trace = poisson(1000 * load, 1500, seed=2)
@@ -286,7 +286,7 @@ def decision_times(name: str) -> dict[str, float]:
     cells = (2 + 2 * share)[:, None] + (0.15 * (1 + 2.5 * share**2))[:, None] * sizes
     cells = cells * rng.uniform(0.95, 1.05, cells.shape)
     keys = [str(i) for i in range(1000)]
-    table = LatencyTable.from_arrays(keys, accuracy.tolist(), sizes.tolist(), cells)
+    table = LatencyTable(keys, accuracy.tolist(), sizes.tolist(), cells)
     policy = make_policy(name, table, SLO_MS)
     taken = []
     for _ in range(1000):

@@ -35,7 +35,7 @@ from subnetact.latency import LatencyTable
 from subnetact.serving import Answer, Batcher, SlackFit
 
 SIZES = (1, 2, 4, 8, 16, 32)
-TABLE = LatencyTable.from_arrays(
+TABLE = LatencyTable(
     [f"subnet{i}" for i in range(4)],
     [70.0, 73.0, 76.0, 79.0],
     SIZES,

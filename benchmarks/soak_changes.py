@@ -339,7 +339,7 @@ def soak(minutes: float, seed: int = 0, progress: bool = False) -> dict[str, Any
     engine = Engine(states.supernet, states.specs, example=states.inputs[:1], memory_budget_mb=64.0)
     served = len(states.specs) - 1
     runner = Faults(engine)
-    table = LatencyTable.from_arrays(
+    table = LatencyTable(
         engine.keys,
         [70.0 + s for s in range(served)] + [1.0],  # the subnet that comes and goes is chosen by nobody
         SIZES,

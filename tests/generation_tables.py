@@ -16,6 +16,6 @@ def step_table(
     sizes, tokens = [1, 4, 16], [8, 64]
     rows = [[scale * (1 + 0.3 * i) * (1 + 0.1 * n) for n in sizes] for i in range(len(keys))]
     prompts = [[scale * (1 + 0.3 * i) * (1 + 0.05 * n) for n in tokens] for i in range(len(keys))]
-    decode = LatencyTable.from_arrays(keys, accuracy, sizes, rows)
-    prefill = LatencyTable.from_arrays(keys, accuracy, tokens, prompts)
+    decode = LatencyTable(keys, accuracy, sizes, rows)
+    prefill = LatencyTable(keys, accuracy, tokens, prompts)
     return StepTable({32: decode, 128: decode.scaled(1.5)}, prefill)

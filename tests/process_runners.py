@@ -20,7 +20,7 @@ from subnetact.latency.table import LatencyTable
 
 __all__ = ["TABLE", "AddressRunner", "CommandRunner", "FusedRunner", "command", "crash"]
 
-TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
+TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
 KINDS = ("double", "crash", "hang", "raise", "memory", "exit", "pid", "unpicklable", "unprintable")
 
 Array = npt.NDArray[np.float64]

@@ -61,7 +61,7 @@ def test_a_supernet_is_no_engine(digits: Supernet, tmp_path: Path) -> None:
             export(given, tmp_path / "x")
     with pytest.raises(TableError, match="expected an Engine, got Supernet"):
         subnetact.profile_latency(given)
-    table = subnetact.LatencyTable.from_arrays(["a"], [60.0], [1], [[1.0]])
+    table = subnetact.LatencyTable(["a"], [60.0], [1], [[1.0]])
     with pytest.raises(PolicyError, match=r"engine: Supernet has no run\(\.\.\.\) and keys"):
         subnetact.Batcher(given, table=table, slo_ms=10)
 
@@ -142,7 +142,7 @@ def test_counts_and_numbers(engine: subnetact.Engine) -> None:
             engine.prepare(sizes)  # type: ignore[arg-type]
     with pytest.raises(TableError, match=r"batch_sizes: 4 is one number; write \(4,\)"):
         subnetact.profile_latency(engine, 4)  # type: ignore[arg-type]
-    table = subnetact.LatencyTable.from_arrays(["a"], [60.0], [1], [[1.0]])
+    table = subnetact.LatencyTable(["a"], [60.0], [1], [[1.0]])
     for wrong in ("table.json", None):
         with pytest.raises(TableError, match=r"expected a LatencyTable, got .*LatencyTable\.load\(path\)"):
             subnetact.SlackFit(wrong, slo_ms=36.0)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ def test_paths_to_something_else(engine: subnetact.Engine, tmp_path: Path) -> No
     (tmp_path / "damaged.pth").write_bytes(damaged)
     with pytest.raises(CheckpointError, match=r"damaged\.pth"):
         ofa_adapters.load("ofa_mbv3", tmp_path / "damaged.pth")
-    table = subnetact.LatencyTable.from_arrays(["a"], [60.0], [1], [[1.0]])
+    table = subnetact.LatencyTable(["a"], [60.0], [1], [[1.0]])
     with pytest.raises(FileNotFoundError, match=r"its folder .*nowhere does not exist; create it first"):
         table.save(tmp_path / "nowhere" / "table.json")
     with pytest.raises(SpecError, match=r"norms: expected a NormTable, got str; NormTable\.load"):

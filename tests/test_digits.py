@@ -113,7 +113,7 @@ def test_a_contender_is_counted() -> None:
 
 
 def test_a_failed_batch_of_the_demo_is_no_late_answer() -> None:
-    table = subnetact.LatencyTable.from_arrays(["a"], [50.0], [1], [[1.0]])
+    table = subnetact.LatencyTable(["a"], [50.0], [1], [[1.0]])
     engine: Any = SimpleNamespace(keys=("a",), check=Mock(), run=Mock(side_effect=ValueError("broken")))
     data: Any = SimpleNamespace(images=[1], labels=torch.zeros(1))
     with pytest.raises(BatchFailed):

@@ -218,7 +218,7 @@ def test_calibrate_refuses_what_is_no_list(given: tuple[Any, Any]) -> None:
 
 # -- batchers ----------------------------------------------------------------------------------------
 
-TABLE = LatencyTable.from_arrays(["a", "b"], [60.0, 70.0], (1, 2), np.array([[2.0, 3.0], [4.0, 6.0]]))
+TABLE = LatencyTable(["a", "b"], [60.0, 70.0], (1, 2), np.array([[2.0, 3.0], [4.0, 6.0]]))
 
 
 class Echo:
@@ -286,7 +286,7 @@ def test_an_input_of_an_unknown_shape_harms_no_other(shape: Any) -> None:
 
 def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:
     cells = np.array([[1.0, 1.5], [9.0, 4.0], [20.0, 20.0]])
-    table = LatencyTable.from_arrays(["a", "b", "c"], [70.0, 80.0, 90.0], (1, 2), cells)
+    table = LatencyTable(["a", "b", "c"], [70.0, 80.0, 90.0], (1, 2), cells)
 
     class Planned:
         """Answers subnet b in batches of 2, whatever waits."""

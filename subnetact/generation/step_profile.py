@@ -110,7 +110,7 @@ def profile_steps(
 
     def table(sizes: Sequence[int], cell: Any, facts: dict[str, Any]) -> LatencyTable:
         rows = [[statistics.median(cell(subnet, size)) for size in sizes] for subnet in ids]
-        return LatencyTable.from_arrays(keys, given, list(sizes), rows, stamp={**stamp, **facts})
+        return LatencyTable(keys, given, list(sizes), rows, stamp={**stamp, **facts})
 
     return StepTable(
         {c: table(sequences, lambda i, n, c=c: decode[c, i, n], {"context": c}) for c in contexts},

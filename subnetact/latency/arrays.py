@@ -87,8 +87,8 @@ def checked_cells(
     values: npt.ArrayLike,
     keys: Sequence[str],
     sizes: Sequence[int],
-    *,
     above: tuple[int, ...] = (),
+    *,
     positive: bool = False,
 ) -> Floats:
     """Return a read-only copy of shape (*above, subnets, batch sizes) of finite values; NaN stays."""

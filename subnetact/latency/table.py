@@ -6,7 +6,7 @@ import math
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -37,18 +37,18 @@ NOT_IN_MS = ("stable", "windows", "runs")
 """Statistics of a profile that are not latencies; those beside co-runners begin with these names, too."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class LatencyTable:
     """Latency of every (subnet, batch size) on one device, with the accuracy of every subnet.
 
     Schedulers choose from it, the simulator and the planner compute with it, and `profile_latency` measures
-    it. A table is immutable: operations return new tables. Make one with `from_arrays` or `load`.
-    A latency of NaN marks a cell that was not measured or cannot run, for example because memory ran out;
-    schedulers never choose such a cell.
+    it. A table is immutable: it copies what it is made of, and operations return new tables. A latency of NaN
+    marks a cell that was not measured or cannot run, for example because memory ran out; schedulers never
+    choose such a cell.
 
     Attributes:
         subnets: the readable key of each subnet, in the order of their ids.
-        accuracy: the accuracy of each subnet, percent; NaN if it is not known.
+        accuracy: the accuracy of each subnet, percent; NaN, or None when a table is made, if it is not known.
         batch_sizes: the measured batch sizes, ascending.
         latency_ms: read-only float64 array of shape (subnets, batch sizes), ms.
         statistics: further read-only arrays of that shape, by name: "std", "p50" or "p99", in ms. A profile
@@ -60,6 +60,14 @@ class LatencyTable:
         co_runner_ms: latencies with co-runners, shape (numbers of co-runners, subnets, batch sizes), ms.
         pad_index: entry k is the column of the smallest batch size >= k, for k from 0 to the largest batch
             size.
+
+    Raises:
+        TableError: the numbers make no table; the message names the first wrong value and its place.
+
+    Example:
+        >>> table = LatencyTable(["small", "large"], [70.0, 75.0], [1, 8], [[1, 5], [2, 9]])
+        >>> table.latency_at("small", 4)
+        2.7142857142857144
     """
 
     subnets: tuple[str, ...]
@@ -72,9 +80,8 @@ class LatencyTable:
     co_runner_ms: Floats
     pad_index: tuple[int, ...] = field(init=False)
 
-    @classmethod
-    def from_arrays(
-        cls,
+    def __init__(
+        self,
         subnets: Sequence[str],
         accuracy: Sequence[float | None],
         batch_sizes: Sequence[int],
@@ -83,54 +90,35 @@ class LatencyTable:
         stamp: Mapping[str, Any] | None = None,
         co_runners: Sequence[float] = (),
         co_runner_ms: npt.ArrayLike | None = None,
-    ) -> LatencyTable:
-        """Return a table, with copies of all arrays, of what the attributes of the class describe.
-
-        They are `subnets`, `accuracy` (None is like NaN), `batch_sizes`, `latency_ms`, `statistics`, `stamp`,
-        `co_runners` and `co_runner_ms`.
-
-        Raises:
-            TableError: they make no table; the message names the first wrong value and its place.
-
-        Example:
-            >>> table = LatencyTable.from_arrays(["small", "large"], [70.0, 75.0], [1, 8], [[1, 5], [2, 9]])
-            >>> table.latency_at("small", 4)
-            2.7142857142857144
-        """
-        keys, sizes = tuple(map(str, subnets)), tuple(batch_sizes)
-        beside = np.empty((0, len(keys), len(sizes))) if co_runner_ms is None else co_runner_ms
-        make: Callable[..., LatencyTable] = cls  # which converts what it is given, and checks it
-        numbers = tuple(co_runners)
-        return make(keys, tuple(accuracy), sizes, latency_ms, statistics or {}, stamp or {}, numbers, beside)
-
-    def __post_init__(self) -> None:
-        keys = self.subnets
+    ) -> None:
+        keys = tuple(map(str, subnets))
         if not keys:
             raise TableError("subnets: the table is empty; give at least one subnet")
         repeated = sorted(key for key, count in Counter(keys).items() if count > 1)
         if repeated:
             raise TableError(f"subnets: {repeated[0]!r} appears more than once; keys must be unique")
-        sizes = ascending_sizes(self.batch_sizes)
-        numbers = tuple(number(value, f"co_runners[{i}]") for i, value in enumerate(self.co_runners))
+        sizes = ascending_sizes(batch_sizes)
+        numbers = tuple(number(value, f"co_runners[{i}]") for i, value in enumerate(co_runners))
         if any(number < 0 for number in numbers) or any(a >= b for a, b in pairwise(numbers)):
             raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
-        latency_ms = checked_cells("latency_ms", self.latency_ms, keys, sizes, positive=True)
-        if np.isnan(latency_ms).all():
+        cells = checked_cells("latency_ms", latency_ms, keys, sizes, positive=True)
+        if np.isnan(cells).all():
             raise TableError("latency_ms: every cell is NaN; no subnet can run at any batch size")
-        co_runner_ms = checked_cells(
-            "co_runner_ms", self.co_runner_ms, keys, sizes, above=(len(numbers),), positive=True
-        )
-        statistics = {
-            str(n): checked_cells(f"statistics[{n!r}]", a, keys, sizes) for n, a in self.statistics.items()
+        beside = np.empty((0, *cells.shape)) if co_runner_ms is None else co_runner_ms
+        further = {
+            str(n): checked_cells(f"statistics[{n!r}]", a, keys, sizes) for n, a in (statistics or {}).items()
         }
         checked = {
-            "accuracy": percentages(self.accuracy, keys),
+            "subnets": keys,
+            "accuracy": percentages(tuple(accuracy), keys),
             "batch_sizes": sizes,
-            "latency_ms": latency_ms,
-            "statistics": MappingProxyType(statistics),
-            "stamp": MappingProxyType(json_copy(self.stamp)),
+            "latency_ms": cells,
+            "statistics": MappingProxyType(further),
+            "stamp": MappingProxyType(json_copy(stamp or {})),
             "co_runners": numbers,
-            "co_runner_ms": co_runner_ms,
+            "co_runner_ms": checked_cells(
+                "co_runner_ms", beside, keys, sizes, (len(numbers),), positive=True
+            ),
             "pad_index": tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)),
         }
         for name, value in checked.items():
@@ -358,7 +346,7 @@ class LatencyTable:
             KeyError: a field is missing.
             TableError: the numbers make no table.
         """
-        return cls.from_arrays(
+        return cls(
             document["subnets"],
             document["accuracy"],
             document["batch_sizes"],
@@ -406,7 +394,7 @@ class LatencyTable:
 
 
 def _with_nulls(values: Floats) -> Any:
-    """Return numbers in lists, with None in the place of NaN; `from_arrays` reads None as NaN."""
+    """Return numbers in lists, with None in the place of NaN."""
     found = values.astype(object)
     found[np.isnan(values)] = None
     return found.tolist()

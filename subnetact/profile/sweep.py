@@ -227,7 +227,7 @@ class Sweep:
         numbers = tuple(found) if settings.co_runners else ()
         none = np.full_like(alone[settings.statistic], math.nan)
         beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
-        return LatencyTable.from_arrays(
+        return LatencyTable(
             runner.engine.keys,
             accuracy,
             self.batch_sizes,
@@ -317,7 +317,7 @@ def profile_latency(
     batch_sizes = tuple(batch_sizes)
     settings = SweepSettings(warmup_ms, min_time_ms, windows, max_windows, tolerance, statistic=statistic)
     known = engine.accuracy if accuracy is None else accuracy
-    LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
+    LatencyTable(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
     warn_of_fractions(known)
     samples = engine.samples
     if type(shape) is not int or not -len(samples) <= shape < len(samples):

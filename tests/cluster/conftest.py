@@ -13,7 +13,7 @@ def save_digits(folder, inputs, latency_ms):
     specs = [supernet.space.smallest(), supernet.space.largest()]
     calibrate(supernet, specs, [inputs])
     engine = Engine(supernet, specs, example=torch.zeros_like(inputs[:1]), accuracy=[60.0, 82.0])
-    engine.tables["cpu"] = LatencyTable.from_arrays(engine.keys, engine.accuracy, [1, 8], latency_ms)
+    engine.tables["cpu"] = LatencyTable(engine.keys, engine.accuracy, [1, 8], latency_ms)
     engine.save(folder / "digits")
     return str(folder / "digits")
 

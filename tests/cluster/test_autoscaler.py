@@ -10,9 +10,7 @@ from subnetact import LatencyTable
 from subnetact.cluster.autoscaler import AccuracyFirst, AccuracyFirstPolicy, planned_rate
 from subnetact.errors import PolicyError
 
-TABLE = LatencyTable.from_arrays(
-    ["small", "large"], [70.0, 80.0], [1, 2, 4, 8], [[5, 6, 8, 12], [20, 30, 50, 90]]
-)
+TABLE = LatencyTable(["small", "large"], [70.0, 80.0], [1, 2, 4, 8], [[5, 6, 8, 12], [20, 30, 50, 90]])
 SETTINGS = {"slo_ms": 200.0, "accuracy_floor": 75.0, "attainment": 0.99, "patience_s": 5.0, "most": 6}
 
 

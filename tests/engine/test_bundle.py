@@ -29,7 +29,7 @@ def engine(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
     subnetact.calibrate(digits, specs, [X], progress=False)
     engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], accuracy=[60.0, None, 80.0])
-    engine.tables["cpu"] = subnetact.LatencyTable.from_arrays(
+    engine.tables["cpu"] = subnetact.LatencyTable(
         engine.keys, [60.0, 70.0, 80.0], [1, 4], [[1, 2], [2, 3], [3, 5]], stamp={"device": "cpu"}
     )
     return engine
@@ -336,7 +336,7 @@ def test_the_fingerprint_follows_the_weights(
 ) -> None:
     def table() -> subnetact.LatencyTable:
         stamp = {"supernet": engine.fingerprint}
-        return subnetact.LatencyTable.from_arrays(engine.keys, [1, 2, 3], [1], [[1], [2], [3]], stamp=stamp)
+        return subnetact.LatencyTable(engine.keys, [1, 2, 3], [1], [[1], [2], [3]], stamp=stamp)
 
     former = table()
     other = {name: 2 * t if t.is_floating_point() else t for name, t in digits.state_dict().items()}

@@ -249,7 +249,7 @@ def test_a_compiled_engine_is_given_the_prepared_size(digits: Supernet) -> None:
 def test_each_worker_sets_its_own_number_of_threads(digits: Supernet) -> None:
     subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
     engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE[None])
-    table = subnetact.LatencyTable.from_arrays(engine.keys, [60.0], [1], [[1.0]])
+    table = subnetact.LatencyTable(engine.keys, [60.0], [1], [[1.0]])
     seen: list[int] = []
     before = torch.get_num_threads()
     try:

@@ -63,7 +63,7 @@ def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, actuate: Path
     specs = supernet.space.sample(0, 5)
     ms = [[1.0 + i, 2.0 + 2 * i] for i in range(len(specs))]
     accuracy = [50.0 + i for i in range(len(specs))]
-    table = subnetact.LatencyTable.from_arrays([s.key for s in specs], accuracy, [1, 8], ms)
+    table = subnetact.LatencyTable([s.key for s in specs], accuracy, [1, 8], ms)
     scripted: Any = to_torchscript(
         plain_engine(supernet, specs, inputs), tmp_path / "model.pt", table=table, slo_ms=36
     )

@@ -92,7 +92,7 @@ def test_weights_are_stored_and_loaded_once(folder: Path, engine: subnetact.Engi
 
 
 def test_a_batcher_runs_it(engine: subnetact.Engine, exported: ExportedEngine) -> None:
-    table = subnetact.LatencyTable.from_arrays(
+    table = subnetact.LatencyTable(
         exported.keys,
         [60.0, 70.0, 80.0],
         [1, 4],

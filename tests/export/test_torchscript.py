@@ -371,7 +371,7 @@ def test_inserted_torchvision_and_timm_models(tmp_path: Path) -> None:
 def test_the_file_decides_like_the_policy(digits: Supernet, tmp_path: Path) -> None:
     specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
     engine = subnetact.Engine(calibrated(digits, specs), specs, example=torch.zeros(1, 1, 16, 16))
-    table = subnetact.LatencyTable.from_arrays(
+    table = subnetact.LatencyTable(
         engine.keys, [60.0, 70.0, 80.0], [1, 4, 8], [[1, 2, 3], [2, 3, 5], [4, 8, float("nan")]]
     )
     policy = subnetact.SlackFit(table, slo_ms=9)
@@ -403,7 +403,7 @@ def test_the_file_decides_like_the_policy(digits: Supernet, tmp_path: Path) -> N
 def test_steps_tabulate_every_decision(cells: Any, buckets: int, slacks: list[float]) -> None:
     cells[0][0] = 1.0
     ms = [[math.nan if cell is None else cell for cell in row] for row in cells]
-    table = subnetact.LatencyTable.from_arrays(
+    table = subnetact.LatencyTable(
         [str(i) for i in range(len(ms))], [50.0 + (7 * i) % 10 for i in range(len(ms))], [1, 3, 8], ms
     )
     policy = subnetact.SlackFit(table, slo_ms=30.0, buckets=buckets, margin_ms=0.5, margin=0.1)
@@ -425,7 +425,7 @@ def test_an_engine_brings_its_served_subnets(digits: Supernet, tmp_path: Path) -
     scripted: Any = to_torchscript(engine, tmp_path / "m.pt")
     with pytest.raises(Exception, match=r"without a latency table; give to_torchscript table="):
         scripted.choose(5.0, 1)
-    table = subnetact.LatencyTable.from_arrays(engine.keys, [60.0, 70.0, 80.0], [1], [[1], [2], [3]])
+    table = subnetact.LatencyTable(engine.keys, [60.0, 70.0, 80.0], [1], [[1], [2], [3]])
     engine.remove(1)
     for half in ({"table": table}, {"slo_ms": 36}):
         with pytest.raises(ExportError, match=r"table and slo_ms: .* give table= and slo_ms=, or neither"):
@@ -478,10 +478,10 @@ def test_what_cannot_be_exported_says_what_to_do(
     digits.norms = NormTable(digits.space.id)
     with pytest.raises(NotCalibrated, match=r"2 of 2 subnets .* allow_uncalibrated=True"):
         to_torchscript(strict, path)
-    table = subnetact.LatencyTable.from_arrays([specs[0].key], [60.0], [1], [[1.0]])
+    table = subnetact.LatencyTable([specs[0].key], [60.0], [1], [[1.0]])
     with pytest.raises(ProfileMismatch, match="lacks 1 of the subnets"):
         to_torchscript(engine, path, table=table, slo_ms=5)
-    foreign = subnetact.LatencyTable.from_arrays(
+    foreign = subnetact.LatencyTable(
         [spec.key for spec in specs], [60.0, 70.0], [1], [[1.0], [2.0]], stamp={"supernet": "other"}
     )
     with pytest.raises(ProfileMismatch, match="measured on supernet other"):

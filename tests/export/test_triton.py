@@ -43,9 +43,7 @@ def engine() -> subnetact.Engine:
 @pytest.fixture(scope="module")
 def table(engine: subnetact.Engine) -> subnetact.LatencyTable:
     """A made-up table, in which only the smallest subnet meets a tight deadline."""
-    return subnetact.LatencyTable.from_arrays(
-        engine.keys, [60.0, 80.0], [1, 4], [[1.0, 2.0], [6_000.0, 6_500.0]]
-    )
+    return subnetact.LatencyTable(engine.keys, [60.0, 80.0], [1, 4], [[1.0, 2.0], [6_000.0, 6_500.0]])
 
 
 def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
             to_triton(engine, tmp_path, **arguments)
     with pytest.raises(PolicyError, match="'nearest' is not known; choose from"):
         to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS, policy="nearest")
-    other = subnetact.LatencyTable.from_arrays(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]])
+    other = subnetact.LatencyTable(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]])
     with pytest.raises(ProfileMismatch):
         to_triton(engine, tmp_path, "python", table=other, slo_ms=SLO_MS)
     assert not list(tmp_path.iterdir())
@@ -136,7 +134,7 @@ def test_own_networks_have_no_name_to_be_rebuilt_by(tmp_path: Path) -> None:
         nn.Sequential(nn.Linear(3, 4)).eval(), space, {"0": subnetact.WeightSlice.on(out="width")}
     )
     engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 3))
-    table = subnetact.LatencyTable.from_arrays(engine.keys, [1.0], [1], [[1.0]])
+    table = subnetact.LatencyTable(engine.keys, [1.0], [1], [[1.0]])
     with pytest.raises(ExportError, match="an own network has none; choose flavour='libtorch'"):
         to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
 
@@ -175,7 +173,7 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
     subnetact.calibrate(changed, engine.specs, [IMAGES], progress=False)
     trained = subnetact.Engine(changed, engine.specs, example=IMAGES[:1])
     stamp = {"supernet": trained.fingerprint}
-    measured = subnetact.LatencyTable.from_arrays(trained.keys, [1.0, 2.0], [1], [[1.0], [2.0]], stamp=stamp)
+    measured = subnetact.LatencyTable(trained.keys, [1.0, 2.0], [1], [[1.0], [2.0]], stamp=stamp)
     weight = next(changed.parameters())
     with torch.no_grad():
         weight.mul_(2)

@@ -137,7 +137,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("repository")
-    table = subnetact.LatencyTable.from_arrays(
+    table = subnetact.LatencyTable(
         engine.keys, [60.0, 70.0, 80.0], [1, 4], [[50.0, 51.0], [60.0, 61.0], [9_000.0, 9_500.0]]
     )
     to_triton(engine, repository, name="coded", max_batch_size=8, queue_delay_us=20_000)

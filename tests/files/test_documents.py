@@ -22,7 +22,7 @@ from subnetact.serving.simulation.replay import LiveRun
 from subnetact.supernet.norm_table import NormTable
 
 NOTE = DocumentFormat("a note", "tests.note", 2, "write another")
-TABLE = LatencyTable.from_arrays(["a"], [70.0], [1], [[1.0]])
+TABLE = LatencyTable(["a"], [70.0], [1], [[1.0]])
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {

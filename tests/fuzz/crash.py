@@ -148,9 +148,7 @@ def _engine(version: str) -> subnetact.Engine:
 
 @cache
 def _table(version: str) -> subnetact.LatencyTable:
-    return subnetact.LatencyTable.from_arrays(
-        [_key()], [60.0 if version == "old" else 70.0], [1, 4], [[1.0, 2.0]]
-    )
+    return subnetact.LatencyTable([_key()], [60.0 if version == "old" else 70.0], [1, 4], [[1.0, 2.0]])
 
 
 def _key() -> str:

@@ -80,7 +80,7 @@ WORDS = (
     "all",
     "random:2",
 )
-TABLE = subnetact.LatencyTable.from_arrays(
+TABLE = subnetact.LatencyTable(
     ["a", "b"], [70.0, math.nan], [1, 4], [[1.0, 2.0], [3.0, 6.0]], {"p99": [[1.0, 2.0], [3.0, 6.0]]},
     {"device": "cpu"}, [1, 2], [[[1.0, 2.0], [3.0, 6.0]]] * 2,
 )  # fmt: skip
@@ -265,7 +265,7 @@ def seeds() -> Path:
     place = Path(tempfile.mkdtemp(prefix="subnetact-fuzz-"))
     supernet = digits()
     engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 1, 16, 16))
-    engine.tables["cpu"] = subnetact.LatencyTable.from_arrays(
+    engine.tables["cpu"] = subnetact.LatencyTable(
         engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine)
     )
     engine.save(place / "bundle")
@@ -600,9 +600,7 @@ def fuzz_plan(source: random.Random, place: Path) -> None:
 
 def _step_table() -> StepTable:
     table = TABLE.with_accuracy([70.0, 80.0]).select(batch_sizes=[1, 4])
-    plain = subnetact.LatencyTable.from_arrays(
-        table.subnets, table.accuracy, table.batch_sizes, table.latency_ms
-    )
+    plain = subnetact.LatencyTable(table.subnets, table.accuracy, table.batch_sizes, table.latency_ms)
     return StepTable({32: plain, 128: plain.scaled(1.5)}, plain)
 
 
@@ -661,9 +659,7 @@ class _Served:
 
         supernet = digits()
         engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 1, 16, 16))
-        table = subnetact.LatencyTable.from_arrays(
-            engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine)
-        )
+        table = subnetact.LatencyTable(engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine))
         self.batcher = subnetact.Batcher(engine, policy=Fixed(table, 0), slo_ms=6e4)
         self.app = build_app(self.batcher, engine, slo_ms=6e4)
         self.loop = asyncio.new_event_loop()

@@ -89,7 +89,7 @@ def test_slow_steps_are_learned_and_forgotten() -> None:
 
 
 class _Other:
-    table = LatencyTable.from_arrays(["another"], [50.0], [1], [[1.0]])
+    table = LatencyTable(["another"], [50.0], [1], [[1.0]])
 
     def decide(self, context: Any) -> None:
         """Never run anything."""

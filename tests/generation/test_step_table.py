@@ -61,7 +61,7 @@ def _other(**changes: Any) -> LatencyTable:
     facts = {"keys": KEYS, "sizes": [1, 4, 16], "first": 1.0} | changes
     rows = [[1.0 + i for i in range(len(facts["sizes"]))] for _ in facts["keys"]]
     rows[0][0] = facts["first"]
-    return LatencyTable.from_arrays(facts["keys"], [50.0] * len(facts["keys"]), facts["sizes"], rows)
+    return LatencyTable(facts["keys"], [50.0] * len(facts["keys"]), facts["sizes"], rows)
 
 
 @pytest.mark.parametrize(

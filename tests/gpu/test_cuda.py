@@ -183,9 +183,7 @@ def test_two_workers_copy_on_their_own_streams(digits: Supernet) -> None:
     subnetact.calibrate(digits, specs, [images[:40]], progress=False)
     expected = [digits(images, subnet=spec) for spec in specs]
     engine = subnetact.Engine(digits, specs, device="cuda", example=images[:1], memory_budget_mb=64)
-    table = subnetact.LatencyTable.from_arrays(
-        engine.keys, [60.0, 80.0], [1, 4, 16], [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0]]
-    )
+    table = subnetact.LatencyTable(engine.keys, [60.0, 80.0], [1, 4, 16], [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0]])
     with subnetact.Batcher(engine, table=table, slo_ms=1e4, workers=2) as batcher:
         futures = [batcher.submit(x, deadline_ms=1e4) for x in images]
         for i, future in enumerate(futures):

@@ -26,7 +26,7 @@ def small(**changes):
         "statistics": {"std": [[0.1, 0.2], [0.3, math.nan]]},
         "stamp": {"device": "test", "repeats": 5},
     }
-    return LatencyTable.from_arrays(**(arguments | changes))
+    return LatencyTable(**(arguments | changes))
 
 
 @st.composite
@@ -39,7 +39,7 @@ def tables(draw):
     )
     cells[0][0] = 1.5
     accuracy = draw(st.lists(st.floats(0, 100), min_size=rows, max_size=rows))
-    return LatencyTable.from_arrays([f"s{i}" for i in range(rows)], accuracy, sizes, cells)
+    return LatencyTable([f"s{i}" for i in range(rows)], accuracy, sizes, cells)
 
 
 @given(tables())
@@ -91,7 +91,7 @@ def test_statistics_stamp_and_co_runners_round_trip(tmp_path):
 
 
 def test_what_changes_latencies_changes_those_beside_co_runners_and_the_statistics() -> None:
-    table = LatencyTable.from_arrays(
+    table = LatencyTable(
         ["a"], [50.0], [1, 2], [[2.0, 3.0]],
         statistics={
             "p99": [[4.0, 5.0]], "stable": [[1, 0]], "p99_with_2_co_runners": [[9.0, 7.0]],
@@ -229,7 +229,7 @@ def test_an_interrupted_save_leaves_the_earlier_file(tmp_path, monkeypatch):
 
 
 def test_unknown_accuracy_survives_on_disk_and_is_refused_by_schedulers(tmp_path):
-    table = LatencyTable.from_arrays(["a", "b"], [float("nan"), 70.0], [1, 2], [[1, 2], [3, 4]])
+    table = LatencyTable(["a", "b"], [float("nan"), 70.0], [1, 2], [[1, 2], [3, 4]])
     table.save(tmp_path / "t.json")
     loaded = LatencyTable.load(tmp_path / "t.json")
     assert loaded == table

@@ -34,7 +34,7 @@ def tables(draw: st.DrawFn) -> LatencyTable:
     )
     keys = [f"s{i}" for i in range(rows)]
     p99 = [[2 * ms for ms in row] for row in cells]
-    return LatencyTable.from_arrays(keys, [50.0 + i for i in range(rows)], sizes, cells, {"p99": p99}, STAMP)
+    return LatencyTable(keys, [50.0 + i for i in range(rows)], sizes, cells, {"p99": p99}, STAMP)
 
 
 @given(tables(), st.data())
@@ -60,7 +60,7 @@ def test_interpolation_passes_through_what_was_measured_and_rises_between(
 
 
 def test_interpolation_is_linear_and_honest_about_cells_that_cannot_run() -> None:
-    table = LatencyTable.from_arrays(["a"], [70.0], [2, 4, 8], [[2.0, 6.0, math.nan]])
+    table = LatencyTable(["a"], [70.0], [2, 4, 8], [[2.0, 6.0, math.nan]])
     assert table.latency_at("a", 3) == 4.0
     assert math.isnan(table.latency_at("a", 5))
     assert table.latency_at("a", 4) == 6.0
@@ -70,14 +70,14 @@ def test_interpolation_is_linear_and_honest_about_cells_that_cannot_run() -> Non
 
 
 def one(key: str, size: int, ms: float, **stamp: Any) -> LatencyTable:
-    return LatencyTable.from_arrays([key], [math.nan], [size], [[ms]], stamp={**STAMP, **stamp})
+    return LatencyTable([key], [math.nan], [size], [[ms]], stamp={**STAMP, **stamp})
 
 
 def test_a_comparison_names_the_worst_cell_and_what_differs() -> None:
-    first = LatencyTable.from_arrays(
+    first = LatencyTable(
         ["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 2.0], [4.0, math.nan]], {"p50": [[1, 2], [4, 5]]}, STAMP
     )
-    second = LatencyTable.from_arrays(
+    second = LatencyTable(
         ["b", "a"], [80.0, 70.0], [1, 2], [[3.0, 5.0], [1.02, 2.0]], stamp={**STAMP, "threads": 2}
     )
     comparison = first.compare(second)
@@ -121,11 +121,11 @@ def test_fractions_for_percent_are_pointed_out() -> None:
 
 
 def test_figures_are_drawn_or_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = LatencyTable.from_arrays(
+    table = LatencyTable(
         [f"s{i}" for i in range(40)], [40.0 + i for i in range(40)], [1, 2, 4],
         [[1.0 + i, 2.0 + i, math.nan if i == 39 else 3.0 + i] for i in range(40)],
     )  # fmt: skip
-    unknown = LatencyTable.from_arrays(["a", "b"], [math.nan] * 2, [1, 2], [[1.0, 2.0], [3.0, math.nan]])
+    unknown = LatencyTable(["a", "b"], [math.nan] * 2, [1, 2], [[1.0, 2.0], [3.0, math.nan]])
     for shown in (table, table.select([0, 1, 39]), unknown):
         plot_heat_map(shown, tmp_path / "heat.png")
         assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")

@@ -201,7 +201,7 @@ def test_unstable_cells_fail_a_strict_run(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = subnetact.LatencyTable.from_arrays(["a", "b"], [math.nan] * 2, [1, 2], [[1.0, 2.0], [3.0, 4.0]])
+    table = subnetact.LatencyTable(["a", "b"], [math.nan] * 2, [1, 2], [[1.0, 2.0], [3.0, 4.0]])
     table.save(tmp_path / "a.json")
     table.scaled(1.04).save(tmp_path / "b.json")
     compared = ["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]
@@ -464,7 +464,7 @@ def test_a_search_without_scipy_is_refused_at_once(
 def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
     stable = {"stable": [[1, math.nan]], "stable_with_1_co_runners": [[0, math.nan]]}
     cells = [[2.0, math.nan]]
-    table = subnetact.LatencyTable.from_arrays(
+    table = subnetact.LatencyTable(
         ["a"], [70.0], [1, 2], cells, stable, co_runners=[0, 1], co_runner_ms=[cells, cells]
     )
     assert count_stable(table) == (2, 1)

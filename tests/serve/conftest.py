@@ -99,7 +99,7 @@ def digits(tmp_path_factory):
     torch.manual_seed(0)
     calibrate(supernet, specs, [torch.rand(64, 1, 16, 16)])
     engine = Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16), accuracy=[60.0, 72.0, 82.0])
-    engine.tables["cpu"] = LatencyTable.from_arrays(
+    engine.tables["cpu"] = LatencyTable(
         engine.keys, engine.accuracy, [1, 8], [[1.0 + s, 2.0 + s] for s in range(3)]
     )
     bundle = tmp_path_factory.mktemp("served") / "bundle"
@@ -160,7 +160,7 @@ def gated():
     @contextlib.contextmanager
     def opened(max_queue=1, **settings):
         runner = Gated()
-        table = LatencyTable.from_arrays(["one"], [70.0], [1], [[1.0]])
+        table = LatencyTable(["one"], [70.0], [1], [[1.0]])
         with Batcher(runner, policy=SlackFit(table, slo_ms=FOREVER_MS), max_queue=max_queue) as batcher:
             app = build_app(batcher, runner, slo_ms=FOREVER_MS, **settings)
             assert runner.entered.acquire(timeout=60)  # the run that finds out what the outputs are

@@ -45,7 +45,7 @@ if __name__ == "__main__":
     own = supernet()
     example = {"x": torch.zeros(1, 4), "scale": torch.ones(1, 3)}
     engine = subnetact.Engine(own, list(own.space.enumerate()), example=example, accuracy=[60.0, 70.0])
-    table = subnetact.LatencyTable.from_arrays(engine.keys, engine.accuracy, [1, 2], [[1, 2], [2, 3]])
+    table = subnetact.LatencyTable(engine.keys, engine.accuracy, [1, 2], [[1, 2], [2, 3]])
     engine.tables["cpu"] = table
     engine.save("bundle")
 """
@@ -128,9 +128,7 @@ def test_the_table_for_schedulers_is_preferred(digits, tmp_path):
         assert scheduler_table(engine) is engine.tables["scheduler"]
     finally:
         del engine.tables["scheduler"]
-    LatencyTable.from_arrays(engine.keys, [float("nan")] * 3, [1], [[1], [2], [3]]).save(
-        tmp_path / "table.json"
-    )
+    LatencyTable(engine.keys, [float("nan")] * 3, [1], [[1], [2], [3]]).save(tmp_path / "table.json")
     with pytest.raises(TableError, match="--table"):
         scheduler_table(engine, tmp_path / "table.json")
 

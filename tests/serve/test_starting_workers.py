@@ -35,7 +35,7 @@ class Starting:
 
 def test_health_waits_for_the_first_worker(post, wait_for):
     runner = Starting()
-    table = LatencyTable.from_arrays(["one"], [70.0], [1], [[1.0]])
+    table = LatencyTable(["one"], [70.0], [1], [[1.0]])
     with Batcher(runner, policy=SlackFit(table, slo_ms=60_000)) as batcher:
         app = build_app(batcher, runner, slo_ms=60_000)
 

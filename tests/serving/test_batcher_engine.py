@@ -34,9 +34,7 @@ def engine(digits: Supernet) -> subnetact.Engine:
 def table_of(engine: subnetact.Engine, **stamp: str) -> subnetact.LatencyTable:
     """Make a table of invented latencies, which saves measuring."""
     latency = [[1.0, 2.0, 3.0], [2.0, 3.0, 5.0], [5.0, 9.0, 16.0]]
-    return subnetact.LatencyTable.from_arrays(
-        engine.keys, [60.0, 70.0, 80.0], [1, 4, 8], latency, stamp=stamp
-    )
+    return subnetact.LatencyTable(engine.keys, [60.0, 70.0, 80.0], [1, 4, 8], latency, stamp=stamp)
 
 
 def test_every_answer_is_its_own_requests(engine: subnetact.Engine) -> None:

@@ -20,13 +20,13 @@ from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.queue import EDFQueue
 
-SMALL = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
+SMALL = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
 
 
 def table_of(subnets: int, sizes: list[int]) -> LatencyTable:
     latency = np.linspace(1, 5, subnets)[:, None] * np.array(sizes) ** 0.8
     keys = [f"s{i}" for i in range(subnets)]
-    return LatencyTable.from_arrays(keys, np.linspace(60, 80, subnets).tolist(), sizes, latency)
+    return LatencyTable(keys, np.linspace(60, 80, subnets).tolist(), sizes, latency)
 
 
 class Counted(list[Any]):

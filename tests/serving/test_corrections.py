@@ -27,7 +27,7 @@ from subnetact.serving.policies import (
     SlackFit,
 )
 
-TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
+TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 
 
 def teach(corrections: Corrections, subnet: int, size: int, factor: float, spread: float, n: int) -> None:

@@ -13,7 +13,7 @@ from subnetact.serving.live.core import Core
 from subnetact.serving.policies import HullFit, SlackFit
 
 SIZES = (1, 2, 4, 8, 16)
-TABLE = LatencyTable.from_arrays(
+TABLE = LatencyTable(
     [f"s{i}" for i in range(5)],
     [70.0, 73.0, 76.0, 78.0, 80.0],
     SIZES,

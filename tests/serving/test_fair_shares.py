@@ -201,7 +201,7 @@ class Timed:
         return list(inputs)
 
 
-TABLE = LatencyTable.from_arrays(["small", "large"], [60.0, 80.0], [1, 8], [[1.0, 1.2], [5.0, 5.5]])
+TABLE = LatencyTable(["small", "large"], [60.0, 80.0], [1, 8], [[1.0, 1.2], [5.0, 5.5]])
 
 
 def in_time(shares):

@@ -17,7 +17,7 @@ from subnetact.serving.policies import Fixed, SlackFit
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.simulation.simulator import simulate
 
-TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 2.0], [2.0, math.nan]])
+TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 2.0], [2.0, math.nan]])
 
 
 class Echo:

@@ -21,7 +21,7 @@ from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.queue import EDFQueue
 
-TABLE = LatencyTable.from_arrays(["a", "b", "c"], [70.0, 75.0, 80.0], [1], [[1.0], [2.0], [math.nan]])
+TABLE = LatencyTable(["a", "b", "c"], [70.0, 75.0, 80.0], [1], [[1.0], [2.0], [math.nan]])
 
 
 class Echo:
@@ -42,14 +42,14 @@ def tables(draw: Any) -> LatencyTable:
     accuracy = draw(st.lists(st.integers(70, 80), min_size=rows, max_size=rows))
     assume(not np.isnan(np.array(cells, dtype=float)).all())
     names = [f"s{i}" for i in range(rows)]
-    return LatencyTable.from_arrays(names, [float(a) for a in accuracy], [1, 2, 4], np.array(cells) / 10.0)
+    return LatencyTable(names, [float(a) for a in accuracy], [1, 2, 4], np.array(cells) / 10.0)
 
 
 def meeting(table: LatencyTable, floor: float) -> tuple[LatencyTable, list[int]]:
     """The rows of the subnets that meet a floor, and their numbers in the whole table."""
     rows = [i for i, percent in enumerate(table.accuracy) if percent >= floor]
     keys, accuracy = [table.subnets[i] for i in rows], [table.accuracy[i] for i in rows]
-    return LatencyTable.from_arrays(keys, accuracy, table.batch_sizes, table.latency_ms[rows]), rows
+    return LatencyTable(keys, accuracy, table.batch_sizes, table.latency_ms[rows]), rows
 
 
 def asked(policy: Any, slack_ms: float, queued: int, floor: float = 0.0) -> tuple[int, int]:
@@ -176,7 +176,7 @@ def test_the_value_that_was_made_first_makes_room() -> None:
 
 
 def test_hullfit_prepares_the_classes_that_wait_for_other_latencies() -> None:
-    table = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 1.5], [2.0, 3.0]])
+    table = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 1.5], [2.0, 3.0]])
     policy = HullFit(table, 36.0)
     asked(policy, 30.0, 2, 80.0)
     made = policy.retabled(table.scaled(2.0))

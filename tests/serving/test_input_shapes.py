@@ -20,7 +20,7 @@ SIZES = (1, 2, 4)
 
 def table(scale: float) -> LatencyTable:
     cells = scale * np.array([[1.0, 1.5, 2.0], [3.0, 4.0, 6.0], [5.5, 12.0, 18.0]])
-    return LatencyTable.from_arrays(["a", "b", "c"], [70.0, 80.0, 90.0], SIZES, cells)
+    return LatencyTable(["a", "b", "c"], [70.0, 80.0, 90.0], SIZES, cells)
 
 
 SHORT, LONG = table(1.0), table(10.0)
@@ -137,6 +137,6 @@ def test_tables_must_fit_the_shapes() -> None:
     for tables in ([SHORT, LONG, LONG], [SHORT, table(10.0).with_accuracy([1.0, 2.0, 3.0])][:1] * 3):
         with pytest.raises(ProfileMismatch, match="2 input shapes"):
             Batcher(Strings(), policy=Fixed(LONG, 0), table=tables, slo_ms=50.0)
-    other = LatencyTable.from_arrays(["a", "b", "z"], [70.0, 80.0, 90.0], SIZES, LONG.latency_ms)
+    other = LatencyTable(["a", "b", "z"], [70.0, 80.0, 90.0], SIZES, LONG.latency_ms)
     with pytest.raises(ProfileMismatch, match="other subnets"):
         Batcher(Strings(), policy=Fixed(LONG, 0), table=[other, LONG], slo_ms=50.0)

@@ -41,7 +41,7 @@ def engine(**options):
 """
 SERVING = """
 one = engine()
-table = subnetact.LatencyTable.from_arrays(one.keys, [50.0], [1], [[1.0]])
+table = subnetact.LatencyTable(one.keys, [50.0], [1], [[1.0]])
 batcher = subnetact.Batcher(one, table=table, slo_ms=1e6)
 for _ in range(20):
     batcher.submit(torch.zeros(16), deadline_ms=1e6)
@@ -49,7 +49,7 @@ assert began.wait(60)
 """
 IN_BLOCKS = """
 one = engine()
-table = subnetact.LatencyTable.from_arrays(one.keys, [50.0], [1], [[1.0]])
+table = subnetact.LatencyTable(one.keys, [50.0], [1], [[1.0]])
 from subnetact.serving.policies import Preemptive
 policy = Preemptive(subnetact.serving.Fixed(table, 0))
 batcher = subnetact.Batcher(one, policy=policy, slo_ms=1e6)

@@ -25,9 +25,7 @@ from subnetact.serving.live.core import Core
 from subnetact.serving.policies import HullFit, MaxAcc, SlackFit
 from subnetact.serving.scheduling.context import Context
 
-TABLE = LatencyTable.from_arrays(
-    ["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]], stamp={}
-)
+TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]], stamp={})
 
 
 class NeverDecides:

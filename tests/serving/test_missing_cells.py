@@ -29,9 +29,7 @@ def tables_without_memory(draw):
         [(1.0 + i) * (2.0 + 0.5 * size) if j < fits[i] else math.nan for j, size in enumerate(SIZES)]
         for i in range(rows)
     ]
-    return LatencyTable.from_arrays(
-        [f"s{i}" for i in range(rows)], [60.0 + i for i in range(rows)], SIZES, cells
-    )
+    return LatencyTable([f"s{i}" for i in range(rows)], [60.0 + i for i in range(rows)], SIZES, cells)
 
 
 @settings(max_examples=25)
@@ -62,7 +60,7 @@ def test_no_policy_chooses_a_cell_without_memory(table, load, rule, floors):
 def test_subnets_that_cannot_run_at_all_are_refused_by_name(a40):
     cells = a40.latency_ms.copy()
     cells[5] = math.nan
-    table = LatencyTable.from_arrays(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
+    table = LatencyTable(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
     with pytest.raises(PolicyError, match="runs at no batch size"):
         make_policy("fixed:5", table, 36.0)
     with pytest.raises(TraceError, match="above the best subnet"):
@@ -80,7 +78,7 @@ def test_subnets_that_cannot_run_at_all_are_refused_by_name(a40):
 def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40):
     cells = a40.latency_ms.copy()
     cells[:, 1] = math.nan  # batch size 2 of a merged table, say
-    table = LatencyTable.from_arrays(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
+    table = LatencyTable(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
     arrivals = poisson(300, 0.5, seed=0)
     for name, rule in product(policy_names(table), ("serve", "drop")):
         result = simulate(
@@ -93,7 +91,7 @@ def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40):
 def test_a_policy_that_asks_for_the_impossible_is_told_so(a40):
     cells = a40.latency_ms.copy()
     cells[5, 2:] = math.nan
-    table = LatencyTable.from_arrays(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
+    table = LatencyTable(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
 
     class Stubborn:
         def __init__(self):
@@ -107,14 +105,14 @@ def test_a_policy_that_asks_for_the_impossible_is_told_so(a40):
 
 
 def test_the_batcher_pads_to_a_size_that_was_measured():
-    table = LatencyTable.from_arrays(["a"], [70.0], [1, 2, 4], [[1.0, math.nan, 2.0]])
+    table = LatencyTable(["a"], [70.0], [1, 2, 4], [[1.0, math.nan, 2.0]])
     dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0, expired="serve")
     assert [dispatcher.padded(0, k) for k in (1, 2, 3, 4)] == [1, 4, 4, 4]
     assert [dispatcher.expected_ms(0, k) for k in (1, 2)] == [1.0, 2.0]
 
 
 def test_what_floors_cost_is_kept_once_for_each_accuracy():
-    table = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]])
+    table = LatencyTable(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]])
     dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0, expired="serve")
     floors = [60.0 + i / 1000 for i in range(20_000)]
     tracemalloc.start()

@@ -32,7 +32,7 @@ from subnetact.serving.policies import Fixed
 from subnetact.serving.simulation.cli import main
 from subnetact.serving.simulation.replay import LiveRun
 
-TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
+TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 
 
 class Timed:

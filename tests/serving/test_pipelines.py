@@ -31,7 +31,7 @@ from subnetact.serving.pipelines.stage_tuner import StageTuner
 from subnetact.serving.policies import HullFit
 from subnetact.serving.simulation.simulator import simulate
 
-FAST = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
+FAST = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 
 
 class StandIn:

@@ -50,9 +50,7 @@ def tables(draw):
         st.lists(st.lists(st.integers(20, 400), min_size=4, max_size=4), min_size=rows, max_size=rows)
     )
     accuracy = draw(st.lists(st.integers(600, 900), min_size=rows, max_size=rows))
-    return LatencyTable.from_arrays(
-        [f"s{i}" for i in range(rows)], np.array(accuracy) / 10, sizes, np.array(cells) / 10
-    )
+    return LatencyTable([f"s{i}" for i in range(rows)], np.array(accuracy) / 10, sizes, np.array(cells) / 10)
 
 
 def slackfit_by_the_book(table, slo, buckets, slack, queued):
@@ -287,7 +285,7 @@ def test_configurations_limit_the_replicas(a40):
 
 def test_veltair_estimates_co_runners(a40):
     base = a40.latency_ms
-    table = LatencyTable.from_arrays(
+    table = LatencyTable(
         a40.subnets,
         a40.accuracy,
         a40.batch_sizes,

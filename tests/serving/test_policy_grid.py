@@ -24,7 +24,7 @@ def affine(share, subnets, ratio, sizes, concave, base_ms=2.0, jitter=0.0, seed=
         cells *= np.maximum(np.random.default_rng(seed).normal(1.0, jitter, cells.shape), 0.5)
     x = np.linspace(0.0, 1.0, subnets)
     accuracy = 70.0 + 10.0 * (1.0 - (1.0 - x) ** 2 if concave else x)
-    return LatencyTable.from_arrays([f"s{i}" for i in range(subnets)], accuracy.tolist(), sizes, cells)
+    return LatencyTable([f"s{i}" for i in range(subnets)], accuracy.tolist(), sizes, cells)
 
 
 def arrivals(table, load, workers, slo_ms, cv2, count, seed):
@@ -114,7 +114,7 @@ def test_the_rest_of_a_queue_may_leave_in_quick_batches():
 def test_distant_points_of_the_hull_take_turns_while_requests_wait():
     sizes, keys = [1, 2, 4, 8], ["small", "below the hull", "large"]
     per_request = np.array([[11.0, 9.0, 6.6, 5.8], [43.0, 33.0, 30.0, 26.7], [57.0, 44.0, 41.0, 30.9]])
-    table = LatencyTable.from_arrays(keys, [70.0, 76.5, 80.0], sizes, per_request * np.array(sizes))
+    table = LatencyTable(keys, [70.0, 76.5, 80.0], sizes, per_request * np.array(sizes))
     slo_ms, workers = 1200.0, 64
     gaps = np.random.default_rng(1).gamma(0.5, 2.0 * 27.5 / workers, 30_000)
     found = simulate(np.cumsum(gaps), table, HullFit(table, slo_ms), slo_ms, workers, progress=False)
@@ -124,7 +124,7 @@ def test_distant_points_of_the_hull_take_turns_while_requests_wait():
 
 def test_time_counts_as_lost_to_accuracy_where_another_subnet_runs_the_batch_faster():
     # Batches of two of "narrow" are the cheapest, but it runs a single request slower than the others.
-    table = LatencyTable.from_arrays(
+    table = LatencyTable(
         ["narrow", "wide", "widest"], [70.2, 77.5, 80.0], [1, 2], [[13.4, 11.0], [6.9, 24.5], [12.8, 26.3]]
     )
     slo_ms = 25.7
@@ -162,7 +162,7 @@ def test_the_fluctuation_of_the_load_is_measured(cv2, share):
 @pytest.mark.parametrize("spend", [False, True])
 def test_of_equally_good_subnets_the_slowest_runs_if_time_is_to_be_spent(spend):
     keys = ["a", "b", "c", "d"]
-    table = LatencyTable.from_arrays(keys, [70.0, 72.0, 80.0, 81.0], [1], [[1.0], [4.0], [6.0], [9.0]])
+    table = LatencyTable(keys, [70.0, 72.0, 80.0, 81.0], [1], [[1.0], [4.0], [6.0], [9.0]])
     fronts, slope = PricedFronts(table), 10.0 / 5.0
     assert fronts.best(0, 1, slope, within_ms=10.0, spend=spend).subnet == (2 if spend else 0)
     assert fronts.best(0, 1, slope, within_ms=5.0, spend=spend).subnet == 0, "b is below the hull"
@@ -193,7 +193,7 @@ def test_time_that_piles_up_is_spent():
 
 def test_no_subnet_below_the_hull_is_chosen_for_the_sake_of_free_time():
     keys = ["a", "b", "c"]
-    table = LatencyTable.from_arrays(keys, [70.0, 72.0, 80.0], [1], [[1.0], [4.0], [6.0]])
+    table = LatencyTable(keys, [70.0, 72.0, 80.0], [1], [[1.0], [4.0], [6.0]])
     fronts = PricedFronts(table)
     slope = 10.0 / 5.0
     assert fronts.best(0, 1, slope, within_ms=10.0, free_ms=5.0).subnet == 2
@@ -249,9 +249,7 @@ def test_bursts_of_losses_do_not_end_accuracy_that_gains_more(seed):
 
 
 def test_the_cheapest_subnet_need_not_be_the_least_accurate():
-    table = LatencyTable.from_arrays(
-        ["a", "b", "c"], [70.0, 73.0, 80.0], [1, 4], [[1, 5], [1.4, 2.8], [5, 8]]
-    )
+    table = LatencyTable(["a", "b", "c"], [70.0, 73.0, 80.0], [1, 4], [[1, 5], [1.4, 2.8], [5, 8]])
     slo_ms, rng = 10.0, np.random.default_rng(0)
     times = np.cumsum(rng.exponential(50.0, 1000))
     result = simulate(times, table, HullFit(table, slo_ms), slo_ms, 2, progress=False)

@@ -31,7 +31,7 @@ from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue
 
 BLOCKS = 10
-TABLE = LatencyTable.from_arrays(["small", "large"], [70.0, 80.0], [1, 16], [[2.0, 10.0], [8.0, 40.0]])
+TABLE = LatencyTable(["small", "large"], [70.0, 80.0], [1, 16], [[2.0, 10.0], [8.0, 40.0]])
 FOREVER = 1e7
 
 
@@ -79,7 +79,7 @@ def test_the_value_of_both_sides_decides() -> None:
 
 def test_blocks_are_long_alone_and_short_beside_others() -> None:
     stamped = TABLE.latency_ms
-    shared = LatencyTable.from_arrays(
+    shared = LatencyTable(
         TABLE.subnets,
         TABLE.accuracy,
         [1, 16],
@@ -122,7 +122,7 @@ def test_bad_arguments(make: Any) -> None:
 
 def test_flex_keeps_its_competitive_bound() -> None:
     """Shepherd proves that FLEX with factor 3.03 serves at least 1 / 12.62 of what any schedule can."""
-    table = LatencyTable.from_arrays(["a"], [100.0], [1, 2, 4], [[5.0, 6.0, 8.0]])
+    table = LatencyTable(["a"], [100.0], [1, 2, 4], [[5.0, 6.0, 8.0]])
     rng = np.random.default_rng(0)
     worst = 1.0
     for _ in range(150):
@@ -318,7 +318,7 @@ def test_an_urgent_request_goes_first_and_the_batch_continues() -> None:
 
 def test_flex_preempts_live_between_blocks() -> None:
     """Sixteen requests that cannot wait for one take its worker, and its batch continues afterwards."""
-    table = LatencyTable.from_arrays(TABLE.subnets, TABLE.accuracy, [1, 16], [[50.0, 60.0], [100.0, 120.0]])
+    table = LatencyTable(TABLE.subnets, TABLE.accuracy, [1, 16], [[50.0, 60.0], [100.0, 120.0]])
     engine = StandIn(VirtualTime(), table=table)
     with opened(engine, Flex(table, 1)) as batcher:
         slow = batcher.submit("x", FOREVER)

@@ -19,7 +19,7 @@ from subnetact.errors import BatcherClosed, InvalidRequest, PolicyError, QueueFu
 from subnetact.serving import Fixed
 from subnetact.serving.scheduling.context import Context
 
-TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
+TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
 
 
 class Echo:

@@ -79,8 +79,8 @@ def test_pages_are_found_cut_and_read_live(example: Any, pages: Any) -> None:
     assert read_percent[-1] > 75.0
     assert min(read_percent) > 50.0
     tables = {
-        "find": LatencyTable.from_arrays(find.keys, found_percent, [1, 16], [[1.0, 2.0]] * len(find.ids)),
-        "read": LatencyTable.from_arrays(read.keys, read_percent, [1, 16], [[1.0, 8.0]] * len(read.ids)),
+        "find": LatencyTable(find.keys, found_percent, [1, 16], [[1.0, 2.0]] * len(find.ids)),
+        "read": LatencyTable(read.keys, read_percent, [1, 16], [[1.0, 8.0]] * len(read.ids)),
     }
     stages = example.fixed(example.new_stages(Perfect(), read, tables), largest=True)
     order, times = list(range(len(pages.digits))), np.zeros(len(pages.digits))

@@ -24,7 +24,7 @@ RULES = ["serve", "drop", "defer"]
 
 
 def one_subnet(latency_ms, batch_sizes=(1,)):
-    return LatencyTable.from_arrays(["only"], [80.0], list(batch_sizes), [list(latency_ms)])
+    return LatencyTable(["only"], [80.0], list(batch_sizes), [list(latency_ms)])
 
 
 @st.composite
@@ -246,7 +246,7 @@ def test_switching_a_worker_costs_its_delay(a40):
 
 
 def test_co_runners_slow_what_runs_beside_them():
-    table = LatencyTable.from_arrays(
+    table = LatencyTable(
         ["only"], [80.0], [1], [[5.0]], co_runners=[0.0, 1.0], co_runner_ms=[[[5.0]], [[9.0]]]
     )
     result = simulate(
@@ -384,7 +384,7 @@ def test_impossible_answers_are_named(a40, answer):
 
 
 def test_cells_that_cannot_run_are_never_chosen():
-    table = LatencyTable.from_arrays(
+    table = LatencyTable(
         ["small", "large"], [70.0, 80.0], [1, 4, 16], [[2.0, 3.0, 6.0], [4.0, 9.0, math.nan]]
     )
     trace = bursty(300, 900, 4, 3, seed=0)

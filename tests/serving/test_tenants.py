@@ -31,8 +31,8 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving import Fixed, Preemptive, Tenant, TenantBatcher, Veltair
 from subnetact.serving.live.turns import WorkerTurns
 
-TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
-OTHER = LatencyTable.from_arrays(["x"], [90.0], [1, 2], [[5.0, 8.0]])
+TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
+OTHER = LatencyTable(["x"], [90.0], [1, 2], [[5.0, 8.0]])
 FOREVER = 1e7
 
 
@@ -327,7 +327,7 @@ class Crowded(StandIn):
 def test_blocks_are_long_alone_and_short_beside_another_tenant() -> None:
     """The table says how much co-runners slow a tenant down; what it measures tells how many there are."""
     latency, time = TABLE.latency_ms, VirtualTime()
-    table = LatencyTable.from_arrays(
+    table = LatencyTable(
         TABLE.subnets, TABLE.accuracy, [1, 4], latency, co_runners=[0, 1], co_runner_ms=[latency, 2 * latency]
     )
     policies = [

@@ -193,4 +193,4 @@ class Learner:
         for subnet, most in list(self._dispatcher.limits.items()):
             least = max(most, table.batch_sizes[0])
             cells[subnet, [size > least for size in table.batch_sizes]] = np.nan
-        return LatencyTable.from_arrays(table.subnets, table.accuracy, table.batch_sizes, cells)
+        return LatencyTable(table.subnets, table.accuracy, table.batch_sizes, cells)

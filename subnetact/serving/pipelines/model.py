@@ -230,7 +230,7 @@ def _stage(facts: Mapping[str, Any], folder: Path) -> StageModel:
     tables = {
         str(hardware): LatencyTable.load(folder / given)
         if isinstance(given, str)
-        else LatencyTable.from_arrays([name], [100.0], [1], [[float(given)]])
+        else LatencyTable([name], [100.0], [1], [[float(given)]])
         for hardware, given in facts["tables"].items()
     }
     after = facts.get("after", {})

@@ -80,7 +80,7 @@ class Stage:
         """
         table = self.table if self.table is not None or self.policy is None else self.policy.table
         if table is None and self.is_function:
-            table = LatencyTable.from_arrays([self.name], [100.0], [1], [[self.expected_ms]])
+            table = LatencyTable([self.name], [100.0], [1], [[self.expected_ms]])
         if table is None:
             raise PipelineError(f"stage {self.name!r}: neither a table nor a policy; give one of them")
         if self.batch_size is not None and self.batch_size < table.batch_sizes[-1]:

@@ -79,7 +79,7 @@ def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTabl
         kind: [[subnet["latency_ms"][str(size)][kind] for size in batch_sizes] for subnet in measured]
         for kind in ("mean", "std")
     }
-    return LatencyTable.from_arrays(
+    return LatencyTable(
         subnets=[f"{subnet['accuracy']:.3f}" for subnet in measured],
         accuracy=[subnet["accuracy"] for subnet in measured],
         batch_sizes=list(batch_sizes),

@@ -97,7 +97,7 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | o
     decisions = [decision._replace(t_ms=decision.t_ms - start) for decision in result.decisions or ()]
     result.decisions = sorted(decisions)
     latency = np.divide(total, count, out=table.latency_ms.copy(), where=count > 0)
-    measured = LatencyTable.from_arrays(table.subnets, table.accuracy, table.batch_sizes, latency)
+    measured = LatencyTable(table.subnets, table.accuracy, table.batch_sizes, latency)
     return LiveRun(
         np.array(arrivals)[order] - start,
         np.array(slos)[order],
