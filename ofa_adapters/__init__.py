@@ -1,7 +1,6 @@
 """Published supernet families as `subnetact` supernets, filled with real checkpoints.
 
 * `families()` and `language_models()` name the families and `load(family, checkpoint)` builds one.
-* `read_slices(path, space)` and `write_slices` read and write the published slices of Gemma 3n.
 * `identify(tensors)` tells the family of a state_dict.
 * `encode(space, spec)` returns the features that the family's upstream accuracy predictor reads.
 
@@ -13,16 +12,12 @@ elastic, and how upstream's names map to ours. Errors are those of `subnetact.er
 
 from ofa_adapters.features import Features
 from ofa_adapters.registry import encode, families, identify, language_models, load
-from ofa_adapters.slices import Slice, read_slices, write_slices
 
 __all__ = [
     "Features",
-    "Slice",
     "encode",
     "families",
     "identify",
     "language_models",
     "load",
-    "read_slices",
-    "write_slices",
 ]

@@ -6,6 +6,9 @@ activation sparsity of the first layers takes mean and deviation over the width 
 A skipped layer is the identity in its place, for all AltUp inputs. The last layers own no keys and values.
 They read those of the last layer of their type in front of them, and these layers cannot be skipped.
 
+`space.parse` takes a row of the published slices, as `csv.DictReader` reads it from their CSV file, and
+`space.format` returns the two columns that identify a subnet.
+
 Source: Gemma 3n (google/gemma-3n-E4B, transformers/models/gemma3n), the MatFormer Lab of
 google-gemini/gemma-cookbook, and google/gemma3n-slicing-configs.
 """

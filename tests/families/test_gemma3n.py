@@ -1,8 +1,10 @@
-"""Gemma 3n: views equal what transformers builds from the sliced configuration; files of slices."""
+"""Gemma 3n: views equal what transformers builds from the sliced configuration; published slices."""
 
 from __future__ import annotations
 
 import copy
+import csv
+import io
 import json
 import pickle
 import random
@@ -18,12 +20,10 @@ from torch import Tensor, nn
 import ofa_adapters
 import subnetact
 import subnetact.insertion
-from ofa_adapters import Slice, read_slices, write_slices
 from ofa_adapters.networks.gemma3n import DIMS, SKIPPED
 from subnetact.errors import (
     CacheMismatch,
     CheckpointError,
-    FileFormatError,
     IllegalChoice,
     InsertError,
     MissingExtra,
@@ -289,24 +289,20 @@ def test_checkpoints_of_the_language_model_and_of_the_whole_model(
         ofa_adapters.checkpoint.read(tmp_path / "text")
 
 
-def test_slices_are_read_and_written(supernet: subnetact.Supernet, tmp_path: Path) -> None:
-    path, space = tmp_path / "slices.csv", supernet.space
+def test_rows_of_the_published_file_are_subnets(supernet: subnetact.Supernet) -> None:
+    space, full = supernet.space, ", ".join(["4 * 6"] * 10)
     dims = ", ".join(["4 * 6"] * 4 + ["1_2"] * 4)
-    path.write_text(
+    text = (
         "name,# Layers,# Effective Params (B),MMLU PT accuracy,FFN Hidden Dims,Layers Skipped\n"
-        f'Main model,10,3.98,62.30%,"[{", ".join(["4 * 6"] * 10)}]",\n'
+        f'Main model,10,3.98,62.30%,"[{full}]",\n'
         f'Small,8,1.91,50.90%,"[{dims}]","[6, 8]"\n'
         f'Bare,,,,"[{", ".join(["8"] * 10)}]",null\n'
     )
-    found = read_slices(path, space)
-    assert list(found) == ["Main model", "Small", "Bare"]
-    assert found["Main model"] == Slice(space.largest(), 3.98, 62.3)
-    assert space.format(found["Small"].spec) == {DIMS: [24] * 4 + [12] * 4, SKIPPED: [6, 8]}
-    assert (found["Bare"].billions, found["Bare"].accuracy) == (None, None)
-    write_slices(tmp_path / "again.csv", space, found)
-    again = read_slices(tmp_path / "again.csv", space)
-    assert again == found
-    assert (tmp_path / "again.csv").read_text().startswith("name,# Layers,# Effective Params (B),MMLU PT acc")
+    found = {row["name"]: space.parse(row) for row in csv.DictReader(io.StringIO(text))}
+    assert found["Main model"] == space.largest()
+    assert space.format(found["Small"]) == {DIMS: [24] * 4 + [12] * 4, SKIPPED: [6, 8]}
+    written = [{name: str(value) for name, value in space.format(spec).items()} for spec in found.values()]
+    assert list(map(space.parse, written)) == list(found.values())
 
 
 @pytest.mark.parametrize(
@@ -327,33 +323,6 @@ def test_rows_that_are_no_subnet_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         supernet.space.parse(row)
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("", FileFormatError, "not a CSV file of slices"),
-        ("a,b\n1,2\n", FileFormatError, "its columns are name, # Layers"),
-        ('name,FFN Hidden Dims\nx,"[1]"\n', SpecError, "line 2: gemma3n: FFN Hidden Dims has 1"),
-        (
-            'name,# Layers,FFN Hidden Dims\nx,9,"[' + ", ".join(["24"] * 10) + ']"\n',
-            FileFormatError,
-            "line 2: # Layers is 9, but 10 layers are kept",
-        ),
-        (
-            'name,MMLU PT accuracy,FFN Hidden Dims\nx,good,"[' + ", ".join(["24"] * 10) + ']"\n',
-            FileFormatError,
-            "MMLU PT accuracy is 'good', no number",
-        ),
-    ],
-)
-def test_files_that_hold_no_slices_are_refused(
-    supernet: subnetact.Supernet, tmp_path: Path, text: str, error: type[Exception], message: str
-) -> None:
-    path = tmp_path / "slices.csv"
-    path.write_text(text)
-    with pytest.raises(error, match=message):
-        read_slices(path, supernet.space)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ import subnetact
 import subnetact.insertion
 import subnetact.supernet
 from ofa_adapters.__main__ import main as families_main
-from ofa_adapters.slices import Slice, read_slices, write_slices
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import MissingExtra, QueueFull, SubnetActError, TableError
 from subnetact.files import journal
@@ -627,15 +626,11 @@ def fuzz_simulate_generation(source: random.Random, place: Path) -> None:
 
 
 def fuzz_slices(source: random.Random, place: Path) -> None:
-    """Change a CSV file of slices of Gemma 3n, and read it."""
-    path = place / "slices.csv"
+    """Change a published slice of Gemma 3n, and read it."""
     space = _gemma().space
-    slices = {
-        name: Slice(spec, 1.0, 50.0) for name, spec in (("a", space.smallest()), ("b", space.largest()))
-    }
-    write_slices(path, space, slices)
-    path.write_bytes(damaged(path.read_bytes(), source))
-    read_slices(path, space)
+    row = {name: str(value) for name, value in space.format(space.sample(source)).items()}
+    name = source.choice(list(row))
+    space.parse({**row, name: damaged(row[name].encode(), source).decode(errors="replace")})
 
 
 @cache
