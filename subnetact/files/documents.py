@@ -60,11 +60,6 @@ class DocumentFormat:
         """The fields that every document of this kind begins with."""
         return {"kind": self.kind, "schema": self.schema}
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The same as `header`, in the form that the metadata of a safetensors file takes."""
-        return {"format": self.kind, "schema": str(self.schema)}
-
     def write(
         self, path: str | os.PathLike[str], facts: Mapping[str, Any], indent: int | None = None
     ) -> None:
@@ -113,13 +108,6 @@ class DocumentFormat:
             raise FileFormatError(
                 f"{path}: {self.noun} of schema {schema}, this version reads {self.schema}; update subnetact"
             )
-
-    def check_metadata(self, metadata: Mapping[str, str] | None, path: str | os.PathLike[str]) -> None:
-        """Check the metadata of a safetensors file, or None, as `check` checks a document."""
-        found = metadata or {}
-        schema = found.get("schema")
-        known = self.schema if schema == str(self.schema) else schema
-        self.check({"kind": found.get("format"), "schema": known}, path)
 
     @contextmanager
     def fields(

@@ -185,7 +185,8 @@ class NormTable:
                 own.append(starts[key])
             rows.append({"spec": spec.to_json(), "channels": row.channels, "dtype": dtype, "starts": own})
         tensors = {dtype: torch.cat(parts) for dtype, parts in stored.items()}
-        write_tensors(path, tensors, {**NORM_TABLE.metadata, "space": self.space, "rows": json.dumps(rows)})
+        document = {**NORM_TABLE.header, "space": self.space, "rows": rows}
+        write_tensors(path, tensors, {"document": json.dumps(document)})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> NormTable:
@@ -208,12 +209,12 @@ class NormTable:
             NORM_TABLE.fields(path, passing=(), damaged=(OSError, SafetensorError)),
             safe_open(path, framework="pt") as file,
         ):
-            header = file.metadata()
-            NORM_TABLE.check_metadata(header, path)
-            table = cls(header["space"])
+            document = parse_json((file.metadata() or {}).get("document", "null"))
+            NORM_TABLE.check(document, path)
+            table = cls(document["space"])
             stored = {dtype: file.get_tensor(dtype) for dtype in file.keys()}  # noqa: SIM118
             left = ALLOWED_BYTES + BYTES_PER_STORED_BYTE * sum(tensor.nbytes for tensor in stored.values())
-            for entry in parse_json(header["rows"]):
+            for entry in document["rows"]:
                 spec, found = SubnetSpec.from_json(entry["spec"]), dict[str, tuple[Tensor, Tensor]]()
                 for (name, count), start in zip(entry["channels"].items(), entry["starts"], strict=True):
                     both = stored[entry["dtype"]][start : start + 2 * count]

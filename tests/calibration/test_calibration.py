@@ -149,8 +149,8 @@ def test_damaged_and_foreign_files_are_refused(digits: Supernet, tmp_path) -> No
     save_file({"a": torch.zeros(1)}, path)
     with pytest.raises(FileFormatError, match="not a norm table"):
         NormTable.load(path)
-    header = {"format": "subnetact.norms", "schema": "99", "space": "x", "rows": "[]"}
-    save_file({"a": torch.zeros(1)}, path, header)
+    document = {"kind": "subnetact.norms", "schema": 99, "space": "x", "rows": []}
+    save_file({"a": torch.zeros(1)}, path, {"document": json.dumps(document)})
     with pytest.raises(FileFormatError, match="schema 99"):
         NormTable.load(path)
     with pytest.raises(ForeignSpec):

@@ -109,16 +109,6 @@ def test_only_the_present_schema_is_read(tmp_path: Path, schema: Any) -> None:
         NOTE.read(path)
 
 
-def test_metadata_is_checked_like_a_header() -> None:
-    NOTE.check_metadata(NOTE.metadata, "f")
-    for metadata in (None, {}, {"format": "other", "schema": "2"}):
-        with pytest.raises(FileFormatError, match="f: not a note"):
-            NOTE.check_metadata(metadata, "f")
-    for schema in ("1", "3", "", "x", "2.0", "9" * 5000):
-        with pytest.raises(FileFormatError, match="update subnetact"):
-            NOTE.check_metadata({"format": "tests.note", "schema": schema}, "f")
-
-
 def test_lines_end_with_the_last_line_break(tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text(json.dumps(NOTE.header) + '\n{"a": 1}\n{"a": ')

@@ -127,17 +127,18 @@ ONE = {"spec": spec(0).to_json(), "channels": {"n0": 3}, "dtype": "float32", "st
         ({"starts": ["0"]}, {}, "a field is missing or of the wrong kind: TypeError"),
         ({"dtype": "int8"}, {}, "a field is missing or of the wrong kind: KeyError"),
         ({"channels": ["n0"]}, {}, "of the wrong kind: AttributeError"),
-        ({}, {"schema": "2"}, "schema 2, this version reads 3"),
+        ({}, {"schema": 2}, "schema 2, this version reads 3"),
     ],
 )
 def test_rows_that_contradict_the_statistics_are_refused(
-    tmp_path: Path, change: dict[str, Any], header: dict[str, str], message: str
+    tmp_path: Path, change: dict[str, Any], header: dict[str, int], message: str
 ) -> None:
     path = tmp_path / "norms.safetensors"
     table(*ROWS[:3]).save(path)
     with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    save_file(load_file(path), path, {**metadata, "rows": json.dumps([{**ONE, **change}]), **header})
+        document = json.loads(file.metadata()["document"])
+    document |= {"rows": [{**ONE, **change}], **header}
+    save_file(load_file(path), path, {"document": json.dumps(document)})
     with pytest.raises(FileFormatError, match=message):
         NormTable.load(path)
 
