@@ -77,7 +77,7 @@ class InputShapes:
         """Return the position of the smallest shape that an input fits in; 0 if there is only one."""
         if not self._several:
             return 0
-        own = self._leaves(x)
+        own = _leaves_like(x, self.samples[0])
         for position, wanted in enumerate(self._shapes):
             if self._fit(own, wanted):
                 return position
@@ -96,7 +96,7 @@ class InputShapes:
         """Return inputs in one shape, the smallest that all of them fit in."""
         if not self._several:
             return inputs
-        first, owns = max(map(self.index, inputs)), [self._leaves(x) for x in inputs]
+        first, owns = max(map(self.index, inputs)), [_leaves_like(x, self.samples[0]) for x in inputs]
         common = (wanted for wanted in self._shapes[first:] if all(self._fit(own, wanted) for own in owns))
         wanted = next(common, None)
         if wanted is None:
@@ -106,10 +106,6 @@ class InputShapes:
             )
         structure = tree_flatten(self.samples[0])[1]
         return [tree_unflatten(list(map(self._pad, own, range(len(own)), wanted)), structure) for own in owns]
-
-    def _leaves(self, x: Any) -> list[Any]:
-        """Return the tensors of an input in the order of the samples; too few if its structure differs."""
-        return _leaves_like(x, self.samples[0])
 
     def _fit(self, own: Sequence[Any], wanted: Sequence[torch.Size]) -> bool:
         return len(own) == len(wanted) and all(map(self._fits, range(len(own)), own, wanted))
@@ -127,6 +123,7 @@ class InputShapes:
 
 
 def _leaves_like(x: Any, sample: Any) -> list[Any]:
+    """Return the tensors of an input in the order of a sample; too few if its structure differs."""
     if isinstance(sample, Tensor):
         return [x]
     if parts_of(x) != parts_of(sample):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
@@ -41,14 +41,8 @@ NEVER_MS = 1e12
 ACCURACIES = "give numbers in percent, one pkg.mod:factory, or the checkpoint of an accuracy predictor"
 AccuracyFunction: TypeAlias = Callable[[SubnetSpec], float]
 """A function subnet -> accuracy in percent; NaN if it is not known."""
-
-
-class MeasureLatencies(Protocol):
-    """Measures latencies in ms, one list per subnet; NaN if memory ran out. A journal keeps the times."""
-
-    def __call__(
-        self, specs: Sequence[SubnetSpec], batch_sizes: Sequence[int], journal: Journal | None = None
-    ) -> list[list[float]]: ...
+MeasureLatencies: TypeAlias = Callable[..., list[list[float]]]
+"""A function (subnets, batch sizes, journal=) -> ms, one list per subnet; NaN if memory ran out."""
 
 
 @dataclass(frozen=True)
@@ -228,10 +222,11 @@ def select_subnets(
     else:
         function = wanted.accuracy
         bar = tqdm(wanted.specs, desc="accuracy", disable=None)
-        percents = [None if function is None else _known(function(spec)) for spec in bar]
+        percents = [math.nan if function is None else function(spec) for spec in bar]
         chosen = "the bundle's" if source.specs and request.subnets == "all" else request.subnets
         facts = {"subnets_chosen": chosen, "accuracy_source": wanted.origin}
-        selection = Selection(wanted.specs, percents, facts)
+        known = [None if math.isnan(percent) else percent for percent in percents]
+        selection = Selection(wanted.specs, known, facts)
     _keep_statistics(source.supernet, selection.specs, statistics)
     journal.append(
         "chosen",
@@ -240,10 +235,6 @@ def select_subnets(
         facts=selection.facts,
     )
     return selection
-
-
-def _known(percent: float) -> float | None:
-    return None if math.isnan(percent) else percent
 
 
 def _keep_statistics(supernet: Supernet, specs: Sequence[SubnetSpec], path: Path) -> None:

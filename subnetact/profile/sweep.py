@@ -8,7 +8,7 @@ that speeds up or slows down does so for all of them alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -31,7 +31,7 @@ from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import TimedRunner
 from subnetact.profile.stability import is_stable, quantile_name, statistics_of
-from subnetact.profile.window import Window, measure
+from subnetact.profile.window import measure
 from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
@@ -137,12 +137,9 @@ class Sweep:
         settings: SweepSettings,
         journal: Journal | None = None,
         record: str = "window",
-        measure: Callable[..., Window] = measure,
-        start_co_runners: Callable[[TimedRunner, int], CoRunners] = _co_runners,
     ) -> None:
         self.runner, self.batch_sizes, self.settings = runner, tuple(batch_sizes), settings
         self.journal, self.measurements = journal, Measurements(journal, record)
-        self._measure, self._start_co_runners = measure, start_co_runners
         numbers = (0, *settings.co_runners)
         self._cells = [(n, i, b) for n in numbers for i in runner.engine.ids for b in self.batch_sizes]
 
@@ -150,7 +147,7 @@ class Sweep:
         """Measure what is not measured yet, with a progress bar when standard error is a terminal."""
         context: CoRunners | nullcontext[None] = nullcontext()
         if self.settings.co_runners:
-            context = self._start_co_runners(self.runner, self.settings.co_runners[-1])
+            context = _co_runners(self.runner, self.settings.co_runners[-1])
         bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
         windows = self.measurements.windows
         with context as processes, bar:
@@ -181,7 +178,7 @@ class Sweep:
         runner, (_, subnet, batch_size) = self.runner, cell
         try:
             with runner.prepared(subnet, batch_size) as call:
-                window = self._measure(
+                window = measure(
                     call,
                     runner.engine.device,
                     warmup_ms=self.settings.warmup_ms,

@@ -62,10 +62,11 @@ def sweep(
     batch_sizes: list[int],
     settings: SweepSettings,
     journal: Journal | None = None,
-    **options: Any,
 ) -> Sweep:
-    made = Sweep(runner, batch_sizes, settings, journal, measure=made_up, **options)
-    made.run(progress=False)
+    made = Sweep(runner, batch_sizes, settings, journal)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subnetact.profile.sweep.measure", made_up)
+        made.run(progress=False)
     return made
 
 
@@ -241,7 +242,7 @@ def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact
     assert beside.statistics["p50"].tolist() == beside.latency_ms.tolist()
 
 
-def test_co_runners_run_in_their_cells_only(tmp_path: Path) -> None:
+def test_co_runners_run_in_their_cells_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Company:
         running = 0
 
@@ -268,7 +269,8 @@ def test_co_runners_run_in_their_cells_only(tmp_path: Path) -> None:
 
     settings = SweepSettings(co_runners=(1, 3))
     journal = Noted(tmp_path / "j.jsonl", {})
-    sweep(FakeRunner(times), [1, 2], settings, journal, start_co_runners=lambda *_: company)
+    monkeypatch.setattr("subnetact.profile.sweep._co_runners", lambda *_: company)
+    sweep(FakeRunner(times), [1, 2], settings, journal)
     assert len(running) == 2 * 2 * 3 * settings.windows
     assert running == wanted
 
