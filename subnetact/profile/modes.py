@@ -43,12 +43,16 @@ def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
 
 
 class TimedRunner:
-    """Makes the calls to time: subnets of an engine that was made with the `mode_options` of the mode."""
+    """Makes the calls to time, of an engine with the `mode_options` of a mode, or without a mode as it is."""
 
     def __init__(
-        self, engine: Engine, mode: str = "zero-copy", include: Sequence[str] = (), sample: Any = None
+        self, engine: Engine, mode: str | None = None, include: Sequence[str] = (), sample: Any = None
     ) -> None:
-        self.engine, self.mode, self.facts = engine, mode, run_facts(mode, include)
+        self.engine, self.mode, self.facts = engine, mode, run_facts(mode or "as served", include)
+        if mode is None:  # What a journal of an engine that runs its subnets in another way must not have.
+            config = engine.config
+            self.facts["fused"] = [i for i in engine.ids if engine.is_fused(i)]
+            self.facts |= {"compile": config.compile, "prepared": list(config.prepared)}
         self.sample = engine.sample if sample is None else sample
         self._inputs: dict[int, Any] = {}
 

@@ -220,6 +220,10 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
     assert again.latency_ms.tolist() == first.latency_ms.tolist()
     with pytest.raises(ResumeMismatch, match="min_time_ms was 1, is 2"):
         subnetact.profile_latency(engine, [1, 2], resume=path, **{**quick, "min_time_ms": 2})
+    views = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE[None], fuse=False)
+    assert first.stamp["fused"] == [0, 1]
+    with pytest.raises(ResumeMismatch, match=r"fused was \[0, 1\], is \[\]"):
+        subnetact.profile_latency(views, [1, 2], resume=path, **quick)
     with torch.no_grad():
         next(engine.supernet.parameters()).mul_(2.0)
     changed = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE[None])
