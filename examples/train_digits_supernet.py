@@ -42,7 +42,7 @@ def train(supernet: Supernet, data: Digits, epochs: int, batch_size: int, seed: 
         torch.nn.utils.clip_grad_norm_(supernet.parameters(), 2.0)
         optimizer.step()
         schedule.step()
-        bar.set_postfix(loss=f"{losses.largest:.3f}", refresh=False)
+        bar.set_postfix(loss=f"{next(iter(losses.values())):.3f}", refresh=False)
     supernet.eval()
 
 

@@ -106,14 +106,14 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(supernet.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        bar.set_postfix(loss=f"{losses.largest:.3f}", refresh=False)
+        bar.set_postfix(loss=f"{next(iter(losses.values())):.3f}", refresh=False)
         if args.state and (step + 1) % 100 == 0:
             state = {"weights": supernet.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"schedule": schedule.state_dict(), "step": step + 1}
             state["seconds"] = spent + time.perf_counter() - begun
             torch.save(state, args.state.with_suffix(".new"))
             args.state.with_suffix(".new").replace(args.state)
-            print(f"{step + 1} {state['seconds']:.0f} s {losses.losses.values()}", flush=True)
+            print(f"{step + 1} {state['seconds']:.0f} s {losses.values()}", flush=True)
     supernet.eval()
     weights = supernet.state_dict()
     weights.pop("lm_head.weight")  # the same tensor as the embedding

@@ -3,6 +3,6 @@
 `examples/finetune_own_model.py` has a complete recipe: learning rate, progressive shrinking, calibration.
 """
 
-from subnetact.training.sandwich import SandwichLosses, sandwich_step
+from subnetact.training.sandwich import sandwich_step
 
-__all__ = ["SandwichLosses", "sandwich_step"]
+__all__ = ["sandwich_step"]

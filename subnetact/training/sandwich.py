@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,29 +20,12 @@ from subnetact.supernet.batches import as_batch, call_with, describe_input, logi
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = ["SandwichLosses", "sandwich_step"]
+__all__ = ["sandwich_step"]
 
 Loss = Callable[[Any, Any], Tensor]
 
 LOWEST_TEMPERATURE = 1e-3
 """Scores that are divided by less may overflow."""
-
-
-@dataclass(frozen=True)
-class SandwichLosses:
-    """What one step computed: the loss of every subnet that was trained, the largest first."""
-
-    losses: Mapping[SubnetSpec, float]
-
-    @property
-    def largest(self) -> float:
-        """The loss of the first subnet, which is the largest unless `subnets` was given."""
-        return next(iter(self.losses.values()))
-
-    @property
-    def mean(self) -> float:
-        """The mean of all losses."""
-        return sum(self.losses.values()) / len(self.losses)
 
 
 def sandwich_step(
@@ -61,7 +43,7 @@ def sandwich_step(
     teacher: Callable[..., Any] | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     average: bool = True,
-) -> SandwichLosses:
+) -> dict[SubnetSpec, float]:
     """Add the gradients of one batch for the largest, the smallest and some random subnets.
 
     The largest subnet learns from the targets, the others from the largest one's outputs (in-place
@@ -94,7 +76,7 @@ def sandwich_step(
             give False for all but the last of several batches that are accumulated.
 
     Returns:
-        The loss of every subnet.
+        The loss of every subnet that was trained, the largest (or the first of `subnets`) first.
 
     Raises:
         SpecError: an argument is out of its range, the supernet is in evaluation mode, or distillation finds
@@ -149,7 +131,7 @@ def sandwich_step(
             losses[spec] = float(total.detach())
     if average and isinstance(supernet, DistributedDataParallel):
         _average_gradients(plain, supernet.process_group)
-    return SandwichLosses(losses)
+    return losses
 
 
 def _check_number(name: str, value: Any, least: float, most: float) -> None:

@@ -33,6 +33,6 @@ widths = []
 for step in range(2):
     x, labels = sandwich.data(seed=10 + 2 * rank + step)
     found = sandwich_step(model, x, labels, rng=rng, random_subnets=1, average=step == 1)
-    widths.append(sandwich.widths_of(found.losses))
+    widths.append(sandwich.widths_of(found))
 torch.save({"gradients": sandwich.gradients(supernet), "widths": widths}, result)
 distributed.destroy_process_group()
