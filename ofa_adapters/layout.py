@@ -51,12 +51,8 @@ class Layout:
         elastic, modules = self.elastic(), dict(network.named_modules())
         for path in elastic.keys() - modules.keys():
             parent, _, name = path.rpartition(".")
-            if getattr(modules.get(parent), name, network) is not None:
-                raise ValueError(
-                    f"{self.family}: elastic() names {path!r}, which the network does not have; correct the "
-                    "path, or let the network hold None there if it leaves out this part"
-                )
-            del elastic[path]
+            if parent in modules and getattr(modules[parent], name, self) is None:
+                del elastic[path]  # Other paths without a module are wrong; `put_operators_` refuses them.
         return network, space, elastic
 
     def largest(self) -> dict[str, int]:
