@@ -105,12 +105,7 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
     """Return the state_dict inside the wrappers `state_dict` and `model`, if its tensors can be used."""
     for _ in range(MOST_WRAPPERS):
         wrapped = [content.get(name) for name in _WRAPPERS] if isinstance(content, Mapping) else []
-        inner = next((part for part in wrapped if isinstance(part, Mapping)), None)
-        if inner is None:
-            break
-        content = inner
-    else:
-        raise CheckpointError(f"{subject}: has more than {MOST_WRAPPERS} wrappers around its state_dict")
+        content = next((part for part in wrapped if isinstance(part, Mapping)), content)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{subject}: holds no state_dict, but {type(content).__name__}")
     others = [str(k) for k, v in content.items() if not (isinstance(k, str) and isinstance(v, Tensor))]

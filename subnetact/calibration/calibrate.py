@@ -128,8 +128,7 @@ def calibrate(
         FileFormatError: `resume` is damaged, of another kind, or of a newer schema.
 
     Source:
-        SubnetNorm in SuperServe, section 3.1; the rules are those of OFA's `set_running_statistics`, and of
-        AttentiveNAS and Slimmable Networks.
+        SubnetNorm in SuperServe, section 3.1.
 
     Example:
         >>> specs = supernet.space.sample(0, 20)

@@ -259,7 +259,7 @@ def _self_referential() -> Any:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any], str], Any], str]] = {
-    "self-referential": (lambda state, name: _self_referential(), "more than 8 wrappers"),
+    "self-referential": (lambda state, name: _self_referential(), "entries that are not tensors: state_dict"),
     "sparse": (lambda state, name: {**state, name: state[name].to_sparse()}, "of layout torch.sparse_coo"),
     "compressed": (
         lambda state, name: {**state, name: state[name].reshape(len(state[name]), -1).to_sparse_csr()},
