@@ -76,34 +76,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     cluster         1148   547      4
     all            33251 10775    252
 
-Glossary
---------
-supernet: a network trained so that many smaller networks, its subnets, share its weights.
-subnet: one of these networks. A SubnetSpec identifies it by its choices.
-family: a published kind of supernet, for example ofa_resnet50. Upstream is the code of its authors.
-space: all subnets of a supernet. It consists of axes.
-axis: one kind of choice, for example the width of every stage. It consists of slots.
-slot: one place of an axis where a subnet takes one choice, for example the width of stage 2.
-choice: one of the values that a slot may take.
-dimension: a named size that modules follow, for example the channels of a stage.
-size row: the integers of one subnet, one per dimension; every operator slices by the size row.
-view: a subnet as an ordinary module whose parameters are slices of the supernet's storage.
-statistics row: the BatchNorm means and variances of one subnet, kept in the NormTable.
-bundle: a folder with weights, statistics, subnets and latency tables; it is loaded without pickle.
-table: a LatencyTable, which holds the accuracy of every subnet and its latency per batch size.
-policy: decides which subnet and batch size an idle worker runs next.
-slack: the time left until the deadline of the most urgent request.
-attainment: the share of all requests that were answered in time (an answer that was in time is "met").
-effective accuracy: the accuracy of the subnets that answered in time, averaged over all requests.
-stamp: what a table says of its origin: machine, versions, settings, fingerprint of the supernet.
-floor: the minimum accuracy that a request demands of the subnet that answers it.
-fused program: a subnet whose BatchNorms, activations and additions are merged into its convolutions.
-plan: which subnets of an engine are fused programs, within its memory budget (`engine/fusion_plan.py`).
-co-runner: another process or tenant that uses the same device at the same time.
-expired: a request whose deadline no subnet can meet any more.
-dropped: an expired request that was answered at once with DeadlinePassed.
-deferred: an expired request that is served when nothing else waits.
-refused: a request that was never accepted, because it is invalid or the queue is full.
+The README has a glossary of the words that are used here.
 """
 
 from importlib import import_module

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["COARSE", "EXACT", "FUSED", "MASKED", "ROUNDED", "SHORT", "Tolerance", "equal", "is_as_near"]
+__all__ = [
+    "COARSE",
+    "EXACT",
+    "FARTHER",
+    "FUSED",
+    "MASKED",
+    "ROUNDED",
+    "SHORT",
+    "Tolerance",
+    "equal",
+    "is_as_near",
+]
 
 
 class Tolerance(NamedTuple):
@@ -32,6 +43,8 @@ SHORT = Tolerance(5e-2)
 """Computed in 16 bits on one of the two sides. It takes the place of any other tolerance there."""
 COARSE = Tolerance(0.5, least=1e-6)
 """Weights of 8 or 16 bits: it finds what computes something else, not what loses accuracy."""
+FARTHER = (2.0, 0.01)
+"""Times the distance of another output from the exact one, and a share of the norm of the exact one."""
 
 
 def equal(found: Any, expected: Any, tolerance: Tolerance = ROUNDED) -> bool:
@@ -63,8 +76,8 @@ def _equal(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
     return torch.allclose(found, expected, tolerance.own, tolerance.largest * largest, equal_nan=True)
 
 
-def is_as_near(found: Any, other: Any, exact: Any, times: float) -> bool:
-    """Tell whether an output is at most `times` as far from an exact one as another, plus 1 % of its norm."""
+def is_as_near(found: Any, other: Any, exact: Any) -> bool:
+    """Tell whether an output is at most `FARTHER` from an exact one than another output is."""
     leaves = [tree_leaves(one) for one in (found, other, exact)]
     if len({len(one) for one in leaves}) > 1:
         return False
@@ -73,9 +86,9 @@ def is_as_near(found: Any, other: Any, exact: Any, times: float) -> bool:
             near = equal(mine, right)
         else:
             near = mine.shape == right.shape and mine.dtype == right.dtype
-            near = near and bool(
-                (mine - right).norm() <= times * (others - right).norm() + 0.01 * right.norm()
-            )
+            times, share = FARTHER
+            allowed = times * (others - right).norm() + share * right.norm()
+            near = near and bool((mine - right).norm() <= allowed)
         if not near:
             return False
     return True

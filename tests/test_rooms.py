@@ -48,16 +48,6 @@ def test_the_readme_has_the_same_map(rooms: ModuleType) -> None:
     assert "\n".join(rooms.map_lines()) in readme
 
 
-def test_the_readme_has_the_same_glossary() -> None:
-    docstring = ast.get_docstring(ast.parse((ROOT / "subnetact" / "__init__.py").read_text())) or ""
-    words = docstring.split("Glossary\n--------\n")[1].strip().splitlines()
-    assert len(words) >= 20
-    readme = (ROOT / "README.md").read_text()
-    for line in words:
-        word, meaning = line.split(": ", 1)
-        assert f"| {word} | {meaning} |" in readme
-
-
 def test_no_import_points_up(rooms: ModuleType) -> None:
     assert not rooms.arrows_up(rooms.arrows())
 

@@ -16,13 +16,12 @@ from subnetact.calibration.inplace import hidden_writes, is_fresh
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
-from subnetact.supernet.elementwise import Elementwise, elementwise
+from subnetact.supernet.elementwise import HOOKS, Elementwise, elementwise
 from subnetact.supernet.trace import trace_
 
 __all__ = ["NotShareable", "SharedForward"]
 
 _NO_SETTINGS = frozenset(nn.Module().__dict__) | {"collector", "recorder"}
-_HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
 
 class NotShareable(Exception):
@@ -185,7 +184,7 @@ class SharedForward:
         own = tuple(
             (name, self._frozen(value)) for name, value in module.__dict__.items() if name not in _NO_SETTINGS
         )
-        hooks = tuple(self._frozen(tuple(module.__dict__[name].values())) for name in _HOOKS)
+        hooks = tuple(self._frozen(tuple(module.__dict__[name].values())) for name in HOOKS)
         buffers = () if norm is not None else self._frozen(tuple(module._buffers.items()))
         children = tuple((n, None if m is None else self._signature(m)) for n, m in module._modules.items())
         parameters = self._frozen(tuple(module._parameters.items()))

@@ -211,14 +211,7 @@ class FusedProgram:
             others = tuple(operand for operand in reader.args if operand is not node)
             if operation is None or len(others) != len(reader.args) - 1:
                 return
-            if others and reader.target not in (
-                operator.add,
-                torch.add,
-                "add",
-                operator.mul,
-                torch.mul,
-                "mul",
-            ):
+            if others and reader.target not in _LEAVES_BOTH:
                 return  # It may overwrite the other operand, which others may read.
             name = f"subnetact_over_{node.name}"
             self.values[name], self.paths[name] = _Overwriting(operation), path
@@ -283,6 +276,8 @@ def _is_no_dropout(node: fx.Node) -> bool:
     return given.get("training") is False and given.get("inplace", False) is False
 
 
+_LEAVES_BOTH = (operator.add, torch.add, "add", operator.mul, torch.mul, "mul")
+"""Sums and products that write neither of their operands."""
 _COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 
 

@@ -55,8 +55,6 @@ PRECISIONS = (FLOAT32, "int8")
 """The precisions at which subnets can become fused programs."""
 SMALL_INT8 = 2**20
 """Bytes of int8 kernels below which quantising the inputs takes longer than the products that it saves."""
-FARTHER = 2.0
-"""A program at int8 may be this many times as far from the float32 outputs as the view is, by the norm."""
 SHOW_AFTER_S = 2.0
 """Seconds after which a progress bar shows that programs are being made."""
 
@@ -330,7 +328,7 @@ class Plan:
             return equal(output, expected, FUSED)
         # A number may round to another int8 number than in the view, and float32 is between the two.
         exact, _ = self._supernet.private_view(self._supernet.space.at_precision(spec, FLOAT32))
-        return is_as_near(output, expected, call_with(exact, x), FARTHER)
+        return is_as_near(output, expected, call_with(exact, x))
 
     def _probe(self) -> Any:
         """Return a batch of two inputs. A single tensor is random, other inputs are the sample twice."""

@@ -9,7 +9,7 @@ Which file answers which question:
 - `skippable.py`: blocks that a subnet may skip, and their importance.
 - `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores; `units.py`:
   which weights have to move together, and in which units.
-- `proof.py`: what is tried on copies before the model is touched.
+- `description_proof.py`: what is tried on copies before the model is touched.
 - `layer_vocabulary.py`: subnets of language models as `per_layer_config` of transformers.
 - `key_value_cache.py`: which subnet may continue on the key-value cache of another one, and what skipped
   layers write into it; `cache_rules.py`: on which sizes of a subnet its keys and values depend.

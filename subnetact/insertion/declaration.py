@@ -14,6 +14,7 @@ import itertools
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
+from subnetact.insertion.description_proof import disturbed_copy
 from subnetact.insertion.layer_vocabulary import number_of
-from subnetact.insertion.proof import disturbed_copy
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with
@@ -120,17 +121,14 @@ class _Observation:
         around = {
             path[:i] for path in self.sides for i in (0, *(m.start() for m in re.finditer(r"\.", path)))
         }
-        handles = [self.modules[p].register_forward_hook(partial(self._order, p)) for p in self.sides]
-        for path in around:
-            module = self.modules[path]
-            handles.append(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(self._leave, path)))
-        try:
-            with torch.no_grad():
-                call_with(model, example)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for path in self.sides:
+                hooks.enter_context(self.modules[path].register_forward_hook(partial(self._order, path)))
+            for path in around:
+                module, enter = self.modules[path], partial(self._enter, path)
+                hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, path)))
+            call_with(model, example)
 
     def block_of(self, path: str) -> str | None:
         """Return the innermost block around a module, or None."""

@@ -13,7 +13,7 @@ Why a model is refused:
 6. choices that are no legal sizes: `description.py`;
 7. a description does not fit a module: `supernet/put_operators.py`, and `check` of its operator;
 8. on copies of the model, the largest subnet does not run or differs, its output is random, or all that could
-   be elastic fails: `_proved`, here, with the texts of `proof.py`.
+   be elastic fails: `_proved`, here, with the texts of `description_proof.py`.
 
 With a description that is given, these are 1, 3, 7 and 8. By hand (`insert_(model, space, elastic)`), they
 are 1 without `_unseen`, 7 and, if there is an example, `Supernet.check`; training mode is no obstacle then,
@@ -37,9 +37,9 @@ from subnetact.errors import InsertError, MissingExtra, SubnetActError
 from subnetact.insertion.analysis import TracedModel, computes_channels
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, Description, Group, Stage
+from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import vocabulary_of
-from subnetact.insertion.proof import Proof
 from subnetact.insertion.skippable import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator

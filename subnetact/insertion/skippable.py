@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -73,23 +75,17 @@ def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) 
 def block_influences(model: nn.Module, x: Any, blocks: Sequence[str]) -> dict[str, float]:
     """Return one minus the cosine of the input and the output of every block (ShortGPT, Men et al., 2024)."""
     found: dict[str, float] = {}
-    handles = []
-    modules = dict(model.named_modules())
-    for path in blocks:
 
-        def measure(_: nn.Module, args: Any, output: Any, path: str = path) -> None:
-            output = output[0] if isinstance(output, tuple) else output
-            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-                a, b = (t.detach().float().flatten(1) for t in (args[0], output))
-                found[path] = 1.0 - float(F.cosine_similarity(a, b).mean())
+    def measure(path: str, _: nn.Module, args: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            a, b = (t.detach().float().flatten(1) for t in (args[0], output))
+            found[path] = 1.0 - float(F.cosine_similarity(a, b).mean())
 
-        handles.append(modules[path].register_forward_hook(measure))
-    try:
-        with torch.no_grad():
-            call_with(model, x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for path in blocks:
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(partial(measure, path)))
+        call_with(model, x)
     return found
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
-from subnetact.insertion.proof import disturbed_copy
+from subnetact.insertion.description_proof import disturbed_copy
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm

@@ -23,7 +23,7 @@ __all__ = ["evaluate"]
 def evaluate(
     supernet: Supernet,
     specs: Sequence[SubnetSpec],
-    loader: Iterable[Any],
+    batches: Iterable[Any],
     calibration: Iterable[Tensor | Sequence[Any] | Mapping[str, Tensor]] | None = None,
     progress: bool = True,
 ) -> list[float]:
@@ -32,9 +32,9 @@ def evaluate(
     Args:
         supernet: the supernet. If subnets are calibrated, its norm table changes; nothing else does.
         specs: distinct subnets, one or more.
-        loader: batches (x, labels) with x of shape (N, ...) and integer labels of shape (N,). A network of
+        batches: pairs (x, labels) with x of shape (N, ...) and integer labels of shape (N,). A network of
             several inputs takes a tuple or a dictionary of tensors as x, or the batch is one dictionary with
-            the named inputs and `labels`. The loader is read once for all subnets.
+            the named inputs and `labels`. They are read once for all subnets.
         calibration: batches of inputs to calibrate those subnets with that have no statistics of their
             own. If None, these subnets run on the statistics of the whole supernet, and warn once with
             `UncalibratedSubnetWarning`.
@@ -45,18 +45,18 @@ def evaluate(
         The accuracy of every subnet in percent.
 
     Raises:
-        SpecError: a specification is not of this supernet, a subnet does not run on a batch, the loader gives
+        SpecError: a specification is not of this supernet, a subnet does not run on a batch, `batches` gives
             no (x, labels) pairs, or the network returns no class scores of shape (N, classes), as a tensor,
             as `logits` or as the first of several outputs.
 
     Example:
         As the accuracy of a search:
 
-            search(supernet, lambda s: evaluate(supernet, [s], loader, calibration=batches)[0], latency)
+            search(supernet, lambda s: evaluate(supernet, [s], batches, calibration=others)[0], latency)
     """
     wanted = supernet.distinct(specs, "evaluate")
-    if not isinstance(loader, Iterable):
-        kind = type(loader).__name__
+    if not isinstance(batches, Iterable):
+        kind = type(batches).__name__
         raise SpecError(f"evaluate: expected batches of (x, labels), got {kind}; write [(x, labels)]")
     fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
     if calibration is not None and fresh:
@@ -66,7 +66,7 @@ def evaluate(
     right, seen = [0] * len(wanted), 0
     with torch.inference_mode():
         for batch in tqdm(
-            loader,
+            batches,
             desc=f"evaluating {len(wanted)} subnets",
             disable=not progress or None,
             leave=None,

@@ -384,17 +384,15 @@ class Operator(nn.Module):
 
     def lowered(self, bits: int) -> PackedCopy:
         """Return the one copy of the full weight at 8 or 16 `bits`, with the fields of a `LoweredWeight`."""
-        return self.packed(("lowered", bits), lambda: self.made_low(bits)._asdict())
+        name = self.lowers[0]
+        axes: Any = self.axes(name)
+        channels = axes.index("out") if "out" in axes else 0
 
-    def made_low(self, bits: int) -> LoweredWeight:
-        """Return a new copy of the full weight at 8 or 16 `bits`."""
-        weight: Any = self._parameters[self.lowers[0]]
-        return LoweredWeight.made(weight, bits, self.out_axis(), self.path)
+        def make() -> Mapping[str, Tensor | None]:
+            weight: Any = self._parameters[name]
+            return LoweredWeight.made(weight, bits, channels, self.path)._asdict()
 
-    def out_axis(self) -> int:
-        """Return the axis of the output channels of the weight that can have a lower precision."""
-        axes = self.axes(self.lowers[0])
-        return axes.index("out") if "out" in axes else 0
+        return self.packed(("lowered", bits), make)
 
     def packed_copies(self, kind: str = "") -> list[PackedCopy]:
         """Return the packed copies that views may be using now: all, or those of a `kind`, as "lowered"."""

@@ -78,11 +78,6 @@ class LoweredWeight(NamedTuple):
         short = (rows / scale.view(-1, *[1] * (rows.dim() - 1))).round_().to(torch.int8)
         return cls(short.transpose(0, axis).contiguous(), scale)
 
-    def channels(self, axis: int = 0) -> Tensor:
-        """Return the float32 weights that this one stands for, of shape (channels, rest)."""
-        rows = self.weight.detach().transpose(0, axis).flatten(1).float()
-        return rows if self.scale is None else rows * self.scale[:, None]
-
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Map x of shape (..., in) to `x @ weight.T + bias` of shape (..., out), in the dtype of x."""
         weight, scale = self

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from subnetact.operators.view_module import module_class
 
-__all__ = ["Elementwise", "elementwise", "has_hooks"]
+__all__ = ["HOOKS", "Elementwise", "elementwise", "has_hooks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +72,12 @@ _BINARY: Mapping[Any, Elementwise] = {
     **dict.fromkeys((operator.add, operator.iadd, torch.add, "add", "add_"), _ADD),
     **dict.fromkeys((operator.mul, operator.imul, torch.mul, "mul", "mul_"), _MULTIPLY),
 }
-_HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
+HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Tell whether a module has hooks of its own, which run with its calls."""
-    return any(module.__dict__[name] for name in _HOOKS)
+    return any(module.__dict__[name] for name in HOOKS)
 
 
 def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,22 +84,16 @@ def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
 def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, float]:
     """Return how far each layer of `low` is off on the inputs that it has in `view`, which is at float32."""
     found: dict[str, float] = {}
-    handles = []
-    for path, module in low.named_modules():
-        if not isinstance(module, Low):
-            continue
 
-        def note(_: Any, args: Sequence[Any], output: Any, module: Any = module, path: str = path) -> None:
-            other = module(*args)
-            pair = [o[0] if isinstance(o, tuple) else o for o in (output, other)]
-            off = (pair[1] - pair[0]).norm() / pair[0].norm().clamp_min(1e-30)
-            found[path] = max(found.get(path, 0.0), float(off))
+    def note(path: str, module: nn.Module, _: Any, args: Sequence[Any], output: Any) -> None:
+        pair = [o[0] if isinstance(o, tuple) else o for o in (output, module(*args))]
+        off = (pair[1] - pair[0]).norm() / pair[0].norm().clamp_min(1e-30)
+        found[path] = max(found.get(path, 0.0), float(off))
 
-        handles.append(view.get_submodule(path).register_forward_hook(note))
-    try:
-        with torch.inference_mode():
-            run(view)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.inference_mode():
+        for path, module in low.named_modules():
+            if isinstance(module, Low):
+                hooked = view.get_submodule(path)
+                hooks.enter_context(hooked.register_forward_hook(partial(note, path, module)))
+        run(view)
     return found

@@ -7,6 +7,7 @@ wrong rows. Networks that amplify rounding are proved in double precision (`in_d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,23 +155,18 @@ class _ModuleOutput:
 def _module_outputs(network: nn.Module, x: Any, inside: bool = True) -> list[_ModuleOutput]:
     """Run a network; return what it and the modules inside returned, in the order in which they ended."""
     found: list[_ModuleOutput] = []
-    handles = []
-    for path, module in network.named_modules() if inside else [("", network)]:
+    with ExitStack() as hooks, torch.no_grad():
+        for path, module in network.named_modules() if inside else [("", network)]:
 
-        def note(module: nn.Module, _: Any, output: Any, path: str = path) -> None:
-            if isinstance(module, nn.MultiheadAttention):
-                output = output[0]  # the weights, averaged over heads, are those of other heads
-            tensors = list(_tensors(output))
-            kept = [t.clone() if not path else _sample(t) for t in tensors]
-            found.append(_ModuleOutput(path, type(module).__name__, [t.shape for t in tensors], kept))
+            def note(module: nn.Module, _: Any, output: Any, path: str = path) -> None:
+                if isinstance(module, nn.MultiheadAttention):
+                    output = output[0]  # the weights, averaged over heads, are those of other heads
+                tensors = list(_tensors(output))
+                kept = [t.clone() if not path else _sample(t) for t in tensors]
+                found.append(_ModuleOutput(path, type(module).__name__, [t.shape for t in tensors], kept))
 
-        handles.append(module.register_forward_hook(note))
-    try:
-        with torch.no_grad():
-            call_with(network, map_tensors(Tensor.clone, x))
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(module.register_forward_hook(note))
+        call_with(network, map_tensors(Tensor.clone, x))
     return found
 
 

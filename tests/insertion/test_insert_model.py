@@ -22,7 +22,7 @@ import subnetact.insertion
 from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.analysis import MOST_REGIONS, TracedModel, _few_regions, _joined
 from subnetact.insertion.description import Description, Group, Member
-from subnetact.insertion.proof import Proof
+from subnetact.insertion.description_proof import Proof
 from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.proof import outputs_of
@@ -613,7 +613,7 @@ def test_groups_that_are_wrong_are_told_apart_for_a_number_of_trials(monkeypatch
     description = subnetact.describe(model, X)
     proof = Proof(model, description, X, outputs_of(model, X))
     monkeypatch.setattr(Proof, "_wrong", lambda *_, **__: "wrong")
-    monkeypatch.setattr("subnetact.insertion.proof.MOST_TRIALS", 0)
+    monkeypatch.setattr("subnetact.insertion.description_proof.MOST_TRIALS", 0)
     _, culprits = proof.failure() or ("", {})
     assert culprits.keys() == description.slots.keys()
 
