@@ -46,35 +46,35 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            86    43     37
-    files            459    61      0
+    files            448    59      0
     device           110     9      7
     command           34     3      5
-    comparison        62     4      9
+    comparison        75     4     10
     spec              78    34      6
     space            366   160      6
-    operators       1576   565     18
-    supernet        1970   507      5
-    insertion       2995   621      9
-    ofa_adapters    2379   426      9
-    digits           140    19      7
-    training         186    73      3
-    calibration      737   159      2
-    latency          508   229      5
-    engine          2460   650      5
+    operators       1573   562     18
+    supernet        1963   507      5
+    insertion       2989   621      9
+    ofa_adapters    2312   387      6
+    digits           138    18      7
+    training         162    57      1
+    calibration      734   150      2
+    latency          502   224      5
+    engine          2439   636      5
     workers         1057   128      0
-    costs            276    81      5
-    nas              712   203      6
-    profile         1381   233      1
+    costs            274    65      4
+    nas              709   199      6
+    profile         1360   232      1
     serving         7944  3798     76
     generation      1544   592     11
-    export          1148   310      6
+    export          1111   305      6
     demo             717   184      0
     simulate          19     6      2
     plan               5     4      1
     serve           2693   910      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            33251 10775    252
+    all            33051 10660    247
 
 The README has a glossary of the words that are used here.
 """

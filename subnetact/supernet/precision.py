@@ -85,7 +85,7 @@ def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any
     """Return how far each layer of `low` is off on the inputs that it has in `view`, which is at float32."""
     found: dict[str, float] = {}
 
-    def note(path: str, module: nn.Module, _: Any, args: Sequence[Any], output: Any) -> None:
+    def note(path: str, module: Any, _: Any, args: Sequence[Any], output: Any) -> None:
         pair = [o[0] if isinstance(o, tuple) else o for o in (output, module(*args))]
         off = (pair[1] - pair[0]).norm() / pair[0].norm().clamp_min(1e-30)
         found[path] = max(found.get(path, 0.0), float(off))
