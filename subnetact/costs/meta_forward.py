@@ -170,7 +170,7 @@ class _View:
                 counts.vector[feature(self.kind, "activation_bytes")] += elements * self.item_bytes
             return outputs
 
-        return self.mode.remembered(self.calls, (args, kwargs), run)
+        return self.mode.remembered(self.calls, (args, kwargs) if kwargs else args, run)
 
 
 class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -212,9 +212,8 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func._schema.is_mutable:  # its output is one of its inputs
             return self._run(func, args, kwargs, self.counts)
-        return self.remembered(
-            self._operators, (func, args, kwargs), lambda counts: self._run(func, args, kwargs, counts)
-        )
+        inputs = (func, args, kwargs) if kwargs else (func, *args)
+        return self.remembered(self._operators, inputs, lambda counts: self._run(func, args, kwargs, counts))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Counts) -> Any:
         packet = func._overloadpacket
@@ -244,12 +243,15 @@ def _signature(value: Any) -> Hashable:
     """Return a key of inputs: the shapes of tensors, and all other values themselves."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
+    kind = type(value)
+    if kind in (int, str, bool, float):
+        return kind, value
     if isinstance(value, list | tuple):
-        return (type(value), *map(_signature, value))
+        return (kind, *[_signature(item) for item in value])
     if isinstance(value, dict):
-        return (type(value), *((name, _signature(item)) for name, item in value.items()))
+        return (kind, *[(name, _signature(item)) for name, item in value.items()])
     hash(value)
-    return type(value), value
+    return kind, value
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -13,11 +13,13 @@ The index of a bundle is `bundle.json`; `BUNDLE` below has its kind and schema. 
   input per shape, or null; `padding`: a number, a list of `[name or position of an input, value]`, or null.
 - `allow_uncalibrated`: whether subnets without BatchNorm statistics of their own are accepted.
 - `tables`: the name of the latency table in each file `latency-0.json`, `latency-1.json`, ...
-- `files`: the size in bytes and SHA-256 of `weights.safetensors`, `norms.safetensors` and the tables.
+- `files`: the size in bytes and SHA-256 of `weights.safetensors` (the whole `state_dict`), of
+  `norms.safetensors` (all rows of the norm table, also of subnets that are not served) and of the tables.
 - `checksum`: the SHA-256 of the document without this field.
 
 Fused programs, packed copies, copies at lower precisions, graphs and compiled code are not stored but made
-again, nor are settings of the machine: prepared batch sizes, `device`, `memory_budget_mb`, `fuse`, `compile`.
+again, nor are the values of the example (a loaded engine has zeros) and settings of the machine: prepared
+batch sizes, `device`, `memory_budget_mb`, `fuse`, `compile`.
 The checksums find accidents and edits. They are not a signature.
 """
 

@@ -9,14 +9,17 @@ a fused program if
 0. something may be fused at all: not with `compile=`, with `fuse=False` or with a budget of 0, and not before
    an example is known; and the subnet is at float32 or int8;
 1. it is pinned, or `slower_because` knows no reason why its program would be slower here than its view;
-2. its program fits in what is left of the memory budget, of which CUDA graphs have one half; and
+2. its program fits in what is left of the memory budget (`memory_budget_mb=`; by default 1.25 times the
+   weights, at most 1 GiB: `budget.py`), of which CUDA graphs have one half on CUDA devices. Programs grow
+   with new shapes of inputs, which the next plan counts; and
 3. its program gives the outputs of the view.
 
 The others run as views. `Engine.stats().unfused` says why, one line per subnet.
 
 After weights or statistics have changed, the next call of a planned subnet makes its program again. The plan
-stays as it is, unless the new program no longer gives the outputs of the view. If memory is short, the view
-answers and the next call tries again; a subnet that is not in the plan yet is tried with the next plan.
+stays as it is, unless the new program cannot be made or no longer gives the outputs of the view; the subnet
+is tried again when the weights have changed. If memory is short, the view answers and the next call tries
+again; a subnet that is not in the plan yet is tried with the next plan.
 """
 
 from __future__ import annotations

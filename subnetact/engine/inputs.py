@@ -69,7 +69,7 @@ def check_input(
 
 
 def _check_tensor(x: Tensor, sample: Any, device: torch.device, where: str) -> None:
-    if x.device.type != "cpu" and x.device != device:
+    if not x.is_cpu and x.device != device:
         raise InvalidRequest(
             f"{where}: it is on {x.device}, this engine is on {device}; send it from the CPU or from there"
         )

@@ -9,15 +9,16 @@ Why a model is refused:
 3. it is in training mode, does not run on the example, returns no tensors or nothing finite, or keeps tensors
    between calls: `_runs`, here;
 4. it cannot be traced, or torch-kirigami is missing, and it declares nothing: `TracedModel` in `analysis.py`;
-5. nothing is elastic: `_nothing`, here, with the reasons that `analysis.py` and `declaration.py` give;
-6. choices that are no legal sizes: `description.py`;
+5. nothing is elastic: `_nothing`, here, with the reasons of `analysis.py`, `declaration.py`, `skippable.py`;
+6. choices that are no legal sizes or name no group or stage, and segments that overlap: `description.py`;
 7. a description does not fit a module: `supernet/put_operators.py`, and `check` of its operator;
-8. on copies of the model, the largest subnet does not run or differs, its output is random, or all that could
-   be elastic fails: `_proved`, here, with the texts of `description_proof.py`.
+8. on copies of the model, the largest subnet does not run or differs, its output is random, or a group or a
+   stage fails. `describe` leaves such a one out, and refuses if nothing is left; a description that is given
+   or overridden (`elastic=`) is refused: `_proved`, here, with the texts of `description_proof.py`.
 
-With a description that is given, these are 1, 3, 7 and 8. By hand (`insert_(model, space, elastic)`), they
-are 1 without `_unseen`, 7 and, if there is an example, `Supernet.check`; training mode is no obstacle then,
-because only views run.
+With a description that is given, these are 1, 3, overlapping segments, 7 and 8; with `elastic=` and no space,
+all, and then 3, 7 and 8 again. By hand (`insert_(model, space, elastic)`), they are 1 without `_unseen`, 7
+and, if there is an example, `Supernet.check`; training mode is no obstacle then, because only views run.
 """
 
 from __future__ import annotations

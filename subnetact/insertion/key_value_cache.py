@@ -1,6 +1,7 @@
 """Key-value caches of language models: which subnet may continue on a cache that others have filled.
 
-A subnet has a signature (`CacheRules.signature`, which finds the sizes in the structure of the network):
+A subnet has a signature (`CacheRules.signature`; `rules_of` in `cache_rules.py` finds the sizes that count in
+the structure and in one run of the network):
 
 - shapes: for every layer that writes keys and values, the sizes of these (heads), or None if it is skipped;
 - values: all other sizes that they depend on (outside of the layers, in every layer up to the last one that
@@ -11,6 +12,7 @@ Two subnets are `exact` if their signatures are equal, `approximate` if only the
 signature and the moment of its weights. It refuses a cache that another supernet, no subnet at all, former
 weights or a subnet that is not `exact` has filled; `switch` allows all of these but incompatible subnets and
 other supernets, or computes everything again. An empty cache is everybody's. Compiled views do not look.
+Pages of continuous batching stay mixed once `switch` has allowed approximate subnets.
 
 Networks read from a cache how many tokens there were, so a skipped layer writes keys and values of one number
 per token.
