@@ -1,9 +1,11 @@
-"""Compares the kernels of linear layers, and networks of linear layers as views and as fused programs.
+"""Compares the kernels of linear layers and of 1 x 1 convolutions, and networks of linear layers as views and
+as fused programs.
 
     python benchmarks/linear.py [--threads 1] [--seconds 2] [--out benchmarks/results/linear.json]
 
-`subnetact/engine/packed_linear.py` chooses a kernel by the maker of the processor, and
-`subnetact/engine/fusion_plan.py` whether networks of linear layers are fused at all; this is their trial. All
+`subnetact/engine/packed_linear.py` chooses a kernel by the maker of the processor, `packed_conv.py` there by
+the size of a convolution, and `fusion_plan.py` whether networks of linear layers are fused at all; this is
+their trial. All
 contenders of a cell run in turns in one process. A figure is the median of the CPU time of the calling
 thread divided by that of the plain product, or of the network itself, which other work on the machine hardly
 moves.
@@ -28,10 +30,15 @@ from tqdm import tqdm
 
 from subnetact.device import machine
 from subnetact.engine.fused_program import FusedProgram
+from subnetact.engine.packed_conv import PackedConv
 from subnetact.engine.packed_linear import PackedLinear, is_intel
+from subnetact.supernet.elementwise import Elementwise
 
 SIZES = ((192, 192), (192, 768), (768, 192), (768, 768), (768, 3072), (512, 1000))
 ROWS = (1, 8, 32, 197, 788)
+POINTWISE = ((1, 240, 64), (14, 40, 240), (14, 240, 40), (28, 40, 120), (7, 960, 160), (56, 24, 72),
+             (14, 512, 512), (7, 1024, 2048))  # fmt: skip
+"""Height and width, inputs and outputs of 1 x 1 convolutions."""
 NETWORKS = (
     (256, 4, 32, 1),
     (256, 4, 128, 1),
@@ -72,6 +79,23 @@ def product(inputs: int, outputs: int, rows: int) -> dict[str, Callable[[], Any]
         "mkl": lambda: torch.ops.mkl._mkl_linear(x, mkl, shape, bias, rows),
         "onednn": lambda: torch.ops.mkldnn._linear_pointwise(x, onednn, bias, "none", [], ""),
         "chosen": lambda: chosen.forward(x),
+    }
+
+
+def pointwise(side: int, inputs: int, outputs: int, batch: int) -> dict[str, Callable[[], Any]]:
+    """Return the contenders of a 1 x 1 convolution and a ReLU: plain, by oneDNN, as a product, the chosen."""
+    conv = nn.Conv2d(inputs, outputs, 1)
+    x = torch.randn(batch, inputs, side, side).contiguous(memory_format=torch.channels_last)
+    settings = [0, 0], [1, 1], [1, 1], 1
+    weight, bias = conv.weight.detach(), conv.bias
+    packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *settings, x.shape)
+    flat = weight.flatten(1).contiguous()
+    chosen = PackedConv(conv, activation=Elementwise("relu", torch.relu, torch.relu_))
+    return {
+        "plain": lambda: conv(x).relu_(),
+        "onednn": lambda: torch.ops.mkldnn._convolution_pointwise(x, packed, bias, *settings, "relu", [], ""),
+        "product": lambda: F.linear(x.permute(0, 2, 3, 1), flat, bias).relu_(),
+        "chosen": lambda: chosen(x),
     }
 
 
@@ -125,12 +149,19 @@ def main() -> None:
         "intel": is_intel(),
         "threads": args.threads,
         "products": [],
+        "pointwise": [],
         "networks": [],
     }
     cells = [(*size, rows) for size in SIZES for rows in ROWS]
     for inputs, outputs, rows in tqdm(cells, "products"):
         cell = shares(product(inputs, outputs, rows), args.seconds)
         found["products"].append({"inputs": inputs, "outputs": outputs, "rows": rows, "of_plain": cell})
+    for shape, batch in tqdm([(shape, n) for shape in POINTWISE for n in (1, 8)], "1 x 1 convolutions"):
+        cell = shares(pointwise(*shape, batch), args.seconds)
+        side, inputs, outputs = shape
+        found["pointwise"].append(
+            {"side": side, "inputs": inputs, "outputs": outputs, "batch": batch, "of_plain": cell}
+        )
     for width, layers, tokens, size in tqdm(NETWORKS, "networks"):
         cell = shares(network(width, layers, tokens, size), 3 * args.seconds)
         found["networks"].append(

@@ -17,6 +17,9 @@ __all__ = ["ACTIVATIONS", "PackedConv", "can_pack", "packed_once", "plain_conv"]
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_convolution_pointwise"
 )
+SMALL_PRODUCT, FEW_ROWS = 4 * 10**6, 1024
+"""A 1 x 1 convolution of at most so many multiplications and pixels is a product with the plain weight, which
+takes 0.2 to 0.95 times as long (`benchmarks/linear.py`): a call of oneDNN alone takes 20 us."""
 SHAPES = 64
 """Number of input shapes for which a convolution remembers the layout of its weight."""
 ACTIVATIONS: dict[str, tuple[str, list[float]]] = {
@@ -81,7 +84,8 @@ class PackedConv(nn.Module):
         self._onednn = can_pack(conv.weight)
         # oneDNN's ReLU and hardtanh turn NaN into a number; without `merge` the activation runs by itself.
         self._merged = ACTIVATIONS[activation.name] if activation and merge else ("none", [])
-        self._then = None if activation is None or (self._onednn and merge) else activation.over
+        self._activate = None if activation is None else activation.over
+        self._then = None if self._onednn and merge else self._activate
         self._reserve: Callable[[int], bool] = lambda _: True
         self._packing = Lock()
         self._by_layout: dict[bytes, Tensor] = {}
@@ -112,6 +116,10 @@ class PackedConv(nn.Module):
             y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
             y = y if other is None else y.add_(other)
             return y if self._then is None else self._then(y)
+        if weight.dim() == 2:
+            y = F.linear(x.permute(0, 2, 3, 1), weight, self._bias).permute(0, 3, 1, 2)
+            y = y if other is None else y.add_(other)
+            return y if self._activate is None else self._activate(y)
         convolve = torch.ops.mkldnn._convolution_pointwise
         name, scalars = self._merged
         if other is None:
@@ -132,7 +140,7 @@ class PackedConv(nn.Module):
                 return self._by_shape[shape]
             # A weight in oneDNN's layout for another shape of inputs can be a hundred times slower.
             packed, layout = self._reordered(shape), b""
-            if self._onednn:
+            if self._onednn and packed.dim() == 4:
                 layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
             found = self._by_layout.get(layout)
             if found is None:
@@ -150,8 +158,15 @@ class PackedConv(nn.Module):
             weight = (weight * self._factor.reshape(-1, 1, 1, 1)).to(weight.dtype)
         if not self._onednn:
             return weight.contiguous(memory_format=torch.channels_last)
+        if self._is_small_product(shape):
+            return weight.flatten(1).contiguous()
         packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight, *self._settings, shape)
         return packed
 
+    def _is_small_product(self, shape: torch.Size) -> bool:
+        pixels = shape[0] * shape[2] * shape[3]
+        pointwise = self._weight.shape[2:] == (1, 1) and self._settings == ([0, 0], [1, 1], [1, 1], 1)
+        return pointwise and pixels <= FEW_ROWS and pixels * self._weight.numel() <= SMALL_PRODUCT
+
     def _nbytes(self, weight: Tensor) -> int:
-        return int(torch.ops.mkldnn._nbytes(weight)) if self._onednn else weight.nbytes
+        return int(torch.ops.mkldnn._nbytes(weight)) if weight.is_mkldnn else weight.nbytes
