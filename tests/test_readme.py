@@ -143,6 +143,13 @@ def test_every_link_leads_somewhere() -> None:
             assert anchor in headings, target
 
 
+def test_the_page_of_the_benchmarks_names_every_script_and_every_result() -> None:
+    folder = ROOT / "benchmarks"
+    page = (folder / "README.md").read_text()
+    files = [*folder.glob("*.py"), *folder.glob("results/**/*.*")]
+    assert [path.name for path in files if path.name not in page] == []
+
+
 def test_every_trial_says_what_was_measured_and_how() -> None:
     trials = json.loads((ROOT / "benchmarks" / "results" / "trials.json").read_text())
     assert len(trials) >= 7
