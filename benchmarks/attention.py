@@ -9,8 +9,7 @@ runs every contender once, in random order. A ratio is the median, over all pass
 divided by the time of upstream's network in eager mode (`upstream_eager`): the extracted weights, computed as
 upstream's code computes them. For AutoFormer these are tables with an entry per pair of tokens and feature,
 for DynaBERT scores and softmax as separate operations and a GELU of five operations (`peers.py`). timm and
-Hugging Face are their own upstream. `fused_upstream` is a fused program made of upstream's DynaBERT, whose
-attention is written out. Cells are added to `--out`, so that they may be measured in pieces.
+Hugging Face are their own upstream. Cells are added to `--out`, so that they may be measured in pieces.
 `--profile` prints where the time of the fused program goes, and measures nothing. `--report` draws the plot
 and writes the table into benchmarks/README.md.
 """
@@ -38,7 +37,6 @@ import subnetact
 from ofa_adapters import load
 from subnetact.comparison import FUSED, equal
 from subnetact.device import machine
-from subnetact.engine.fused_program import FusedProgram
 from subnetact.supernet.batches import logits
 from subnetact.supernet.supernet import Supernet
 
@@ -115,10 +113,6 @@ def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[
     }
     pinned = engines["fused"].pin(0)
     runs.update((kind, partial(engine, x, subnet=0)) for kind, engine in engines.items())
-    if name == "dynabert":  # A program made of upstream's own forward.
-        view, _ = supernet.private_view(spec)
-        with torch.inference_mode():
-            runs["fused_upstream"] = partial(FusedProgram(as_upstream(view), probe=x), x)
     if args.profile:
         print(profiled(runs["fused"]).table(sort_by="self_cpu_time_total", row_limit=12))
         return {}

@@ -1,6 +1,6 @@
 """Tries one dynamic `torch.export` program for all subnets: widths as symbolic ints, depth by `torch.cond`.
 
-    flock /work/cpu.lock python benchmarks/dynamic_export_trial.py [--families digits ofa_resnet50]
+    python benchmarks/dynamic_export_trial.py [--families digits ofa_resnet50]
         [--compile digits] [--out benchmarks/results/dynamic_export_trial.json]
 
 The program is traced from the operators' own slicing rule. Its inputs are a batch; for each dimension with

@@ -1,14 +1,16 @@
 """Compares int8 subnets with float32 and with the quantisation of torch and torchao; memory and switching.
 
     python benchmarks/precision.py [--families dynabert ofa_resnet50 ofa_mbv3] [--batch-sizes 1 8]
-        [--parts forward memory switch static packed] [--out benchmarks/results/precision.json]
+        [--parts forward memory switch static packed small] [--out benchmarks/results/precision.json]
 
 All contenders of a cell run in one process, in turns, in random order. A ratio is the median, over all
 passes, of a contender's time divided by that of the extracted float32 network in eager mode. Measured cells
 are written after each cell, and cells that the file has already are not measured again: a run may be split.
-A machine that refuses a precision gets a row that says why. `--parts packed` measures what was tried for CPUs
-without VNNI (`packed_int8.py`). torchao is measured if it is installed. `--report` draws the plot of a
-measured file and writes its figures into benchmarks/README.md.
+A machine that refuses a precision gets a row that says why. `--parts packed` measures what was tried for
+CPUs without VNNI (`packed_int8.py`), and `--parts small` decides about fused int8 programs of small
+networks (`SMALL_INT8` in `subnetact/engine/fusion_plan.py`), by CPU time of the thread. torchao is measured
+if it is installed. `--report` draws the plot of a measured file and writes its figures into
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 import torch
 from bar_plot import plot_bars
 from interleaved_passes import interleaved_ms, ratios
+from linear import shares
 from packed_int8 import layers_of, packed_layers
 from readme_section import write_section
 from torch import Tensor, nn
@@ -37,6 +40,7 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.device import machine
+from subnetact.digits import SIDE, load_digits_supernet
 from subnetact.operators.kernel_table import why_not
 from subnetact.operators.lowered_weight import CHUNK, LoweredWeight, _scaled
 from subnetact.supernet.supernet import Supernet
@@ -244,6 +248,26 @@ def static(args: argparse.Namespace, result: dict[str, Any]) -> None:
             save(args, result)
 
 
+def small(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Compare fused int8 programs with int8 views in a network as small as the digits supernet."""
+    if refuses_int8("small", result):
+        return
+    found = result["small"] = []
+    supernet = load_digits_supernet()
+    space = supernet.enable_precision("int8")
+    for size in ("smallest", "largest"):
+        spec = space.at_precision(getattr(space, size)(), "int8")
+        for batch in args.batch_sizes:
+            x = torch.randn(batch, 1, SIDE, SIDE)
+            view, fused = (engine_of(supernet, spec, x, budget) for budget in (0.0, ROOMY_MB))
+            if not fused.pin(0):
+                raise RuntimeError(fused.pin(0).reason)
+            runs = {"view": partial(view, x, subnet=0), "fused": partial(fused, x, subnet=0)}
+            found.append({"size": size, "batch": batch, "of_view": shares(runs, args.seconds / 3)})
+            print(found[-1], flush=True)
+            save(args, result)
+
+
 def known_product(x: Tensor, weight: Tensor, scale: Any, bias: Tensor, known: float) -> Tensor:
     """Compute what `product` computes, with one scale of the activations that is known before."""
     short = torch.empty(x.shape, dtype=torch.int8)
@@ -299,7 +323,14 @@ def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-PARTS = {"forward": forward, "memory": memory, "switch": switch, "static": static, "packed": packed}
+PARTS = {
+    "forward": forward,
+    "memory": memory,
+    "switch": switch,
+    "static": static,
+    "packed": packed,
+    "small": small,
+}
 
 
 def main() -> None:

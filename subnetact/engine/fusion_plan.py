@@ -69,7 +69,7 @@ def slower_because(view: nn.Module, device: torch.device) -> str:
     """Return why the program of a view is not expected to be faster here; "" if it is expected to be."""
     # Shares of the view's time, measured (benchmarks/results: engine, attention, precision, linear, trials):
     # convolutions 0.45 to 0.89; linear layers 0.58 to 0.99, on AMD CPUs without AVX-512 0.89 to 1.07; int8
-    # convolutions of OFA networks 0.30 to 0.91, of the digits supernet 0.71 to 2.2, by batch size.
+    # convolutions of OFA networks 0.30 to 0.91, of the digits supernet 0.77 to 2.0, by batch size.
     modules = list(view.modules())
     kernels = [p for m in modules if isinstance(m, LowConv) for p in nn.Module.parameters(m, recurse=False)]
     int8 = sum(p.numel() for p in kernels if p.dtype == torch.int8)

@@ -60,3 +60,10 @@ def test_hostile_inputs_raise_errors_of_the_library(name: str) -> None:
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CORPUS for seed in CORPUS[name]])
 def test_what_was_found_stays_mended(name: str, seed: int | str) -> None:
     run_or_skip(name, BytesRandom(bytes.fromhex(seed)) if isinstance(seed, str) else random.Random(seed))
+
+
+def test_the_committed_results_are_of_targets_that_there_are() -> None:
+    here = Path(__file__).parent
+    guided = json.loads((here / "coverage_guided_results.json").read_text())["targets"]
+    long = json.loads((here / "long_results.json").read_text())["inputs"]
+    assert CORPUS.keys() | guided.keys() | long.keys() <= TARGETS.keys()
