@@ -72,7 +72,8 @@ def reorder_(
         supernet: the supernet.
         importance: "l1" (absolute weights), "batch_norm" (scales of BatchNorms; groups without BatchNorm stay
             as they are), "taylor" (gradients of a loss; needs `batches`), or a function that takes a
-            `ChannelGroup` and returns one score per unit, or None to leave the group as it is.
+            `subnetact.insertion.ChannelGroup` and returns one score per unit, or None to leave the group as
+            it is.
         example: a batch that the network takes, a tensor or a tuple or mapping of tensors. One input
             suffices; a sequence has several tokens. If None, the inputs of the first of `batches`.
         batches: pairs of a batch and its labels.
