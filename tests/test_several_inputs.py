@@ -45,7 +45,7 @@ class TwoInputs(nn.Module):
         return {"logits": self.head(gated.mean((2, 3)))}
 
 
-def two_inputs(network: nn.Module | None = None) -> Supernet:
+def two_inputs(network: nn.Module | None = None, example: Any = None) -> Supernet:
     space = SubnetSpace(
         "two", [Axis.uniform("width", ["all"], [4, 8])], lambda values: {"width": values["width"][0]}
     )
@@ -55,7 +55,7 @@ def two_inputs(network: nn.Module | None = None) -> Supernet:
         "gate": WeightSlice.on(out="width"),
         "head": WeightSlice.on(in_="width"),
     }
-    return insert_((network or TwoInputs()).eval(), space, elastic)
+    return insert_((network or TwoInputs()).eval(), space, elastic, example=example)
 
 
 def batch(n: int = 6) -> tuple[Tensor, Tensor]:
@@ -185,6 +185,18 @@ def test_costs_count_all_inputs() -> None:
     assert found == CostModel(supernet, (image, extra))(supernet.space.smallest())
     with pytest.raises(SpecError, match="a dictionary of 'image'"):
         CostModel(supernet, {"image": image})
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_an_elastic_description_by_hand_takes_a_tokenizers_kind_of_mapping() -> None:
+    image, extra = batch()
+    network = TwoInputs().eval()
+    expected = network(image, extra)["logits"]
+    supernet = two_inputs(network, UserDict(image=image, extra=extra))
+    found = supernet(image, extra, subnet=supernet.space.largest())["logits"]
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(SpecError, match="unexpected keyword argument 'picture'"):
+        two_inputs(TwoInputs(), UserDict(picture=image, extra=extra))
 
 
 def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:
