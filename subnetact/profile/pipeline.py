@@ -32,7 +32,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
 from subnetact.profile.source import RANDOM, ProfileSource, calibration_batches
-from subnetact.profile.sweep import Sweep, SweepSettings, environment
+from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment
 from subnetact.spec import SubnetSpec
 
 __all__ = ["ProfileJob", "count_stable", "run_profile"]
@@ -65,7 +65,7 @@ class ProfileJob:
 
     request: SelectionRequest = field(default_factory=SelectionRequest)
     settings: SweepSettings = field(default_factory=SweepSettings)
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
     device: str = "cpu"
     mode: str = "zero-copy"
     include: tuple[str, ...] = ()

@@ -1,4 +1,8 @@
-"""Where a profile gets its supernet, its input and its images for calibration from."""
+"""Where a profile gets its supernet, its input and its images for calibration from.
+
+The serve command builds a user's own network with `build_model` too, and so with `import_name` and
+`user_code`; they live here and not in `command`, because that room may not import the supernet they return.
+"""
 
 from __future__ import annotations
 
