@@ -61,8 +61,11 @@ class Engine:
     within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
     changes of the weights, and `load_state_dict`; the next call of a fused subnet makes its program again.
 
-    Methods that take the id of a subnet raise `SpecError` if it is not served. Those that run it raise
-    `NotCalibrated` if its BatchNorm statistics were dropped with the weights that they belonged to.
+    Everywhere else a subnet is named by its specification; an engine, its tables and its policies number the
+    registered ones, because a latency table, a policy and a request name a subnet by its number, which is
+    stable when subnets are removed. Methods that take the id of a subnet raise `SpecError` if it is not
+    served. Those that run it raise `NotCalibrated` if its BatchNorm statistics were dropped with the weights
+    that they belonged to.
 
     Args:
         supernet: the supernet; it is moved to `device`. Its training mode stays as it is; the engine runs
@@ -568,7 +571,7 @@ class Engine:
         """Tell whether a `subnet` runs as a fused program. `stats().unfused` says why others do not."""
         return type(subnet) is int and subnet in self._plan
 
-    def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
+    def prepare(self, batch_sizes: Sequence[int] = (1,), ids: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
 
         Fused programs that could not be made before, because memory was short for example, are tried again.
@@ -579,7 +582,7 @@ class Engine:
 
         Args:
             batch_sizes: the batch sizes that will be used.
-            subnets: the ids to prepare. If None, all subnets that are served.
+            ids: the ids of the subnets to prepare. If None, all that are served.
 
         Raises:
             EngineError: a batch size is not a whole number of at least 1, or beyond every batch.
@@ -593,10 +596,10 @@ class Engine:
                 f"batch_sizes: {batch_sizes!r} must be whole numbers of at least 1 and at most "
                 f"{LARGEST_BATCH}, as (1, 8)"
             )
-        ids: Any = self.ids if subnets is None else subnets
-        if not isinstance(ids, Iterable):
-            raise SpecError(f"subnets: expected a list of ids, got {ids!r}")
-        chosen = [self.ready(i) for i in ids]
+        wanted: Any = self.ids if ids is None else ids
+        if not isinstance(wanted, Iterable):
+            raise SpecError(f"ids: expected a list of ids, got {ids!r}")
+        chosen = [self.ready(i) for i in wanted]
         with self._changing:
             self._change_plan(self._plan.pinned)
         shaped = [(size, x) for size in sorted(map(int, sizes), reverse=True) for x in self.samples[::-1]]
