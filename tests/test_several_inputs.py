@@ -27,6 +27,7 @@ from subnetact import (
 from subnetact.costs import CostModel
 from subnetact.errors import InvalidRequest, ResumeMismatch, SpecError
 from subnetact.serving import Fixed
+from subnetact.supernet.batches import tensors_of
 
 
 class TwoInputs(nn.Module):
@@ -214,3 +215,60 @@ def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:
         with pytest.raises(InvalidRequest, match="a dictionary of 'image', 'extra'"):
             batcher.submit(UserDict(image=image[0]), 10_000.0)
     torch.testing.assert_close(torch.stack([a.output["logits"] for a in answers]), expected)
+
+
+class Mixed(TwoInputs):
+    """Has a linear layer that is packed in fused programs, wherever oneMKL is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(512, 512)
+
+    def forward(self, image: Tensor, extra: Tensor) -> dict[str, Tensor]:
+        mixed = self.mix(F.pad(extra, (0, 508)))
+        return {"logits": super().forward(image, extra)["logits"] + mixed[:, :5]}
+
+
+FORMS: dict[str, Any] = {
+    "tuple": lambda image, extra: (image, extra),
+    "dictionary": lambda image, extra: {"image": image, "extra": extra},
+    "mapping": lambda image, extra: UserDict(image=image, extra=extra),
+}
+
+
+@pytest.mark.parametrize("way", ["call", "run", "blocks"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_first_batch_is_the_example_of_an_engine_without_one(form: str, way: str) -> None:
+    supernet, (image, extra), make = two_inputs(Mixed()), batch(), FORMS[form]
+    spec = supernet.space.smallest()
+    calibrate(supernet, [spec], [{"image": image, "extra": extra}])
+    given = Engine(supernet, [spec], example=make(image, extra))
+    engine = Engine(supernet, [spec])
+    singles = [make(image[i], extra[i]) for i in range(6)]
+    if way == "call":
+        engine(make(image, extra), 0)
+    elif way == "run":
+        engine.run(0, singles, 6)
+    else:
+        assert engine.start(0, singles, 6).step()
+    assert engine.is_fused(0) == given.is_fused(0) == torch.backends.mkl.is_available()
+    assert engine.stats().unfused == given.stats().unfused
+    for mine, expected in zip(tensors_of(engine.sample), tensors_of(given.sample), strict=True):
+        assert torch.equal(mine, expected)
+    engine.check(singles[0])
+    with pytest.raises(InvalidRequest, match="without a batch dimension"):
+        engine.check(make(image, extra))
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_a_batch_that_is_no_example_still_runs() -> None:
+    """The network broadcasts the gate, so its inputs are no samples of one size."""
+    supernet, (image, extra) = two_inputs(), batch()
+    spec = supernet.space.smallest()
+    engine = Engine(supernet, [spec], allow_uncalibrated=True)
+    output = engine((image, extra[:1]), 0)["logits"]
+    torch.testing.assert_close(output, supernet(image, extra[:1], subnet=spec)["logits"])
+    with pytest.raises(InvalidRequest, match="no input yet"):
+        engine.sample  # noqa: B018
+    engine((image, extra), 0)
+    assert len(engine.samples) == 1

@@ -452,8 +452,8 @@ class Engine:
 
         The subnet is cut in front of every layer of an elastic stack. Its blocks, one after the other, give
         bit for bit what the whole subnet gives. A network that takes several inputs, that cannot be traced,
-        or that the engine compiles is a single block, and so is a fused program if the batch has NaN,
-        infinite or huge values.
+        or that the engine compiles is a single block, and so are the first batch of an engine without
+        example, and a fused program if the batch has NaN, infinite or huge values.
 
         Args:
             subnet: the id of the subnet.
@@ -472,7 +472,7 @@ class Engine:
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> Sequence[Block]:
         bound = self._bound(ready)
-        if self._compiler is not None or not isinstance(batch, Tensor):
+        if self._compiler is not None or not isinstance(batch, Tensor) or not self._shapes.samples:
             return [partial(self._run, ready)]
         blocks: Sequence[Block]
         planned = self._plan.program(ready, bound)
@@ -740,29 +740,24 @@ class Engine:
     # -- inner parts -----------------------------------------------------------------------------
 
     def _run(self, subnet: ReadySubnet, x: Any) -> Any:
-        bound = self._bound(subnet)
-        if not isinstance(x, Tensor):
-            if self._compiler is not None:
-                raise InvalidRequest(
-                    f"input: a compiled engine serves single tensors, got {type(x).__name__}; "
-                    "leave out compile="
-                )
-            x = as_batch(x)
-            program = self._plan.program(subnet, bound)
-            with torch.inference_mode():
-                return call_with(bound.view, x) if program is None else program(x)
+        bound, single = self._bound(subnet), isinstance(x, Tensor)
         call: Any
-        if self._compiler is not None:
+        if self._compiler is None:
+            view = bound.view if single else partial(call_with, bound.view)
+            call = self._plan.program(subnet, bound) or view
+        elif single:
             call = self._compiler.of(subnet.id, bound)
         else:
-            call = self._plan.program(subnet, bound) or bound.view
+            raise InvalidRequest(
+                f"input: a compiled engine serves single tensors, got {type(x).__name__}; leave out compile="
+            )
         with torch.inference_mode():
-            x = laid_out(x)
+            x = laid_out(x) if single else as_batch(x)
             output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
-        if not self._shapes.samples and x.dim():
+        if not self._shapes.samples:
             with self._changing:
-                self._shapes.note(x)
-                self._change_plan(self._plan.pinned)
+                if self._shapes.note(x):
+                    self._change_plan(self._plan.pinned)
             if subnet.id in self._plan:
                 return self._run(subnet, x)
         return output
