@@ -63,6 +63,14 @@ def batch(n: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, 8, 8), torch.randn(n, 4)
 
 
+FORMS: dict[str, Any] = {
+    "tuple": lambda image, extra: (image, extra),
+    "list": lambda image, extra: [image, extra],
+    "dictionary": lambda image, extra: {"image": image, "extra": extra},
+    "mapping": lambda image, extra: UserDict(image=image, extra=extra),
+}
+
+
 def by_hand(supernet: Supernet, image: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of the convolution's output, computed without the library."""
     conv = supernet.extract(supernet.space.largest()).conv
@@ -70,28 +78,21 @@ def by_hand(supernet: Supernet, image: Tensor, width: int) -> tuple[Tensor, Tens
     return y.mean((0, 2, 3)), y.var((0, 2, 3), unbiased=False)
 
 
-@pytest.mark.parametrize("form", ["pair", "dictionary", "mapping"])
-def test_calibration_gives_the_statistics_of_the_batch(form: str) -> None:
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("form", ["tuple", "list", "dictionary", "mapping"])
+def test_calibration_gives_the_statistics_of_the_inputs(form: str, labels: bool) -> None:
     supernet, (image, extra) = two_inputs(), batch()
-    given: Any = {
-        "pair": ((image, extra), torch.zeros(6)),
-        "dictionary": {"image": image, "extra": extra},
-        "mapping": UserDict(image=image, extra=extra),
-    }[form]
+    given: Any = FORMS[form](image, extra)
     specs = [supernet.space.smallest(), supernet.space.largest()]
-    report = calibrate(supernet, specs, [given])
-    assert report.subnets == 2
+    for pair in (tuple, list) if labels else ():  # a default-collated DataLoader gives lists
+        report = calibrate(supernet, specs, [pair((given, torch.zeros(6)))], labels=True)
+        assert report.subnets == 2
+    if not labels:
+        assert calibrate(supernet, specs, [given]).subnets == 2
     for spec, width in zip(specs, (4, 8), strict=True):
         found = supernet.statistics(spec)["bn"]
         for mine, expected in zip(found, by_hand(supernet, image, width), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-
-
-class Several(TwoInputs):
-    """Takes any number of arguments."""
-
-    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
-        return super().forward(*inputs)
 
 
 class GateFirst(TwoInputs):
@@ -101,44 +102,47 @@ class GateFirst(TwoInputs):
         return super().forward(image if extra is None else image * extra[:, :1, None, None], torch.ones(6, 4))
 
 
-@pytest.mark.parametrize(
-    ("kind", "batch_of", "labels", "gated"),
-    [
-        (TwoInputs, tuple, None, False),
-        (TwoInputs, list, None, False),
-        (TwoInputs, tuple, False, False),
-        (GateFirst, tuple, False, True),
-        (GateFirst, tuple, True, False),
-        (GateFirst, lambda pair: (pair, torch.zeros(6)), None, True),
-        (GateFirst, lambda pair: pair[:1], None, False),
-    ],
-)
-def test_a_batch_of_positional_arguments_is_used_as_a_whole(
-    kind: Any, batch_of: Any, labels: bool | None, gated: bool
-) -> None:
-    supernet, (image, extra) = two_inputs(kind()), batch()
+@pytest.mark.parametrize("labels", [False, True])
+def test_labels_are_named_and_not_guessed(labels: bool) -> None:
+    """The network takes one or two arguments, so that a pair is either arguments or inputs with labels."""
+    supernet, (image, extra) = two_inputs(GateFirst()), batch()
     specs = [supernet.space.smallest(), supernet.space.largest()]
-    calibrate(supernet, specs, [batch_of((image, extra))], labels=labels)
-    seen = image * extra[:, :1, None, None] if gated else image
+    calibrate(supernet, specs, [(image, extra)], labels=labels)
+    seen = image if labels else image * extra[:, :1, None, None]
     for spec, width in zip(specs, (4, 8), strict=True):
         found = supernet.statistics(spec)["bn"]
         for mine, expected in zip(found, by_hand(supernet, seen, width), strict=True):
             torch.testing.assert_close(mine, expected, rtol=5e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Several, GateFirst])
-@pytest.mark.parametrize("second", [torch.randn(6, 4), torch.arange(6)])
-def test_a_batch_that_could_be_meant_either_way_is_refused(kind: Any, second: Tensor) -> None:
-    supernet = two_inputs(kind())
+def test_labels_that_are_not_named_are_refused_before_anything_runs() -> None:
+    ran: list[Tensor] = []
+
+    class Noting(TwoInputs):
+        def forward(self, image: Tensor, extra: Tensor) -> dict[str, Tensor]:
+            if isinstance(image, Tensor):  # and not a trace
+                ran.append(image)
+            return super().forward(image, extra)
+
+    supernet, (image, extra) = two_inputs(Noting()), batch()
     specs = [supernet.space.smallest()]
-    with pytest.raises(SpecError, match=r"labels=True if they are, and labels=False if all are arguments"):
-        calibrate(supernet, specs, [(batch()[0], second)])
-    with pytest.raises(SpecError, match="are the elements behind the first labels"):
-        calibrate(two_inputs(), specs, [(*batch(), torch.arange(6))])
-    for wrong in ("yes", 0, 1.0):
-        with pytest.raises(SpecError, match=f"labels: {wrong!r} is no truth value"):
-            calibrate(supernet, specs, [(batch()[0], second)], labels=wrong)  # type: ignore[arg-type]
+    tensor = r"a torch\.float32 tensor of shape \(6, 4\)"
+    with pytest.raises(
+        SpecError, match=rf"{tensor}, a torch\.int64 tensor.*too many.*give calibrate labels=True"
+    ):
+        calibrate(supernet, specs, [(image, extra, torch.arange(6))])
+    with pytest.raises(SpecError, match=r"missing a required argument: 'extra'.*give calibrate labels=True"):
+        calibrate(supernet, specs, [[image]])
+    for wrong in ((image, extra, torch.arange(6)), {"image": image, "extra": extra}, image):
+        with pytest.raises(SpecError, match=r"labels=True: a batch is a pair \(inputs, labels\) here, got a"):
+            calibrate(supernet, specs, [wrong], labels=True)
+    for value in ("yes", 0, None):
+        with pytest.raises(SpecError, match=f"labels: {value!r} is no truth value"):
+            calibrate(supernet, specs, [(image, extra)], labels=value)  # type: ignore[arg-type]
+    assert not ran
     assert not supernet.norms
+    calibrate(supernet, specs, [(image, extra)])
+    assert ran
 
 
 def test_an_interrupted_calibration_knows_its_batches(tmp_path: Path) -> None:
@@ -159,10 +163,13 @@ def test_bad_batches_are_named() -> None:
         calibrate(supernet, specs, [{"image": image, "extra": 3}])
     with pytest.raises(SpecError, match=r"does not run on a torch\.float32 tensor of shape"):
         calibrate(supernet, specs, [image])
-    with pytest.raises(SpecError, match="'labels'"):
-        evaluate(supernet, specs, [{"image": image}])
-    with pytest.raises(SpecError, match="labels"):
+    for wrong in ({"image": image}, {"image": image, "labels": torch.zeros(6)}, (image,)):
+        with pytest.raises(SpecError, match=r"evaluate: a batch is a pair \(inputs, labels\) here, got a"):
+            evaluate(supernet, specs, [wrong])
+    with pytest.raises(SpecError, match=r"evaluate: a batch has labels of shape \(N,\).*\(3, 3, 8, 8\)"):
         evaluate(supernet, specs, [((image, image[:3]), torch.zeros(6))])
+    with pytest.raises(SpecError, match="evaluate: inputs and labels of a batch are tensors"):
+        evaluate(supernet, specs, [(image, 6)])
     assert not supernet.norms
 
 
@@ -175,7 +182,7 @@ def test_evaluation_counts_right_answers() -> None:
         agree = supernet.extract(specs[1])(image, extra)["logits"].argmax(1) == labels
     expected = [100.0, 100 * float(agree.float().mean())]
     named = UserDict(image=image, extra=extra)
-    for loader in ([((image, extra), labels)], [(named, labels)], [{**named, "labels": labels}]):
+    for loader in ([((image, extra), labels)], [(named, labels)], [[[image, extra], labels]]):
         assert evaluate(supernet, specs, loader) == pytest.approx(expected)
 
 
@@ -229,15 +236,8 @@ class Mixed(TwoInputs):
         return {"logits": super().forward(image, extra)["logits"] + mixed[:, :5]}
 
 
-FORMS: dict[str, Any] = {
-    "tuple": lambda image, extra: (image, extra),
-    "dictionary": lambda image, extra: {"image": image, "extra": extra},
-    "mapping": lambda image, extra: UserDict(image=image, extra=extra),
-}
-
-
 @pytest.mark.parametrize("way", ["call", "run", "blocks"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"list"}))  # a list is one example per shape
 def test_the_first_batch_is_the_example_of_an_engine_without_one(form: str, way: str) -> None:
     supernet, (image, extra), make = two_inputs(Mixed()), batch(), FORMS[form]
     spec = supernet.space.smallest()
