@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from subnetact.errors import IllegalChoice
 from subnetact.space import SubnetSpace
-from subnetact.spec import SubnetSpec
+from subnetact.spec import PRECISION, SubnetSpec
 
 __all__ = ["Encoding", "Features", "mobile_features", "raw_features", "resnet_features", "tutorial_features"]
 
@@ -46,11 +46,12 @@ def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None
 
 
 def raw_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Return the values of all axes as numbers, the resolution first, as upstream's AttentiveNAS does."""
+    """Return the values of upstream's axes as numbers, the resolution first, as its AttentiveNAS does."""
     (resolution,) = spec["resolution"]
     if image_size is not None:
         _image_size(image_size, (resolution,))
-    return _features(*([float(v or 0) for v in spec[axis.name]] for axis in space.axes))
+    names = [axis.name for axis in space.axes if axis.name != PRECISION]
+    return _features(*([float(v or 0) for v in spec[name]] for name in names))
 
 
 def _axis(space: SubnetSpace, spec: SubnetSpec, name: str) -> list[float]:

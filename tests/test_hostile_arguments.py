@@ -109,7 +109,7 @@ def test_batches_without_data_are_refused(kind: str) -> None:
     ("call", "error"),
     [
         (lambda e: e.prepare([10**12]), EngineError),
-        (lambda e: e.prepare([1], subnets=5), SpecError),
+        (lambda e: e.prepare([1], ids=5), SpecError),
         (lambda e: engine_of(e.supernet, memory_budget_mb="1"), EngineError),
         (lambda e: engine_of(e.supernet, memory_budget_mb=10**400), EngineError),
     ],

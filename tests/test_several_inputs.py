@@ -27,6 +27,7 @@ from subnetact import (
 from subnetact.costs import CostModel
 from subnetact.errors import InvalidRequest, ResumeMismatch, SpecError
 from subnetact.serving import Fixed
+from subnetact.supernet.batches import tensors_of
 
 
 class TwoInputs(nn.Module):
@@ -45,7 +46,7 @@ class TwoInputs(nn.Module):
         return {"logits": self.head(gated.mean((2, 3)))}
 
 
-def two_inputs(network: nn.Module | None = None) -> Supernet:
+def two_inputs(network: nn.Module | None = None, example: Any = None) -> Supernet:
     space = SubnetSpace(
         "two", [Axis.uniform("width", ["all"], [4, 8])], lambda values: {"width": values["width"][0]}
     )
@@ -55,11 +56,19 @@ def two_inputs(network: nn.Module | None = None) -> Supernet:
         "gate": WeightSlice.on(out="width"),
         "head": WeightSlice.on(in_="width"),
     }
-    return insert_((network or TwoInputs()).eval(), space, elastic)
+    return insert_((network or TwoInputs()).eval(), space, elastic, example=example)
 
 
 def batch(n: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, 8, 8), torch.randn(n, 4)
+
+
+FORMS: dict[str, Any] = {
+    "tuple": lambda image, extra: (image, extra),
+    "list": lambda image, extra: [image, extra],
+    "dictionary": lambda image, extra: {"image": image, "extra": extra},
+    "mapping": lambda image, extra: UserDict(image=image, extra=extra),
+}
 
 
 def by_hand(supernet: Supernet, image: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -69,28 +78,21 @@ def by_hand(supernet: Supernet, image: Tensor, width: int) -> tuple[Tensor, Tens
     return y.mean((0, 2, 3)), y.var((0, 2, 3), unbiased=False)
 
 
-@pytest.mark.parametrize("form", ["pair", "dictionary", "mapping"])
-def test_calibration_gives_the_statistics_of_the_batch(form: str) -> None:
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("form", ["tuple", "list", "dictionary", "mapping"])
+def test_calibration_gives_the_statistics_of_the_inputs(form: str, labels: bool) -> None:
     supernet, (image, extra) = two_inputs(), batch()
-    given: Any = {
-        "pair": ((image, extra), torch.zeros(6)),
-        "dictionary": {"image": image, "extra": extra},
-        "mapping": UserDict(image=image, extra=extra),
-    }[form]
+    given: Any = FORMS[form](image, extra)
     specs = [supernet.space.smallest(), supernet.space.largest()]
-    report = calibrate(supernet, specs, [given])
-    assert report.subnets == 2
+    for pair in (tuple, list) if labels else ():  # a default-collated DataLoader gives lists
+        report = calibrate(supernet, specs, [pair((given, torch.zeros(6)))], labels=True)
+        assert report.subnets == 2
+    if not labels:
+        assert calibrate(supernet, specs, [given]).subnets == 2
     for spec, width in zip(specs, (4, 8), strict=True):
         found = supernet.statistics(spec)["bn"]
         for mine, expected in zip(found, by_hand(supernet, image, width), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-
-
-class Several(TwoInputs):
-    """Takes any number of arguments."""
-
-    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
-        return super().forward(*inputs)
 
 
 class GateFirst(TwoInputs):
@@ -100,44 +102,47 @@ class GateFirst(TwoInputs):
         return super().forward(image if extra is None else image * extra[:, :1, None, None], torch.ones(6, 4))
 
 
-@pytest.mark.parametrize(
-    ("kind", "batch_of", "labels", "gated"),
-    [
-        (TwoInputs, tuple, None, False),
-        (TwoInputs, list, None, False),
-        (TwoInputs, tuple, False, False),
-        (GateFirst, tuple, False, True),
-        (GateFirst, tuple, True, False),
-        (GateFirst, lambda pair: (pair, torch.zeros(6)), None, True),
-        (GateFirst, lambda pair: pair[:1], None, False),
-    ],
-)
-def test_a_batch_of_positional_arguments_is_used_as_a_whole(
-    kind: Any, batch_of: Any, labels: bool | None, gated: bool
-) -> None:
-    supernet, (image, extra) = two_inputs(kind()), batch()
+@pytest.mark.parametrize("labels", [False, True])
+def test_labels_are_named_and_not_guessed(labels: bool) -> None:
+    """The network takes one or two arguments, so that a pair is either arguments or inputs with labels."""
+    supernet, (image, extra) = two_inputs(GateFirst()), batch()
     specs = [supernet.space.smallest(), supernet.space.largest()]
-    calibrate(supernet, specs, [batch_of((image, extra))], labels=labels)
-    seen = image * extra[:, :1, None, None] if gated else image
+    calibrate(supernet, specs, [(image, extra)], labels=labels)
+    seen = image if labels else image * extra[:, :1, None, None]
     for spec, width in zip(specs, (4, 8), strict=True):
         found = supernet.statistics(spec)["bn"]
         for mine, expected in zip(found, by_hand(supernet, seen, width), strict=True):
             torch.testing.assert_close(mine, expected, rtol=5e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Several, GateFirst])
-@pytest.mark.parametrize("second", [torch.randn(6, 4), torch.arange(6)])
-def test_a_batch_that_could_be_meant_either_way_is_refused(kind: Any, second: Tensor) -> None:
-    supernet = two_inputs(kind())
+def test_labels_that_are_not_named_are_refused_before_anything_runs() -> None:
+    ran: list[Tensor] = []
+
+    class Noting(TwoInputs):
+        def forward(self, image: Tensor, extra: Tensor) -> dict[str, Tensor]:
+            if isinstance(image, Tensor):  # and not a trace
+                ran.append(image)
+            return super().forward(image, extra)
+
+    supernet, (image, extra) = two_inputs(Noting()), batch()
     specs = [supernet.space.smallest()]
-    with pytest.raises(SpecError, match=r"labels=True if they are, and labels=False if all are arguments"):
-        calibrate(supernet, specs, [(batch()[0], second)])
-    with pytest.raises(SpecError, match="are the elements behind the first labels"):
-        calibrate(two_inputs(), specs, [(*batch(), torch.arange(6))])
-    for wrong in ("yes", 0, 1.0):
-        with pytest.raises(SpecError, match=f"labels: {wrong!r} is no truth value"):
-            calibrate(supernet, specs, [(batch()[0], second)], labels=wrong)  # type: ignore[arg-type]
+    tensor = r"a torch\.float32 tensor of shape \(6, 4\)"
+    with pytest.raises(
+        SpecError, match=rf"{tensor}, a torch\.int64 tensor.*too many.*give calibrate labels=True"
+    ):
+        calibrate(supernet, specs, [(image, extra, torch.arange(6))])
+    with pytest.raises(SpecError, match=r"missing a required argument: 'extra'.*give calibrate labels=True"):
+        calibrate(supernet, specs, [[image]])
+    for wrong in ((image, extra, torch.arange(6)), {"image": image, "extra": extra}, image):
+        with pytest.raises(SpecError, match=r"labels=True: a batch is a pair \(inputs, labels\) here, got a"):
+            calibrate(supernet, specs, [wrong], labels=True)
+    for value in ("yes", 0, None):
+        with pytest.raises(SpecError, match=f"labels: {value!r} is no truth value"):
+            calibrate(supernet, specs, [(image, extra)], labels=value)  # type: ignore[arg-type]
+    assert not ran
     assert not supernet.norms
+    calibrate(supernet, specs, [(image, extra)])
+    assert ran
 
 
 def test_an_interrupted_calibration_knows_its_batches(tmp_path: Path) -> None:
@@ -158,10 +163,13 @@ def test_bad_batches_are_named() -> None:
         calibrate(supernet, specs, [{"image": image, "extra": 3}])
     with pytest.raises(SpecError, match=r"does not run on a torch\.float32 tensor of shape"):
         calibrate(supernet, specs, [image])
-    with pytest.raises(SpecError, match="'labels'"):
-        evaluate(supernet, specs, [{"image": image}])
-    with pytest.raises(SpecError, match="labels"):
+    for wrong in ({"image": image}, {"image": image, "labels": torch.zeros(6)}, (image,)):
+        with pytest.raises(SpecError, match=r"evaluate: a batch is a pair \(inputs, labels\) here, got a"):
+            evaluate(supernet, specs, [wrong])
+    with pytest.raises(SpecError, match=r"evaluate: a batch has labels of shape \(N,\).*\(3, 3, 8, 8\)"):
         evaluate(supernet, specs, [((image, image[:3]), torch.zeros(6))])
+    with pytest.raises(SpecError, match="evaluate: inputs and labels of a batch are tensors"):
+        evaluate(supernet, specs, [(image, 6)])
     assert not supernet.norms
 
 
@@ -174,7 +182,7 @@ def test_evaluation_counts_right_answers() -> None:
         agree = supernet.extract(specs[1])(image, extra)["logits"].argmax(1) == labels
     expected = [100.0, 100 * float(agree.float().mean())]
     named = UserDict(image=image, extra=extra)
-    for loader in ([((image, extra), labels)], [(named, labels)], [{**named, "labels": labels}]):
+    for loader in ([((image, extra), labels)], [(named, labels)], [[[image, extra], labels]]):
         assert evaluate(supernet, specs, loader) == pytest.approx(expected)
 
 
@@ -185,6 +193,18 @@ def test_costs_count_all_inputs() -> None:
     assert found == CostModel(supernet, (image, extra))(supernet.space.smallest())
     with pytest.raises(SpecError, match="a dictionary of 'image'"):
         CostModel(supernet, {"image": image})
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_an_elastic_description_by_hand_takes_a_tokenizers_kind_of_mapping() -> None:
+    image, extra = batch()
+    network = TwoInputs().eval()
+    expected = network(image, extra)["logits"]
+    supernet = two_inputs(network, UserDict(image=image, extra=extra))
+    found = supernet(image, extra, subnet=supernet.space.largest())["logits"]
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(SpecError, match="unexpected keyword argument 'picture'"):
+        two_inputs(TwoInputs(), UserDict(picture=image, extra=extra))
 
 
 def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:
@@ -202,3 +222,53 @@ def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:
         with pytest.raises(InvalidRequest, match="a dictionary of 'image', 'extra'"):
             batcher.submit(UserDict(image=image[0]), 10_000.0)
     torch.testing.assert_close(torch.stack([a.output["logits"] for a in answers]), expected)
+
+
+class Mixed(TwoInputs):
+    """Has a linear layer that is packed in fused programs, wherever oneMKL is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(512, 512)
+
+    def forward(self, image: Tensor, extra: Tensor) -> dict[str, Tensor]:
+        mixed = self.mix(F.pad(extra, (0, 508)))
+        return {"logits": super().forward(image, extra)["logits"] + mixed[:, :5]}
+
+
+@pytest.mark.parametrize("way", ["call", "run", "blocks"])
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"list"}))  # a list is one example per shape
+def test_the_first_batch_is_the_example_of_an_engine_without_one(form: str, way: str) -> None:
+    supernet, (image, extra), make = two_inputs(Mixed()), batch(), FORMS[form]
+    spec = supernet.space.smallest()
+    calibrate(supernet, [spec], [{"image": image, "extra": extra}])
+    given = Engine(supernet, [spec], example=make(image, extra))
+    engine = Engine(supernet, [spec])
+    singles = [make(image[i], extra[i]) for i in range(6)]
+    if way == "call":
+        engine(make(image, extra), 0)
+    elif way == "run":
+        engine.run(0, singles, 6)
+    else:
+        assert engine.start(0, singles, 6).step()
+    assert engine.is_fused(0) == given.is_fused(0) == torch.backends.mkl.is_available()
+    assert engine.stats().unfused == given.stats().unfused
+    for mine, expected in zip(tensors_of(engine.sample), tensors_of(given.sample), strict=True):
+        assert torch.equal(mine, expected)
+    engine.check(singles[0])
+    with pytest.raises(InvalidRequest, match="without a batch dimension"):
+        engine.check(make(image, extra))
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_a_batch_that_is_no_example_still_runs() -> None:
+    """The network broadcasts the gate, so its inputs are no samples of one size."""
+    supernet, (image, extra) = two_inputs(), batch()
+    spec = supernet.space.smallest()
+    engine = Engine(supernet, [spec], allow_uncalibrated=True)
+    output = engine((image, extra[:1]), 0)["logits"]
+    torch.testing.assert_close(output, supernet(image, extra[:1], subnet=spec)["logits"])
+    with pytest.raises(InvalidRequest, match="no input yet"):
+        engine.sample  # noqa: B018
+    engine((image, extra), 0)
+    assert len(engine.samples) == 1

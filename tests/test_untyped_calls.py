@@ -92,7 +92,7 @@ def test_an_operator_is_described_with_on(operator: Any) -> None:
         (lambda s: calibrate(s, [s.space.largest()], None), SpecError, r"calibrate takes lists .*\[batch\]"),
         (lambda s: calibrate(s, None, [torch.zeros(1, 1, 16, 16)]), SpecError, r"calibrate takes lists"),
         (lambda s: calibrate(s, [s.space.largest()], "images"), SpecError, r"calibrate takes lists"),
-        (lambda s: evaluate(s, [s.space.largest()], None), SpecError, r"write \[\(x, labels\)\]"),
+        (lambda s: evaluate(s, [s.space.largest()], None), SpecError, r"write \[\(inputs, labels\)\]"),
         (lambda s: s.check(torch.zeros(0, 1, 16, 16)), SpecError, "without values, which shows nothing"),
         (lambda s: s.load_state_dict(None), CheckpointError, "expected tensors by name, got NoneType"),
         (

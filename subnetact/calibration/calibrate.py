@@ -19,7 +19,7 @@ from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, StaleWeights, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import as_batch, describe_input, map_tensors, tensors_of, without_labels
+from subnetact.supernet.batches import describe_input, inputs_of, map_tensors, tensors_of
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -79,7 +79,7 @@ def calibrate(
     memory_mb: float = 1024.0,
     check: bool = True,
     adopt: bool | None = None,
-    labels: bool | None = None,
+    labels: bool = False,
 ) -> CalibrationReport:
     """Fill `supernet.norms` with the BatchNorm statistics of every given subnet, in one pass over the data.
 
@@ -91,10 +91,9 @@ def calibrate(
         supernet: the supernet; only its norm table changes.
         specs: the subnets. Subnets that have statistics already get new ones. A subnet at a lower precision
             uses, and gets, the statistics of the same subnet at float32.
-        batches: inputs of shape (N, C, H, W) like those to be served; their sizes may differ. A network of
-            several inputs takes dictionaries of its named arguments or tuples of its positional arguments.
-            The batches of a DataLoader, `(images, labels)` or `((a, b), labels)`, are taken as well; see
-            `labels`. The batches are read once.
+        batches: what the network takes, like what is to be served: tensors of shape (N, C, H, W) for images,
+            tuples of positional arguments, or dictionaries of named ones; see `labels`. Their sizes may
+            differ. They are read once.
         progress: if True, show a progress bar when standard error is a terminal.
         rule: `weighted_biased` or `cumulative_unbiased`. If None, the rule of the supernet's family is used,
             which is `weighted_biased` for an own network.
@@ -109,18 +108,16 @@ def calibrate(
         adopt: whether the largest subnet, if it is among the given ones, gets the statistics that the network
             came with instead of new ones. If None, it does if the network was pretrained and has not changed
             since `insert_`; its outputs are then those of the original network, bit for bit.
-        labels: whether batches that are tuples or lists begin with the inputs and go on with labels. If True,
-            the first element is used; if False, all elements are the positional arguments of the network. If
-            None, elements behind the first are labels if the first is a tuple or mapping, or if the network
-            takes one argument only, and arguments if the network needs that many.
+        labels: whether batches are pairs (inputs, labels), as a DataLoader of images and labels gives them.
+            Only the inputs are used.
 
     Returns:
         What was calibrated, what sharing saved, and which subnets ran one at a time and why.
 
     Raises:
         SpecError: a specification is not of this supernet, an argument is out of its range, there are no
-            batches, the network does not run on a batch, a batch may be read with labels and without, or
-            statistics are not finite.
+            batches, a batch is a pair without `labels=True` and the network takes one argument, the network
+            does not run on a batch, or statistics are not finite.
         InsertError: a subnet does not run on a batch on which the largest subnet runs, because the elastic
             description lacks a module, or `supernet.check` fails; the message names the module.
         StaleWeights: the weights have changed since the calibration began; nothing of it is kept.
@@ -132,7 +129,7 @@ def calibrate(
 
     Example:
         >>> specs = supernet.space.sample(0, 20)
-        >>> report = subnetact.calibrate(supernet, specs, loader, resume="calibration.unfinished")
+        >>> report = subnetact.calibrate(supernet, specs, loader, labels=True)
         >>> supernet.norms.save("norms.safetensors")
     """
     if rule is not None and rule not in CALIBRATION_RULES:
@@ -140,8 +137,8 @@ def calibrate(
     for name, value in (("memory_mb", memory_mb), ("save_every_s", save_every_s)):
         if not value >= 0:
             raise SpecError(f"{name}: {value!r} is no number of at least 0")
-    if labels is not None and not isinstance(labels, bool):
-        raise SpecError(f"labels: {labels!r} is no truth value; give True if batches go on with labels")
+    if not isinstance(labels, bool):
+        raise SpecError(f"labels: {labels!r} is no truth value; True says that batches are (inputs, labels)")
     as_supernet(supernet)
     lists: tuple[Any, ...] = specs, batches
     if any(isinstance(x, SubnetSpec | Tensor | str) or not isinstance(x, Iterable) for x in lists):
@@ -164,8 +161,8 @@ def calibrate(
         kept = Progress(resume, save_every_s, supernet, wanted, rule)
         run = CalibrationRun(supernet, wanted, rule, memory_mb * 2**20)
         require = partial(_require_same_weights, supernet, began)
-        inputs_of = partial(_inputs, network=supernet.network, labels=labels)
-        _pass(run, batches, inputs_of, kept, progress, supernet if check else None, require)
+        inputs = partial(_inputs, network=supernet.network, labels=labels)
+        _pass(run, batches, inputs, kept, progress, supernet if check else None, require)
         rows = {spec: run.row(spec) for spec in wanted}
     require()
     _check_finite(rows)
@@ -197,7 +194,7 @@ def calibrate(
 def _pass(
     run: CalibrationRun,
     batches: Iterable[Any],
-    inputs_of: Callable[[Any], Any],
+    inputs: Callable[[Any], Any],
     kept: Progress,
     progress: bool,
     unchecked: Supernet | None,
@@ -213,7 +210,7 @@ def _pass(
         leave=None,
     ) as bar:
         for i, batch in enumerate(batches):
-            x = map_tensors(lambda t: t.to(run.device), inputs_of(batch))
+            x = map_tensors(lambda t: t.to(run.device), inputs(batch))
             if i == 0:
                 run.prepare(x)
                 kept.restore(run)
@@ -256,12 +253,12 @@ def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
         )
 
 
-def _inputs(batch: Any, network: nn.Module, labels: bool | None) -> Any:
-    x = as_batch(without_labels(batch, network, labels))
+def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:
+    x = inputs_of(batch, network, labels)
     parts = list(tensors_of(x))
     if not parts or not all(isinstance(part, Tensor) and part.numel() for part in parts):
         raise SpecError(
-            "a calibration batch is a tensor, a dictionary of named tensors, a tuple of positional tensors, "
-            f"or a pair that begins with one of these, got {describe_input(x)}"
+            "a calibration batch is a tensor, a dictionary of named tensors or a tuple of positional "
+            f"tensors, got {describe_input(x)}"
         )
     return x

@@ -61,8 +61,11 @@ class Engine:
     within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
     changes of the weights, and `load_state_dict`; the next call of a fused subnet makes its program again.
 
-    Methods that take the id of a subnet raise `SpecError` if it is not served. Those that run it raise
-    `NotCalibrated` if its BatchNorm statistics were dropped with the weights that they belonged to.
+    Everywhere else a subnet is named by its specification; an engine, its tables and its policies number the
+    registered ones, because a latency table, a policy and a request name a subnet by its number, which is
+    stable when subnets are removed. Methods that take the id of a subnet raise `SpecError` if it is not
+    served. Those that run it raise `NotCalibrated` if its BatchNorm statistics were dropped with the weights
+    that they belonged to.
 
     Args:
         supernet: the supernet; it is moved to `device`. Its training mode stays as it is; the engine runs
@@ -449,8 +452,8 @@ class Engine:
 
         The subnet is cut in front of every layer of an elastic stack. Its blocks, one after the other, give
         bit for bit what the whole subnet gives. A network that takes several inputs, that cannot be traced,
-        or that the engine compiles is a single block, and so is a fused program if the batch has NaN,
-        infinite or huge values.
+        or that the engine compiles is a single block, and so are the first batch of an engine without
+        example, and a fused program if the batch has NaN, infinite or huge values.
 
         Args:
             subnet: the id of the subnet.
@@ -469,7 +472,7 @@ class Engine:
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> Sequence[Block]:
         bound = self._bound(ready)
-        if self._compiler is not None or not isinstance(batch, Tensor):
+        if self._compiler is not None or not isinstance(batch, Tensor) or not self._shapes.samples:
             return [partial(self._run, ready)]
         blocks: Sequence[Block]
         planned = self._plan.program(ready, bound)
@@ -568,7 +571,7 @@ class Engine:
         """Tell whether a `subnet` runs as a fused program. `stats().unfused` says why others do not."""
         return type(subnet) is int and subnet in self._plan
 
-    def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
+    def prepare(self, batch_sizes: Sequence[int] = (1,), ids: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
 
         Fused programs that could not be made before, because memory was short for example, are tried again.
@@ -579,7 +582,7 @@ class Engine:
 
         Args:
             batch_sizes: the batch sizes that will be used.
-            subnets: the ids to prepare. If None, all subnets that are served.
+            ids: the ids of the subnets to prepare. If None, all that are served.
 
         Raises:
             EngineError: a batch size is not a whole number of at least 1, or beyond every batch.
@@ -593,10 +596,10 @@ class Engine:
                 f"batch_sizes: {batch_sizes!r} must be whole numbers of at least 1 and at most "
                 f"{LARGEST_BATCH}, as (1, 8)"
             )
-        ids: Any = self.ids if subnets is None else subnets
-        if not isinstance(ids, Iterable):
-            raise SpecError(f"subnets: expected a list of ids, got {ids!r}")
-        chosen = [self.ready(i) for i in ids]
+        wanted: Any = self.ids if ids is None else ids
+        if not isinstance(wanted, Iterable):
+            raise SpecError(f"ids: expected a list of ids, got {ids!r}")
+        chosen = [self.ready(i) for i in wanted]
         with self._changing:
             self._change_plan(self._plan.pinned)
         shaped = [(size, x) for size in sorted(map(int, sizes), reverse=True) for x in self.samples[::-1]]
@@ -737,29 +740,24 @@ class Engine:
     # -- inner parts -----------------------------------------------------------------------------
 
     def _run(self, subnet: ReadySubnet, x: Any) -> Any:
-        bound = self._bound(subnet)
-        if not isinstance(x, Tensor):
-            if self._compiler is not None:
-                raise InvalidRequest(
-                    f"input: a compiled engine serves single tensors, got {type(x).__name__}; "
-                    "leave out compile="
-                )
-            x = as_batch(x)
-            program = self._plan.program(subnet, bound)
-            with torch.inference_mode():
-                return call_with(bound.view, x) if program is None else program(x)
+        bound, single = self._bound(subnet), isinstance(x, Tensor)
         call: Any
-        if self._compiler is not None:
+        if self._compiler is None:
+            view = bound.view if single else partial(call_with, bound.view)
+            call = self._plan.program(subnet, bound) or view
+        elif single:
             call = self._compiler.of(subnet.id, bound)
         else:
-            call = self._plan.program(subnet, bound) or bound.view
+            raise InvalidRequest(
+                f"input: a compiled engine serves single tensors, got {type(x).__name__}; leave out compile="
+            )
         with torch.inference_mode():
-            x = laid_out(x)
+            x = laid_out(x) if single else as_batch(x)
             output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
-        if not self._shapes.samples and x.dim():
+        if not self._shapes.samples:
             with self._changing:
-                self._shapes.note(x)
-                self._change_plan(self._plan.pinned)
+                if self._shapes.note(x):
+                    self._change_plan(self._plan.pinned)
             if subnet.id in self._plan:
                 return self._run(subnet, x)
         return output

@@ -216,10 +216,10 @@ class Plan:
         kept = [(i, made) for i, made in kept if made.bound.current and made.is_of(made.bound)]
         return [i for i, made in kept if checksum(_read_by(made.bound)) != made.sums]
 
-    def make_again(self, subnets: Iterable[int]) -> None:
+    def make_again(self, ids: Iterable[int]) -> None:
         """Let the next calls of planned subnets make their programs again."""
         with self._making:
-            for i in self._programs.keys() & set(subnets):
+            for i in self._programs.keys() & set(ids):
                 self._release(i)
                 self._programs[i] = None
 

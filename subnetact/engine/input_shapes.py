@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from subnetact.engine.inputs import check_input, parts_of, shapes
+from subnetact.engine.inputs import check_input, parts_of, samples_of, shapes
 from subnetact.errors import EngineError, InvalidRequest
 from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.supernet import Supernet
@@ -57,9 +58,13 @@ class InputShapes:
         """What makes the same shapes: a sample, a list of them, or None."""
         return self.samples if self._several else self.sample
 
-    def note(self, x: Tensor) -> None:
-        """Take the first batch that has run as the example."""
-        self.samples = [torch.zeros(x.shape[1:], dtype=x.dtype)]
+    def note(self, x: Any) -> bool:
+        """Take a batch that has run as the example, if there is none and it can be one; tell if it is."""
+        if self.samples:
+            return False
+        with suppress(InvalidRequest):  # The network ran all the same: its inputs share no batch axis.
+            self.samples = [samples_of(x)]
+        return bool(self.samples)
 
     def follow(self) -> InputShapes:
         """Give the samples the dtype of the weights, if `supernet.to` has changed it since; return itself."""

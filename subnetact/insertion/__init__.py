@@ -18,15 +18,18 @@ Which file answers which question:
 
 from subnetact.insertion.description import Description, Group, Member, Stage
 from subnetact.insertion.hugging_face import as_pretrained, heterogeneous
+from subnetact.insertion.importance import ChannelGroup, UnitWeights
 from subnetact.insertion.key_value_cache import cache_relation, switch
 from subnetact.insertion.reorder import ReorderReport
 
 __all__ = [
+    "ChannelGroup",
     "Description",
     "Group",
     "Member",
     "ReorderReport",
     "Stage",
+    "UnitWeights",
     "as_pretrained",
     "cache_relation",
     "heterogeneous",

@@ -38,7 +38,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     Args:
         model: what `supernet.extract(spec)` returned for a supernet of a Hugging Face model. It is not
             changed.
-        example: an input of the model: a tensor, a tuple of arguments or a dictionary of named arguments.
+        example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
 
     Returns:
         A model without the skipped layers, whose configuration has the sizes of the subnet, and which

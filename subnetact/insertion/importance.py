@@ -14,16 +14,17 @@ __all__ = ["MEASURES", "ChannelGroup", "Measure", "UnitWeights", "by_batch_norm"
 
 @dataclass(frozen=True)
 class UnitWeights:
-    """The entries of one weight that belong to the units of a group.
+    """The entries of one weight that belong to the units of a `ChannelGroup`, row i those of unit i.
 
     Attributes:
-        module: the name of the module.
+        module: the name of the module, as `named_modules` of the model has it.
         operator: the name of the class of its operator, `WeightSlice` for example.
-        parameter: the name of its parameter.
+        parameter: the name of its parameter, `weight` or `bias` for example.
         role: `writes` if the entries compute the units, `reads` if they take them as inputs, `keeps` if the
             module passes each unit on by itself, as BatchNorm does.
-        values: the entries, of shape (units, entries per unit).
-        gradient: of the loss, of the same shape; None unless the measure is "taylor".
+        values: the entries, of shape (units, entries per unit); what no subnet uses is zero.
+        gradient: of the loss, of the same shape; None unless the measure is "taylor", so it is None for an
+            own measure.
     """
 
     module: str
@@ -38,11 +39,19 @@ class UnitWeights:
 class ChannelGroup:
     """Units that `reorder_` puts into a new order, and all weights that move with them.
 
+    A function that is given as `reorder_(importance=)` takes a group and returns finite scores of shape
+    (units,), the highest for the most important unit, or None to leave the group as it is.
+
     Attributes:
         name: the first part of a module that computes the units, for example `layer1.0.conv1.out`.
         dimensions: the dimensions of the space that the weights follow.
-        units: the number of units.
-        weights: the weights.
+        units: the number of units, which are channels, neurons or heads.
+        weights: the entries of every weight that moves with the units, each with one row per unit.
+
+    Example:
+        >>> def by_l2(group: ChannelGroup) -> torch.Tensor:
+        ...     return sum(w.values.square().sum(1) for w in group.weights if w.role == "writes")
+        >>> reorder_(supernet, by_l2, example=x)
     """
 
     name: str

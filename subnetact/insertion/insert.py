@@ -172,10 +172,10 @@ def insert_(
         >>> supernet = insert_(torchvision.models.resnet18().eval(), example=torch.randn(1, 3, 224, 224))
         >>> print(supernet.report)
     """
+    example = as_batch(example)
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
         _check_model(model, by_hand=True)
         return guard_caches_(_checked(put_operators_(model, description, elastic), example), example)
-    example = as_batch(example)
     if "proof" in options:
         raise InsertError("proof: insert_ tries every description; give the option to describe")
     if description is None and example is not None:

@@ -16,7 +16,7 @@ from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Measure, UnitWeights
 from subnetact.insertion.units import Orders, Trial, UnitGroup, full_orders, permute_, unit_groups
 from subnetact.space import SizeRow
-from subnetact.supernet.batches import as_batch, call_with, logits
+from subnetact.supernet.batches import as_batch, as_pair, call_with, logits
 from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -72,10 +72,11 @@ def reorder_(
         supernet: the supernet.
         importance: "l1" (absolute weights), "batch_norm" (scales of BatchNorms; groups without BatchNorm stay
             as they are), "taylor" (gradients of a loss; needs `batches`), or a function that takes a
-            `ChannelGroup` and returns one score per unit, or None to leave the group as it is.
+            `subnetact.insertion.ChannelGroup` and returns one score per unit, or None to leave the group as
+            it is.
         example: a batch that the network takes, a tensor or a tuple or mapping of tensors. One input
             suffices; a sequence has several tokens. If None, the inputs of the first of `batches`.
-        batches: pairs of a batch and its labels.
+        batches: pairs (inputs, labels); the inputs are a batch like `example`.
         loss: maps the network's output (its logits, if there are several outputs) and labels to a scalar.
         dimensions: the dimensions to sort. If None, all that can be sorted.
 
@@ -103,9 +104,7 @@ def reorder_(
         raise SpecError(f"reorder_: no dimensions {', '.join(unknown)}; choose from {', '.join(known[:20])}")
     labelled = _labelled(batches)
     if measure is MEASURES["taylor"] and not labelled:
-        raise SpecError(
-            'reorder_: importance="taylor" needs batches, pairs of a batch and its labels; got none'
-        )
+        raise SpecError('reorder_: importance="taylor" needs batches, pairs (inputs, labels); got none')
     if example is None and not labelled:
         raise SpecError("reorder_ runs the network; give a batch that it takes, example=x")
     example = labelled[0][0] if example is None else as_batch(example)
@@ -133,9 +132,7 @@ def _labelled(batches: Any) -> list[tuple[Any, Any]]:
     given: list[Any] = (
         list(batches) if isinstance(batches, Iterable) else [] if batches is None else [batches]
     )
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given):
-        raise SpecError("reorder_: batches is a list of pairs of a batch and its labels")
-    return [(as_batch(x), y) for x, y in given]
+    return [as_pair(batch, "reorder_") for batch in given]
 
 
 def _measure(importance: str | Measure) -> Measure:

@@ -13,7 +13,7 @@ from subnetact.calibration.calibrate import calibrate
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, SubnetActError
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, map_tensors, tensors_of
+from subnetact.supernet.batches import as_pair, call_with, describe_input, logits, map_tensors, tensors_of
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
@@ -32,10 +32,10 @@ def evaluate(
     Args:
         supernet: the supernet. If subnets are calibrated, its norm table changes; nothing else does.
         specs: distinct subnets, one or more.
-        batches: pairs (x, labels) with x of shape (N, ...) and integer labels of shape (N,). A network of
-            several inputs takes a tuple or a dictionary of tensors as x, or the batch is one dictionary with
-            the named inputs and `labels`. They are read once for all subnets.
-        calibration: batches of inputs to calibrate those subnets with that have no statistics of their
+        batches: pairs (inputs, labels). The inputs are what the network takes: a tensor of shape (N, ...), or
+            a tuple or a dictionary of such tensors. The labels are integers of shape (N,). The batches are
+            read once for all subnets.
+        calibration: inputs, without labels, to calibrate those subnets with that have no statistics of their
             own. If None, these subnets run on the statistics of the whole supernet, and warn once with
             `UncalibratedSubnetWarning`.
         progress: if True, show a progress bar when standard error is a terminal and the work takes
@@ -46,8 +46,8 @@ def evaluate(
 
     Raises:
         SpecError: a specification is not of this supernet, a subnet does not run on a batch, `batches` gives
-            no (x, labels) pairs, or the network returns no class scores of shape (N, classes), as a tensor,
-            as `logits` or as the first of several outputs.
+            no pairs (inputs, labels), or the network returns no class scores of shape (N, classes), as a
+            tensor, as `logits` or as the first of several outputs.
 
     Example:
         As the accuracy of a search:
@@ -57,7 +57,7 @@ def evaluate(
     wanted = supernet.distinct(specs, "evaluate")
     if not isinstance(batches, Iterable):
         kind = type(batches).__name__
-        raise SpecError(f"evaluate: expected batches of (x, labels), got {kind}; write [(x, labels)]")
+        raise SpecError(f"evaluate: expected batches (inputs, labels), got {kind}; write [(inputs, labels)]")
     fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
     if calibration is not None and fresh:
         calibrate(supernet, fresh, calibration, progress=progress)
@@ -83,18 +83,17 @@ def evaluate(
 
 
 def _pair(batch: Any) -> tuple[Any, Tensor]:
-    if isinstance(batch, Mapping) and "labels" in batch:
-        batch = {name: part for name, part in batch.items() if name != "labels"}, batch["labels"]
-    if isinstance(batch, list | tuple) and len(batch) == 2:
-        x, labels = as_batch(batch[0]), batch[1]
-        parts = list(tensors_of(x))
-        legal = bool(parts) and all(isinstance(part, Tensor) for part in (*parts, labels))
-        if legal and labels.dim() == 1 and all(len(part) == len(labels) for part in parts):
-            return x, labels
-    raise SpecError(
-        "a batch for evaluation is a pair of inputs (N, ...) and labels (N,), or a dictionary of named "
-        f"inputs with 'labels', got {type(batch).__name__}"
-    )
+    x, labels = as_pair(batch, "evaluate")
+    parts = list(tensors_of(x))
+    if not parts or not all(isinstance(part, Tensor) and part.dim() for part in (*parts, labels)):
+        raise SpecError(f"evaluate: inputs and labels of a batch are tensors, got {describe_input(x)}")
+    if labels.dim() != 1 or any(len(part) != len(labels) for part in parts):
+        shapes = [tuple(part.shape) for part in parts]
+        raise SpecError(
+            "evaluate: a batch has labels of shape (N,) for inputs of shape (N, ...), got "
+            f"{tuple(labels.shape)} for {', '.join(map(str, shapes))}"
+        )
+    return x, labels
 
 
 def _output(view: nn.Module, spec: SubnetSpec, x: Any) -> Any:

@@ -40,6 +40,8 @@ __all__ = [
 
 LARGEST = 127
 """The largest int8 magnitude that is used. -128 is left out, so that scales are symmetric."""
+TRIAL_S = 120
+"""Seconds after which a process that tries matrix units counts as failed; importing torch is most of it."""
 WEIGHT_FIRST = 4
 """The most rows for which the weight is the first factor on the CPU, which takes half the time there."""
 
@@ -136,10 +138,10 @@ def _refusal(kernel: Kernel, facts: MachineFacts) -> str:
 @cache
 def _wrong(precision: str, facts: MachineFacts) -> str | None:
     """Return what is wrong with the products that run on this machine, or None if nothing is."""
-    if facts.device == "cpu" and facts.uses("amx") and not _tiles_work():
+    if facts.device == "cpu" and facts.uses("amx") and (why := _tiles_fail()):
         return (
-            "the processor announces matrix units (AMX) and lets no process use them; set the environment "
-            "variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported"
+            f"the processor announces matrix units (AMX), and {why}; set the environment variable "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported, which leaves them out"
         )
     generator = torch.Generator().manual_seed(0)
     try:
@@ -160,14 +162,18 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
         return " ".join(str(error).split())[:120]
 
 
-def _tiles_work() -> bool:
-    """Run both kinds of products in a process of their own, which an illegal instruction may end."""
+def _tiles_fail() -> str:
+    """Try both products in a process of their own, which may die of it; return what is wrong, or nothing."""
     code = (
         "import torch; torch.set_num_threads(1); a = torch.ones(64, 64, dtype=torch.int8); "
         "torch._int_mm(a, a.t()); b = a.bfloat16(); torch.nn.functional.linear(b, b)"
     )
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=TRIAL_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"a process that tried them had not ended after {TRIAL_S} s"
+    return "a process that tried them failed" if done.returncode else ""
 
 
 def int8_product(short: Tensor, weight: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
 from subnetact.profile.source import RANDOM, ProfileSource, calibration_batches
-from subnetact.profile.sweep import Sweep, SweepSettings, environment
+from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment
 from subnetact.spec import SubnetSpec
 
 __all__ = ["ProfileJob", "count_stable", "run_profile"]
@@ -53,8 +53,9 @@ class ProfileJob:
         include: time this too; h2d: the copy of the input to the device (CUDA only).
         memory_budget_mb: memory for fused programs and CUDA graphs, in MiB (default: that of an engine, 1.25
             times the weights, at most 1024).
-        calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches; or random:N
-            for N random images, for latency only. If not given, subnets keep the statistics that they have.
+        calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches of inputs
+            without labels; or random:N for N random images, for latency only. If not given, subnets keep the
+            statistics that they have.
         out: the table as measured. NAME.scheduler.json beside it is the table for a Batcher or a simulation:
             its latencies never fall as the batch grows. The folder NAME.json.work is what `resume` reads; it
             may be deleted after the run.
@@ -65,7 +66,7 @@ class ProfileJob:
 
     request: SelectionRequest = field(default_factory=SelectionRequest)
     settings: SweepSettings = field(default_factory=SweepSettings)
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
     device: str = "cpu"
     mode: str = "zero-copy"
     include: tuple[str, ...] = ()

@@ -1,4 +1,8 @@
-"""Where a profile gets its supernet, its input and its images for calibration from."""
+"""Where a profile gets its supernet, its input and its images for calibration from.
+
+The serve command builds a user's own network with `build_model` too, and so with `import_name` and
+`user_code`; they live here and not in `command`, because that room may not import the supernet they return.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from subnetact.digits import load_digits_supernet
 from subnetact.engine.engine import Engine
 from subnetact.errors import SpecError, UserCodeError
 from subnetact.spec import FLOAT32, SubnetSpec
+from subnetact.supernet.batches import describe_input
 from subnetact.supernet.supernet import Supernet
 
 __all__ = [
@@ -204,8 +209,11 @@ def _images(source: str, sample: Tensor) -> np.ndarray:
 
 
 def _converted(batch: Any, source: str, dtype: torch.dtype) -> Any:
-    if isinstance(batch, list | tuple) and batch:
-        return [_converted(batch[0], source, dtype), *batch[1:]]
+    if isinstance(batch, list | tuple):
+        raise SpecError(
+            f"{source}: a batch is a tensor of inputs without labels, got {describe_input(tuple(batch))}; "
+            "yield the inputs alone, of a DataLoader: yield from (images for images, labels in loader)"
+        )
     if not isinstance(batch, Tensor):
         return batch
     if batch.is_floating_point() != dtype.is_floating_point:

@@ -36,8 +36,10 @@ from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Sweep", "SweepSettings", "environment", "profile_latency"]
+__all__ = ["BATCH_SIZES", "Sweep", "SweepSettings", "environment", "profile_latency"]
 
+BATCH_SIZES = (1, 2, 4, 8, 16)
+"""The batch sizes that are measured unless a user says otherwise."""
 MOST_WINDOWS = 10
 """The most windows of an unstable cell, unless a user says otherwise."""
 MOST_CO_RUNNERS = 256
@@ -247,7 +249,7 @@ class Sweep:
 
 def profile_latency(
     engine: Engine,
-    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
+    batch_sizes: Sequence[int] = BATCH_SIZES,
     accuracy: Sequence[float | None] | None = None,
     statistic: str = SweepSettings.statistic,
     warmup_ms: float = SweepSettings.warmup_ms,

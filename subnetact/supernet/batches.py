@@ -1,16 +1,32 @@
-"""Batches: a tensor, a tuple of a network's positional arguments, or a dictionary of its named arguments."""
+"""Batches: what a network takes, in one form for all functions.
+
+A batch is a tensor, a tuple of the network's positional arguments, or a dictionary (or another mapping, such
+as a tokenizer's output) of its named arguments. Where labels are needed (`evaluate`, `reorder_`, training),
+it is a pair (inputs, labels), whose inputs are such a batch. Where they are not (`calibrate`), `labels=True`
+says that batches are such pairs, of which only the inputs are used; nothing is guessed. A list counts as a
+tuple, because the usual DataLoader makes lists of both; only `Engine(example=[...])` is several batches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
 
-__all__ = ["as_batch", "call_with", "describe_input", "logits", "map_tensors", "tensors_of", "without_labels"]
+__all__ = [
+    "as_batch",
+    "as_pair",
+    "call_with",
+    "describe_input",
+    "inputs_of",
+    "logits",
+    "map_tensors",
+    "tensors_of",
+]
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
@@ -21,32 +37,36 @@ def call_with(network: Callable[..., Any], x: Any) -> Any:
 
 
 def as_batch(x: Any) -> Any:
-    """Return a batch with plain dictionaries in place of other mappings, such as a tokenizer's output."""
-    if isinstance(x, tuple):
+    """Return a batch with tuples in place of lists and plain dictionaries in place of other mappings."""
+    if isinstance(x, tuple | list):
         return tuple(map(as_batch, x))
     return {name: as_batch(part) for name, part in x.items()} if isinstance(x, Mapping) else x
 
 
-def without_labels(batch: Any, network: nn.Module, labels: bool | None = None) -> Any:
-    """Return the inputs of a batch that may go on with labels; `calibrate` says how `labels=None` decides."""
-    if not isinstance(batch, tuple | list) or not batch:
-        return batch
-    if labels is None and len(batch) > 1 and isinstance(batch[0], Tensor):
-        positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-        given = signature(network.forward).parameters.values()
-        needed = sum(p.kind in positional and p.default is Parameter.empty for p in given)
-        several = any(p.kind == Parameter.VAR_POSITIONAL for p in given)
-        if several or sum(p.kind in positional for p in given) > 1:
-            if len(batch) != needed:
-                raise SpecError(
-                    f"a batch is {describe_input(tuple(batch))} and the network takes several arguments: are "
-                    "the elements behind the first labels? Give calibrate labels=True if they are, and "
-                    "labels=False if all are arguments; ((a, b), labels) and dictionaries are always clear"
-                )
-            return tuple(batch)
-    if labels is False:
-        return tuple(batch)
-    return batch[0]
+def as_pair(batch: Any, where: str) -> tuple[Any, Any]:
+    """Return the inputs and the labels of a batch that is such a pair; in the SpecError, `where` needs it."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        got = describe_input(as_batch(batch))
+        raise SpecError(
+            f"{where}: a batch is a pair (inputs, labels) here, got {got}; write (inputs, labels)"
+        )
+    return as_batch(batch[0]), batch[1]
+
+
+def inputs_of(batch: Any, network: nn.Module, labels: bool) -> Any:
+    """Return the inputs of a batch, with `labels` those of a pair; SpecError if the network takes fewer."""
+    if labels:
+        return as_pair(batch, "labels=True")[0]
+    x = as_batch(batch)
+    try:
+        if isinstance(x, tuple):
+            signature(network.forward).bind(*x)
+    except TypeError as error:
+        raise SpecError(
+            f"a batch is a tuple of {', '.join(map(describe_input, x))}, and the network does not take these "
+            f"arguments ({error}); if batches are pairs (inputs, labels), give calibrate labels=True"
+        ) from error
+    return x
 
 
 def tensors_of(x: Any) -> Iterator[Any]:

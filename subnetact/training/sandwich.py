@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from subnetact.errors import InsertError, SpecError, SubnetActError
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import as_batch, call_with, describe_input, logits
+from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, tensors_of
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet, as_supernet
 
@@ -30,8 +30,8 @@ LOWEST_TEMPERATURE = 1e-3
 
 def sandwich_step(
     supernet: Supernet | DistributedDataParallel,
-    x: Any,
-    target: Any,
+    inputs: Any,
+    labels: Any,
     *,
     rng: random.Random,
     loss: Loss = F.cross_entropy,
@@ -46,18 +46,18 @@ def sandwich_step(
 ) -> dict[SubnetSpec, float]:
     """Add the gradients of one batch for the largest, the smallest and some random subnets.
 
-    The largest subnet learns from the targets, the others from the largest one's outputs (in-place
-    distillation), from the targets, or from a mixture. Memory holds the activations of one subnet at a time.
+    The largest subnet learns from the labels, the others from the largest one's outputs (in-place
+    distillation), from the labels, or from a mixture. Memory holds the activations of one subnet at a time.
     No parameter is changed: call `optimizer.zero_grad()` before and `optimizer.step()` after this. To
     accumulate gradients over several batches, call it several times in between, and divide the loss by their
     number. Call `calibrate` after the training.
 
     Args:
         supernet: the supernet in training mode, or a `DistributedDataParallel` around it.
-        x: the batch: a tensor, or a tuple or mapping of tensors.
-        target: what `loss` compares outputs with, for example labels of shape (N,).
+        inputs: what the network takes: a tensor, or a tuple or mapping of tensors.
+        labels: what `loss` compares outputs with, of shape (N,) for example.
         rng: draws the random subnets. Processes may draw different ones.
-        loss: a function of the class scores and the target. Of an output with `logits`, or of several
+        loss: a function of the class scores and the labels. Of an output with `logits`, or of several
             outputs, the scores are `logits` or the first. The result is a scalar tensor.
         random_subnets: number of random subnets per step.
         subnets: the subnets to train instead, the teacher first. Use this to shrink progressively.
@@ -88,9 +88,9 @@ def sandwich_step(
         US-Nets (ICCV'19), section 3; BigNAS (ECCV'20), section 3.1.
 
     Example:
-        >>> for x, labels in loader:
+        >>> for inputs, labels in loader:
         ...     optimizer.zero_grad()
-        ...     losses = sandwich_step(supernet, x, labels, rng=rng)
+        ...     losses = sandwich_step(supernet, inputs, labels, rng=rng)
         ...     optimizer.step()
     """
     plain = as_supernet(supernet.module if isinstance(supernet, DistributedDataParallel) else supernet)
@@ -105,9 +105,9 @@ def sandwich_step(
         raise SpecError("a training step needs gradients; leave torch.no_grad() or inference mode first")
     if not plain.training:
         raise SpecError("the supernet is in evaluation mode; call supernet.train() before a training step")
-    x = as_batch(x)
-    if not isinstance(x, Tensor | tuple | dict):
-        raise SpecError(f"x: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
+    x = as_batch(inputs)
+    if not any(isinstance(part, Tensor) for part in tensors_of(x)):
+        raise SpecError(f"inputs: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
     place = 1 if class_dim is None and loss is F.cross_entropy else class_dim
     wanted: Tensor | None = None
     if teacher is not None and distillation:
@@ -119,13 +119,13 @@ def sandwich_step(
         for spec in specs:
             scores = logits(_run(supernet, x, spec, largest=not losses))
             if wanted is None or not distillation:
-                total = loss(scores, target)
+                total = loss(scores, labels)
                 if distillation and len(specs) > 1:
                     wanted = _probabilities(scores, temperature, place).detach()
             else:
                 total = distillation * _distillation(scores, wanted, temperature, place)
                 if distillation < 1.0:
-                    total = total + (1.0 - distillation) * loss(scores, target)
+                    total = total + (1.0 - distillation) * loss(scores, labels)
             _check_loss(total)
             (backward or torch.autograd.backward)(total)
             losses[spec] = float(total.detach())

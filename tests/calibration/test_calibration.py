@@ -187,8 +187,13 @@ def test_pairs_of_images_and_labels_and_inference_mode_do(digits: Supernet) -> N
     spec = digits.space.smallest()
     subnetact.calibrate(digits, [spec], BATCHES, progress=False)
     expected = digits.norms.get(spec).flat
+    pairs = [(b, torch.zeros(len(b))) for b in BATCHES]
+    with pytest.raises(
+        SpecError, match=r"a torch\.float32 tensor of shape \(.*too many.*give calibrate labels=True"
+    ):
+        subnetact.calibrate(digits, [spec], pairs, progress=False)
     with torch.inference_mode():
-        subnetact.calibrate(digits, [spec], [(b, torch.zeros(len(b))) for b in BATCHES], progress=False)
+        subnetact.calibrate(digits, [spec], pairs, progress=False, labels=True)
     row = digits.norms.get(spec).flat
     assert torch.equal(row, expected)
     assert not row.is_inference()

@@ -77,7 +77,7 @@ def one_by_one() -> Callable[[int], tuple[Supernet, SubnetSpec, torch.Tensor]]:
 @given(
     seeds=st.lists(st.integers(0, 30), min_size=1, max_size=12),
     memory_mb=st.sampled_from([0.0, 0.01, 0.05, 0.3, 1024.0]),
-    source=st.sampled_from([list, iter, lambda batches: [(batch, None) for batch in batches]]),
+    source=st.sampled_from([list, iter, lambda batches: [(batch,) for batch in batches]]),
 )
 def test_any_set_in_any_order_within_any_memory_gives_the_same_bits(
     one_by_one: Any, seeds: list[int], memory_mb: float, source: Any

@@ -15,6 +15,7 @@ import subnetact
 from subnetact import Engine
 from subnetact.digits import new_digits_supernet
 from subnetact.engine.cuda_graphs import Captured
+from subnetact.errors import InvalidRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
@@ -92,6 +93,17 @@ def test_a_network_that_cannot_be_cut_is_one_block(x: Tensor) -> None:
     x = torch.randn(3, 4)
     assert engine.start(0, list(x), 3).blocks == 1
     assert torch.equal(through(engine, 0, x), engine(x, 0))
+
+
+def test_the_first_batch_of_an_engine_without_example_is_one_block_and_its_example(x: Tensor) -> None:
+    engine = digits_engine(2, example=None)
+    assert engine.start(0, list(x), 5).blocks == 1
+    with pytest.raises(InvalidRequest, match="no input yet"):
+        engine.sample  # noqa: B018 - nothing has run
+    first = through(engine, 0, x)
+    assert torch.equal(engine.sample, x[0])
+    assert engine.start(0, list(x), 5).blocks > 1
+    assert torch.equal(through(engine, 0, x), first)
 
 
 def test_blocks_follow_new_weights(x: Tensor) -> None:

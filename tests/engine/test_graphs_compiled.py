@@ -94,7 +94,7 @@ def test_batches_are_padded_to_the_next_graph_and_outputs_are_copies(digits: Sup
     close(engine(X[:4], subnet=1), expected[:4])
     assert recorder.sizes == [4, 8]
     assert recorder.replays == 3
-    engine.prepare([1, 8], subnets=[1])
+    engine.prepare([1, 8], ids=[1])
     assert recorder.sizes == [4, 8, 1]
     assert engine.stats().graphs == 3000
     big = torch.randn(65, 1, 16, 16)
@@ -211,7 +211,7 @@ def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(
     assert len(built) == 2 * len(specs)
     with pytest.raises(RecompileRefused, match=r"\(5, 1, 16, 16\).*prepare"):
         engine(X, subnet=0)
-    engine.prepare([5], subnets=[0])
+    engine.prepare([5], ids=[0])
     close(engine(X, subnet=0), digits(X, subnet=specs[0]))
     torch.set_default_dtype(torch.float64)
     try:

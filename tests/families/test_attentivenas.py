@@ -293,6 +293,15 @@ def test_configurations_and_features(supernet: Supernet) -> None:
         encode(space, space.largest(), 33)
 
 
+def test_features_do_not_depend_on_the_precision(state: dict[str, torch.Tensor]) -> None:
+    supernet = load("attentivenas", state, supernet_cfg=CONFIG, n_classes=5)
+    spec = supernet.space.sample(0)
+    features = encode(supernet.space, spec)
+    supernet.enable_precision("int8")
+    for own in (spec, supernet.space.at_precision(spec, "int8")):
+        assert encode(supernet.space, own).tolist() == features.tolist()
+
+
 def test_the_default_space_covers_the_published_ranges() -> None:
     with torch.device("meta"):
         network, space, _ = family_of("attentivenas").build()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import subnetact
 from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice, reorder_
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
-from subnetact.insertion.importance import ChannelGroup
+from subnetact.insertion import ChannelGroup, UnitWeights
 from subnetact.insertion.units import Trial, UnitGroup, unit_groups
 from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, Segments
 from subnetact.supernet.supernet import Supernet
@@ -448,6 +448,7 @@ def test_own_scores_choose_and_leave_groups() -> None:
     )
     assert torch.equal(supernet.state_dict()["blocks.1.conv1.weight"], original.blocks[1].conv1.weight)
     assert [(g.units, g.dimensions) for g in seen] == [(8, ("width",))] * 2
+    assert all(isinstance(weight, UnitWeights) for group in seen for weight in group.weights)
     assert {(w.parameter, w.role, tuple(w.values.shape)) for w in seen[0].weights} == {
         ("weight", "writes", (8, 54)),
         ("weight", "keeps", (8, 1)),

@@ -14,7 +14,7 @@ def test_evaluation_counts_right_answers(digits: Supernet) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(n, 1, 16, 16, generator=generator), torch.arange(n) % 10) for n in (20, 7)]
     specs = [digits.space.sample(seed) for seed in (1, 2)]
-    found = subnetact.evaluate(digits, specs, batches, calibration=[batches[0]])
+    found = subnetact.evaluate(digits, specs, batches, calibration=[batches[0][0]])
     expected = []
     for spec in specs:
         network = digits.extract(spec)

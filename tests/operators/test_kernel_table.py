@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,15 +90,32 @@ def test_an_unknown_precision_is_refused() -> None:
         kernel_table.require_precision("int4", torch.device("cpu"))
 
 
-def test_announced_matrix_units_that_no_process_may_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("program", "limit_s", "why"),
+    [
+        ("#!/bin/sh\nexit 0", 60, ""),
+        ("#!/bin/sh\nkill -ILL $$", 60, "a process that tried them failed"),
+        ("#!/bin/sh\nexec sleep 60", 0.05, "a process that tried them had not ended after 0.05 s"),
+    ],
+)
+def test_announced_matrix_units_that_do_not_work_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, limit_s: float, why: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(program)
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(kernel_table, "TRIAL_S", limit_s)
     facts = MachineFacts(units=SAPPHIRE_RAPIDS, limit="AVX512_CORE_AMX")
     monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
-    monkeypatch.setattr(kernel_table, "_tiles_work", lambda: False)
+    monkeypatch.setattr(kernel_table, "int8_product", lambda a, b: a.int() @ b.int().t())
     kernel_table._wrong.cache_clear()
     try:
-        for name in ("int8", "bfloat16"):
-            with pytest.raises(PrecisionError, match="ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch"):
+        for name in ("int8", "bfloat16") if why else ():
+            with pytest.raises(PrecisionError, match=f"{why}; set .* ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
                 kernel_table.require_precision(name, torch.device("cpu"))
+        if not why:
+            kernel_table.require_precision("int8", torch.device("cpu"))
     finally:
         kernel_table._wrong.cache_clear()
 

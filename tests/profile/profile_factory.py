@@ -70,3 +70,7 @@ def two_inputs() -> Supernet:
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(6, 1, 16, 16, generator=generator) for _ in range(2)]
+
+
+def labelled_batches() -> list[tuple[Tensor, Tensor]]:
+    return [(images, torch.zeros(6)) for images in batches()]

@@ -420,6 +420,8 @@ def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
     assert [len(x) for x in calibration_batches("random:201", example)] == [100, 100, 1]
     with pytest.raises(SpecError, match=r"images are torch\.uint8, the network takes torch\.float32"):
         list(calibration_batches(str(tmp_path / "i.npy"), example))
+    with pytest.raises(SpecError, match="a tensor of inputs without labels, got a tuple of 2"):
+        list(calibration_batches(f"{FACTORY}:labelled_batches", example))
 
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
