@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from subnetact.costs.layers import FEATURES, Vector, feature, kind_of
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.lowered_weight import Low
@@ -95,6 +96,7 @@ class MetaForward:
             with torch.no_grad(), self._mode:
                 call_with(network.module, self.input)
         except Exception as error:
+            raise_if_out_of_memory(error)
             advice = ""
             if "meta tensor" in str(error):
                 advice = (

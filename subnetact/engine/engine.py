@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subnetact.device import find_device
+from subnetact.device import find_device, raise_if_out_of_memory
 from subnetact.engine.blocks import Block, BlockRun, SubnetBlocks
 from subnetact.engine.budget import Budget, budget_bytes
 from subnetact.engine.bundle import load_bundle, save_bundle
@@ -419,6 +419,7 @@ class Engine:
         except SubnetActError:
             raise
         except Exception as error:
+            raise_if_out_of_memory(error)
             check_batch(x, self._shapes.samples, error)
             raise
 
@@ -495,7 +496,8 @@ class Engine:
             return self._stager.stack(inputs, size), size
         except SubnetActError:
             raise
-        except Exception:
+        except Exception as error:
+            raise_if_out_of_memory(error)
             for x in inputs:
                 self.check(x)
             raise

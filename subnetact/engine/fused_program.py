@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
 from subnetact.engine.graph_function import graph_function
@@ -246,7 +247,8 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     try:
         graph, leaves = trace_(view, looks_inside=_is_derived_norm, tensors=tensors)
-    except Exception:
+    except Exception as error:
+        raise_if_out_of_memory(error)
         tensors = {}
         graph, leaves = trace_(view, tensors=tensors)
     _erase_checks_of_shape(graph)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.comparison import FUSED, equal, is_as_near
-from subnetact.device import ran_out_of_memory
+from subnetact.device import raise_if_out_of_memory, ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.inputs import batch_like, laid_out
@@ -312,6 +312,7 @@ class Plan:
                 try:
                     program = FusedProgram(view, x, traced)
                 except Exception as error:  # The first one says why the network cannot be traced.
+                    raise_if_out_of_memory(error)
                     causes.append(error)
                     continue
                 try:
@@ -319,6 +320,7 @@ class Plan:
                         return program
                     causes.insert(0, ValueError(_DIFFERENT))
                 except Exception as error:
+                    raise_if_out_of_memory(error)
                     causes.insert(0, error)
         raise causes[0]
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
+from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError
@@ -74,6 +75,7 @@ class SubnetProgram:
         except ExportError:
             raise
         except Exception as error:
+            raise_if_out_of_memory(error)
             path = culprit(self.view, error)
             where = f"module {path}" if path else "its graph"
             first = str(error).strip().splitlines() or [type(error).__name__]
@@ -91,6 +93,7 @@ def require_equal(
         try:
             same, why = equal(call_with(program, batch), call_with(view, batch), tolerance), ""
         except Exception as error:
+            raise_if_out_of_memory(error)
             same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
     if not same:
         raise ExportError(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subnetact.comparison import SHORT, equal
-from subnetact.device import MachineFacts, machine_facts
+from subnetact.device import MachineFacts, machine_facts, raise_if_out_of_memory
 from subnetact.errors import PrecisionError
 from subnetact.spec import FLOAT32, PRECISIONS
 
@@ -157,6 +157,7 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
             good = equal(short, F.linear(x, weight), SHORT)
             return None if good else "its bfloat16 products are wrong"
     except (RuntimeError, NotImplementedError, AttributeError) as error:
+        raise_if_out_of_memory(error)
         return " ".join(str(error).split())[:120]
 
 

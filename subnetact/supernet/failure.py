@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with, map_tensors
@@ -20,6 +21,7 @@ def failure(network: nn.Module, x: Any) -> Exception | None:
         with torch.no_grad():
             call_with(network, map_tensors(Tensor.clone, x))
     except Exception as error:
+        raise_if_out_of_memory(error)
         return error
     return None
 

@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from subnetact.device import ran_out_of_memory
 from subnetact.errors import InsertError, SpecError, SubnetActError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits
@@ -155,7 +156,7 @@ def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:
     try:
         return call_with(partial(supernet, subnet=spec), x)
     except RuntimeError as error:
-        if largest or isinstance(error, SubnetActError | torch.OutOfMemoryError):
+        if largest or isinstance(error, SubnetActError) or ran_out_of_memory(error):
             raise
         raise InsertError(
             f"a subnet does not run in training mode, although the first one does: {_place(error)}; "
