@@ -16,8 +16,9 @@ from subnetact.calibration.inplace import hidden_writes, is_fresh
 from subnetact.device import raise_if_out_of_memory
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.tensor_version import tensor_version
+from subnetact.operators.view_module import HOOKS
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
-from subnetact.supernet.elementwise import HOOKS, Elementwise, elementwise
+from subnetact.supernet.elementwise import Elementwise, elementwise
 from subnetact.supernet.trace import trace_
 
 __all__ = ["NotShareable", "SharedForward"]

@@ -41,8 +41,8 @@ from subnetact.engine.inputs import batch_like, laid_out
 from subnetact.engine.packed_linear import can_pack_linear, packing_pays
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.errors import StaleWeights, SubnetActError
+from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.lowered_weight import LowConv
-from subnetact.operators.subnet_norm import BATCH_NORMS
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.generation import is_counter
@@ -355,7 +355,7 @@ def _read_by(bound: Bound) -> list[Tensor]:
     row = bound.statistics_row
     found: list[Any] = list(bound.view.parameters())
     for module in bound.view.modules():
-        if row is None or not isinstance(module, BATCH_NORMS):
+        if row is None or not is_batch_norm(module):
             found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
     found += [] if row is None else [row.flat]
     return [source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t])]

@@ -24,13 +24,13 @@ from torch.overrides import resolve_name
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.skippable import ADDITIONS
 from subnetact.operators import (
     ElasticAttribute,
     Operator,
 )
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
+from subnetact.supernet.elementwise import ADDITIONS
 from subnetact.supernet.unused_weights import structure_copy
 
 __all__ = ["TracedModel"]

@@ -7,7 +7,6 @@ to its output passes additions and otherwise nothing but activations, norms and 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,10 +21,10 @@ from subnetact.insertion.description import Stage
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.chain import Chain
+from subnetact.supernet.elementwise import ADDITIONS
 
 __all__ = ["block_influences", "broken_chains", "skippable_blocks", "stages_of"]
 
-ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 TRANSPARENT_FUNCTIONS = (
     F.relu,
     torch.relu,
