@@ -40,7 +40,7 @@ from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.inputs import batch_like, laid_out
 from subnetact.engine.packed_linear import can_pack_linear, packing_pays
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
-from subnetact.errors import StaleWeights, SubnetActError
+from subnetact.errors import StaleWeights, SubnetActError, first_line
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.spec import FLOAT32, SubnetSpec
@@ -238,7 +238,7 @@ class Plan:
         except StaleWeights:
             raise
         except SubnetActError as error:  # It has no statistics, for example.
-            made = _Reason(_one_line(error))
+            made = _Reason(first_line(error))
         if isinstance(made, _Reason):
             self._leave_out(subnet.id, made)
             return 0
@@ -282,7 +282,7 @@ class Plan:
         except StaleWeights:
             raise
         except Exception as error:
-            why = _one_line(error)
+            why = first_line(error)
             if ran_out_of_memory(error):
                 return _Reason(f"memory was short: {why}")
         if bound.moment() != moment or not bound.current:
@@ -338,10 +338,6 @@ class Plan:
         if isinstance(sample, Tensor) and sample.is_floating_point():
             return laid_out(batch_like(sample, 2, device))
         return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _estimate(view: nn.Module) -> int:

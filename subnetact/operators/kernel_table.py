@@ -19,7 +19,7 @@ from torch import Tensor
 
 from subnetact.comparison import SHORT, equal
 from subnetact.device import MachineFacts, machine_facts, raise_if_out_of_memory
-from subnetact.errors import PrecisionError
+from subnetact.errors import PrecisionError, first_line
 from subnetact.spec import FLOAT32, PRECISIONS
 
 __all__ = [
@@ -158,7 +158,7 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
             return None if good else "its bfloat16 products are wrong"
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         raise_if_out_of_memory(error)
-        return " ".join(str(error).split())[:120]
+        return first_line(error)[:120]
 
 
 def _tiles_work() -> bool:

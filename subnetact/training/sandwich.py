@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from subnetact.device import ran_out_of_memory
-from subnetact.errors import InsertError, SpecError, SubnetActError
+from subnetact.errors import InsertError, SpecError, SubnetActError, first_line
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits
 from subnetact.supernet.failure import summary
@@ -173,7 +173,7 @@ def _place(error: BaseException) -> str:
         if isinstance(module, nn.Module) and not isinstance(module, Supernet | DistributedDataParallel):
             return summary(module, error)
         trace = trace.tb_next
-    return str(error)
+    return first_line(error)
 
 
 def _average_gradients(supernet: Supernet, group: Any) -> None:
