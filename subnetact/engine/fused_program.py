@@ -73,7 +73,7 @@ class FusedProgram:
         return call_with(self.forward, x)
 
     def accepts(self, x: Any) -> bool:
-        """Tell whether the program answers a batch as the view does; see `strange`. Empty ones are not."""
+        """Tell whether the program answers a batch, which is not empty, as the view does."""
         if isinstance(x, Tensor) and not x.numel():
             return False
         if not self._swallows_nan or not x.is_floating_point():
@@ -81,7 +81,7 @@ class FusedProgram:
         flat = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).reshape(-1)
         return bool(torch.dot(flat, flat) <= LIMIT**2)  # False for NaN.
 
-    def strange(self, x: Tensor) -> Tensor:
+    def refused_samples(self, x: Tensor) -> Tensor:
         """Return the positions of the samples that `accepts` would refuse if each of them came alone."""
         squares = x.reshape(len(x), -1).double().square().sum(1)
         return (~(squares <= LIMIT**2)).nonzero()[:, 0]

@@ -45,18 +45,17 @@ from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.check import SHOW_AFTER_S
 from subnetact.supernet.generation import is_counter
-from subnetact.supernet.storage import checksum
+from subnetact.supernet.storage import tensor_checksums
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["PinResult", "Plan", "slower_because"]
 
-PRECISIONS = (FLOAT32, "int8")
+FUSABLE_PRECISIONS = (FLOAT32, "int8")
 """The precisions at which subnets can become fused programs."""
 SMALL_INT8 = 2**20
 """Bytes of int8 kernels below which quantising the inputs takes longer than the products that it saves."""
-SHOW_AFTER_S = 2.0
-"""Seconds after which a progress bar shows that programs are being made."""
 
 _DIFFERENT = "the outputs of the fused program differ from those of the view"
 _log = logging.getLogger("subnetact.engine")
@@ -112,15 +111,15 @@ class PlannedProgram:
         view = self.bound.view
         if self.program.accepts(x):
             return self.program(x)
-        strange = self.program.strange(x) if x.numel() and x.dim() else None
-        if strange is None or len(strange) == len(x):
+        refused = self.program.refused_samples(x) if x.numel() and x.dim() else None
+        if refused is None or len(refused) == len(x):
             return call_with(view, x)
-        if not len(strange):
+        if not len(refused):
             return self.program(x)
-        answers = self.program(x.index_fill(0, strange, 0))  # of the same size, on which rounding may depend
+        answers = self.program(x.index_fill(0, refused, 0))  # of the same size, on which rounding may depend
         if answers.shape[:1] != x.shape[:1]:  # One tensor: `overflows` lets no other program swallow NaN.
             return call_with(view, x)
-        return answers.index_copy(0, strange, call_with(view, laid_out(x[strange])))
+        return answers.index_copy(0, refused, call_with(view, laid_out(x[refused])))
 
 
 class _Reason(NamedTuple):
@@ -211,7 +210,7 @@ class Plan:
         """Return the ids whose programs do not match the weights although they look fresh."""
         kept = [(i, made) for i, made in list(self._programs.items()) if made is not None]
         kept = [(i, made) for i, made in kept if made.bound.current and made.is_of(made.bound)]
-        return [i for i, made in kept if checksum(_read_by(made.bound)) != made.sums]
+        return [i for i, made in kept if tensor_checksums(_read_by(made.bound)) != made.sums]
 
     def make_again(self, subnets: Iterable[int]) -> None:
         """Let the next calls of planned subnets make their programs again."""
@@ -247,7 +246,7 @@ class Plan:
 
     def _why_not(self, subnet: ReadySubnet, left: int) -> _Reason | None:
         i, precision = subnet.id, subnet.spec.precision
-        if precision not in PRECISIONS:
+        if precision not in FUSABLE_PRECISIONS:
             return _Reason(f"a subnet at {precision} runs as a view")
         if i not in self._sizes:
             view = self._bind(subnet).view
@@ -276,7 +275,7 @@ class Plan:
 
     def _made(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | _Reason:
         """Make a program, or say why there is none."""
-        moment, sums, why = bound.moment(), checksum(_read_by(bound)), ""
+        moment, sums, why = bound.moment(), tensor_checksums(_read_by(bound)), ""
         try:
             program = self._checked(subnet.spec, bound)
         except StaleWeights:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import PrecisionError
-from subnetact.operators.kernel_table import LARGEST, int8_product, is_traced
+from subnetact.operators.kernel_table import LARGEST_INT8, int8_product, is_traced
 from subnetact.operators.view_module import mixed_class
 from subnetact.spec import FLOAT32, PRECISIONS
 
@@ -49,7 +49,7 @@ SMALLEST_SCALE = 1e-30
 """The scale of rows and channels of zeros."""
 CHUNK = 2**17
 """Numbers that are quantised, or scaled back, at a time."""
-WINDOWS = 2**22
+WINDOW_ELEMENTS = 2**22
 """Numbers in the windows of the samples that are convolved at a time, unless one sample has more."""
 
 _SCALE = "weight_scale"
@@ -74,7 +74,7 @@ class LoweredWeight(NamedTuple):
         if bits == PRECISIONS["bfloat16"]:
             return cls(full.to(torch.bfloat16))
         rows = full.transpose(0, axis).float()
-        scale = rows.flatten(1).abs().amax(1).div_(LARGEST).clamp_(min=SMALLEST_SCALE)
+        scale = rows.flatten(1).abs().amax(1).div_(LARGEST_INT8).clamp_(min=SMALLEST_SCALE)
         short = (rows / scale.view(-1, *[1] * (rows.dim() - 1))).round_().to(torch.int8)
         return cls(short.transpose(0, axis).contiguous(), scale)
 
@@ -101,7 +101,7 @@ class LoweredWeight(NamedTuple):
             return F.conv2d(x.to(weight.dtype), weight, short, conv.stride, 0, conv.dilation).to(x.dtype)
         if x.device.type != "cpu" or is_traced():
             return self._convolved(x, conv, scale)
-        at_once = max(1, WINDOWS // max(1, x[:1].numel() * weight[0, 0].numel()))
+        at_once = max(1, WINDOW_ELEMENTS // max(1, x[:1].numel() * weight[0, 0].numel()))
         parts = [self._convolved(part, conv, scale) for part in torch.split(x, at_once)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -128,7 +128,7 @@ def sliced_low(operator: Any, sizes: tuple[int, ...], bits: int) -> dict[str, Te
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 numbers (rows, features) and the scale of every row, (rows, 1), finite if the row is."""
     if _in_one_piece(x):
-        scale = x.abs().amax(1, keepdim=True).mul_(1 / LARGEST).clamp_(min=SMALLEST_SCALE)
+        scale = x.abs().amax(1, keepdim=True).mul_(1 / LARGEST_INT8).clamp_(min=SMALLEST_SCALE)
         return (x * scale.reciprocal()).round_().to(torch.int8), scale
     short = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = x.new_empty(len(x), 1)
@@ -141,7 +141,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
             scales.fill_(torch.maximum(high, -low))
         else:
             torch.amax(torch.abs(rows, out=buffer[: len(rows)]), 1, True, out=scales)
-        scales.mul_(1 / LARGEST).clamp_(min=SMALLEST_SCALE)
+        scales.mul_(1 / LARGEST_INT8).clamp_(min=SMALLEST_SCALE)
         factor = scales.reciprocal()
         for j in range(0, x.shape[1], width):
             part = rows[:, j : j + width]
