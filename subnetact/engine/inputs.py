@@ -173,7 +173,7 @@ def sample_from_json(described: Any) -> Any:
             return list(map(sample_from_json, described["list"]))
         return {name: sample_from_json(part) for name, part in described["dict"].items()}
     name, shape = described
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a dtype")
     if not all(type(size) is int for size in shape) or math.prod(shape) > LARGEST_EXAMPLE:

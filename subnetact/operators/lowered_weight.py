@@ -118,7 +118,7 @@ class LoweredWeight(NamedTuple):
 
 def sliced_low(operator: Any, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
     """Return the parameters of a subnet's module: the rule of its operator, applied to the lowered copy."""
-    weight, bias = operator.lowers
+    weight, bias = operator.low_mixin().reads
     copy = LoweredWeight(**operator.lowered(bits).tensors)
     low = operator.sliced(sizes, {**operator._parameters, weight: copy.weight, bias: copy.scale})
     found = {**operator.sliced(sizes, operator._parameters), weight: low[weight]}
@@ -186,13 +186,13 @@ def _in_one_piece(x: Tensor) -> bool:
 class Low:
     """The base of the mixins that let a module compute with a lowered weight."""
 
-    reads = "weight"
-    """The parameter that is lowered."""
+    reads = ("weight", "bias")
+    """The parameter that is lowered, and one that is sliced as its output channels are."""
 
     @property
     def lowered(self: Any) -> LoweredWeight:
         """The weight that the module multiplies with."""
-        return LoweredWeight(getattr(self, self.reads), self._parameters.get(_SCALE))
+        return LoweredWeight(getattr(self, self.reads[0]), self._parameters.get(_SCALE))
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickle an extracted module; its class is made from two that have names."""
