@@ -24,13 +24,7 @@ from subnetact.engine.config import EngineConfig, check_weights, percentage
 from subnetact.engine.cuda_graphs import Graphs, graph_backend
 from subnetact.engine.fusion_plan import PinResult, Plan
 from subnetact.engine.input_shapes import InputShapes, Padding
-from subnetact.engine.inputs import (
-    Stager,
-    check_batch,
-    laid_out,
-    samples_of,
-    try_sample,
-)
+from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample
 from subnetact.engine.outputs import unstack
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes

@@ -24,10 +24,7 @@ from torch.overrides import resolve_name
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
-from subnetact.operators import (
-    ElasticAttribute,
-    Operator,
-)
+from subnetact.operators import ElasticAttribute, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.elementwise import ADDITIONS

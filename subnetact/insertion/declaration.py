@@ -50,13 +50,8 @@ WIDTH_ATTRIBUTES = ("embed_dim", "hidden_size", "dim", "d_model", "model_dim")
 """Names that some attention modules use for the width of all heads, others for the width of the input."""
 
 NEURON_ATTRIBUTES = (
-    "intermediate_size",
-    "hidden_features",
-    "inner_dim",
-    "ffn_dim",
-    "hidden_dim",
-    "intermediate_dim",
-)
+    "intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "hidden_dim", "intermediate_dim"
+)  # fmt: skip
 """Names of whole numbers of feed-forward modules."""
 
 SMALLEST_RESIDUAL_COSINE = 0.5

@@ -8,13 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError
-from subnetact.operators import (
-    Elastic,
-    ElasticAttribute,
-    Operator,
-    Segments,
-    SubnetNorm,
-)
+from subnetact.operators import Elastic, ElasticAttribute, Operator, Segments, SubnetNorm
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.space import SubnetSpace
 from subnetact.supernet.supernet import InsertReport, Supernet
