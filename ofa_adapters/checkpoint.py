@@ -24,7 +24,7 @@ __all__ = ["fill", "match", "parsed_config", "read", "sizes_in", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
-INDEX = "model.safetensors.index.json"
+SHARDS_INDEX = "model.safetensors.index.json"
 """The file that says which part of a checkpoint a tensor is in."""
 NAMES_SHOWN = 12
 """The most names in an error message."""
@@ -49,7 +49,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
     file = Path(path)
     if (file / "bundle.json").is_file():
         raise CheckpointError(f"{path}: is a bundle, not a checkpoint; subnetact.Engine.load reads it")
-    if (file / INDEX).is_file():
+    if (file / SHARDS_INDEX).is_file():
         return _parts(file)
     if file.is_dir():
         found = [file / name for name in _IN_DIRECTORY if (file / name).is_file()]
@@ -83,11 +83,11 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
 
 def _parts(directory: Path) -> dict[str, Tensor]:
     """Read the state_dict that lies in several files of a directory."""
-    index = parsed_config(directory, INDEX).get("weight_map")
+    index = parsed_config(directory, SHARDS_INDEX).get("weight_map")
     files = sorted(set(map(str, index.values()))) if isinstance(index, dict) else []
     if not files or any(Path(name).name != name or not name.endswith(".safetensors") for name in files):
         raise CheckpointError(
-            f"{directory / INDEX}: names something else than .safetensors files beside it: {_some(files)}"
+            f"{directory / SHARDS_INDEX}: names not only .safetensors files beside it: {_some(files)}"
         )
     return {key: tensor for name in files for key, tensor in read(directory / name).items()}
 

@@ -15,7 +15,7 @@ from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
 
 __all__ = ["Layout", "block_axis", "choices", "conv_norm", "plain"]
 
-LARGEST = 8192
+LARGEST_CHOICE = 8192
 """The largest number in a list of choices, and the most numbers in it."""
 
 
@@ -113,9 +113,10 @@ def choices(values: Any) -> tuple[Any, ...]:
     """Return the distinct choices, ascending, in a list, array or single number of upstream's constructor."""
     values = plain(values)
     listed = values if isinstance(values, list) else [values]
-    numbers = all(type(v) in (int, float) and 0 <= v <= LARGEST for v in listed)
-    if not numbers or not 1 <= len(listed) <= LARGEST:
+    numbers = all(type(v) in (int, float) and 0 <= v <= LARGEST_CHOICE for v in listed)
+    if not numbers or not 1 <= len(listed) <= LARGEST_CHOICE:
         raise SpecError(
-            f"a constructor's list is 1 to {LARGEST} numbers from 0 to {LARGEST}, got {values!r:.60}"
+            f"a constructor's list is 1 to {LARGEST_CHOICE} numbers from 0 to {LARGEST_CHOICE}, "
+            f"got {values!r:.60}"
         )
     return tuple(sorted(set(listed)))

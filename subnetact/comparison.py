@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "COARSE",
     "EXACT",
-    "FARTHER",
     "FUSED",
+    "LOW_PRECISION",
     "MASKED",
     "ROUNDED",
-    "SHORT",
+    "SIXTEEN_BITS",
     "Tolerance",
     "equal",
     "is_as_near",
@@ -39,12 +38,13 @@ MASKED = Tolerance(1e-3)
 """A subnet and the full network with zeros elsewhere, whose sums have more numbers, in all modules."""
 FUSED = Tolerance(1e-4, own=1e-3, least=1.0)
 """Layers merged into others, or compiled: sums are taken in another order."""
-SHORT = Tolerance(5e-2)
+SIXTEEN_BITS = Tolerance(5e-2)
 """Computed in 16 bits on one of the two sides. It takes the place of any other tolerance there."""
-COARSE = Tolerance(0.5, least=1e-6)
+LOW_PRECISION = Tolerance(0.5, least=1e-6)
 """Weights of 8 or 16 bits: it finds what computes something else, not what loses accuracy."""
-FARTHER = (2.0, 0.01)
-"""Times the distance of another output from the exact one, and a share of the norm of the exact one."""
+DISTANCE_RATIO = 2.0
+NORM_SHARE = 0.01
+"""How much farther an output may be than another one: times its distance, and a share of the exact norm."""
 
 
 def equal(found: Any, expected: Any, tolerance: Tolerance = ROUNDED) -> bool:
@@ -69,7 +69,7 @@ def _equal(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
     if not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(found, expected)
     if expected.dtype.itemsize < 4:
-        tolerance = max(tolerance, SHORT._replace(least=tolerance.least))
+        tolerance = max(tolerance, SIXTEEN_BITS._replace(least=tolerance.least))
         found, expected = found.float(), expected.float()
     finite = expected[expected.isfinite()]
     largest = max(float(finite.abs().max()) if finite.numel() else 0.0, tolerance.least)
@@ -77,7 +77,7 @@ def _equal(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
 
 
 def is_as_near(found: Any, other: Any, exact: Any) -> bool:
-    """Tell whether an output is at most `FARTHER` from an exact one than another output is."""
+    """Tell whether an output is not much farther from an exact one than another output is."""
     leaves = [tree_leaves(one) for one in (found, other, exact)]
     if len({len(one) for one in leaves}) > 1:
         return False
@@ -86,8 +86,7 @@ def is_as_near(found: Any, other: Any, exact: Any) -> bool:
             near = equal(mine, right)
         else:
             near = mine.shape == right.shape and mine.dtype == right.dtype
-            times, share = FARTHER
-            allowed = times * (others - right).norm() + share * right.norm()
+            allowed = DISTANCE_RATIO * (others - right).norm() + NORM_SHARE * right.norm()
             near = near and bool((mine - right).norm() <= allowed)
         if not near:
             return False

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from subnetact.errors import DeviceError
+from subnetact.errors import DeviceError, first_line
 
 __all__ = [
     "MachineFacts",
@@ -72,8 +72,7 @@ def find_device(device: str | torch.device) -> torch.device:
             torch.empty(0, device=found)
             return found
     except (RuntimeError, AssertionError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise DeviceError(f"device {str(device)!r} cannot be used ({first}); {here}") from error
+        raise DeviceError(f"device {str(device)!r} cannot be used ({first_line(error)}); {here}") from error
     raise DeviceError(f"device {str(device)!r} cannot be timed, only cpu and cuda can; {here}")
 
 

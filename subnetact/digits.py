@@ -36,7 +36,7 @@ STAGE_WIDTHS = (48, 96, 192)
 DEPTHS = (1, 2, 3)
 EXPANDS = (0.25, 0.5)
 WIDTHS = (0.125, 0.25, 0.5, 1.0)
-WEIGHTS = "digits_supernet.safetensors"
+DIGITS_WEIGHTS = "digits_supernet.safetensors"
 
 
 class DigitsNet(nn.Module):
@@ -105,7 +105,7 @@ def new_digits_supernet() -> Supernet:
 def load_digits_supernet() -> Supernet:
     """Return the trained supernet that ships with the package (float16 on disk, float32 in memory)."""
     supernet = new_digits_supernet()
-    with as_file(files("subnetact") / "data" / WEIGHTS) as path:
+    with as_file(files("subnetact") / "data" / DIGITS_WEIGHTS) as path:
         supernet.load_state_dict(load_file(path))
     return supernet.eval()
 

@@ -196,6 +196,11 @@ class UncalibratedSubnetWarning(UserWarning):
 _LONGEST_TEXT = 2000
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def failure_text(error: BaseException) -> str:
     """Return the class and the message of somebody else's exception, whatever its `__str__` does."""
     name = type(error).__name__

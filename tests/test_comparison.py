@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from subnetact.comparison import EXACT, FUSED, ROUNDED, SHORT, equal, is_as_near
+from subnetact.comparison import EXACT, FUSED, ROUNDED, SIXTEEN_BITS, equal, is_as_near
 
 X = torch.linspace(-2, 2, 9)
 
@@ -20,13 +20,13 @@ X = torch.linspace(-2, 2, 9)
         (X + 2 * 1.1e-5, X, EXACT, False),
         (1e-6 * X, 1.1e-6 * X, ROUNDED, False),
         (1e-6 * X, 1.1e-6 * X, FUSED, True),
-        (X, X.double(), SHORT, False),
-        (X, X[:-1], SHORT, False),
+        (X, X.double(), SIXTEEN_BITS, False),
+        (X, X[:-1], SIXTEEN_BITS, False),
         (X.half() + 0.05, X.half(), EXACT, True),
         (X.half() + 0.2, X.half(), EXACT, False),
-        (X.int(), X.int() + 1, SHORT, False),
+        (X.int(), X.int() + 1, SIXTEEN_BITS, False),
         (X / 0, X / 0, EXACT, True),
-        (torch.full_like(X, torch.nan), X, SHORT, False),
+        (torch.full_like(X, torch.nan), X, SIXTEEN_BITS, False),
         ({"a": [X, 1]}, {"a": [X, 1]}, EXACT, True),
         ({"a": [X, 1]}, {"a": [X, 2]}, EXACT, False),
         ({"a": X}, {"b": X}, EXACT, False),

@@ -36,7 +36,7 @@ STAGES = (
 
 
 @dataclass(frozen=True)
-class BlockSlot:
+class BlockSizes:
     """One block: the dimension of its input, its full sizes, the ratio of `mid` to `in_`, and its stride."""
 
     before: str
@@ -61,14 +61,14 @@ class SlimmableMobileNetLayout(WidthLayout):
         return make_divisible(STEM * self.top, minimum=1)
 
     @property
-    def blocks(self) -> list[BlockSlot]:
+    def blocks(self) -> list[BlockSizes]:
         """All blocks at full size."""
-        found: list[BlockSlot] = []
+        found: list[BlockSizes] = []
         before, in_ = "stem", self.stem
         for expansion, base, length, stride in STAGES:
             out = make_divisible(base * self.top, minimum=1)
             for position in range(length):
-                slot = BlockSlot(before, in_, in_ * expansion, out, expansion, 1 if position else stride)
+                slot = BlockSizes(before, in_, in_ * expansion, out, expansion, 1 if position else stride)
                 before, in_ = f"block{len(found)}.out", out
                 found.append(slot)
         return found

@@ -35,6 +35,5 @@ that are needed last are dropped and computed again.
 """
 
 from subnetact.calibration.calibrate import CalibrationReport
-from subnetact.operators.subnet_norm import CALIBRATION_RULES
 
-__all__ = ["CALIBRATION_RULES", "CalibrationReport"]
+__all__ = ["CalibrationReport"]

@@ -7,21 +7,18 @@ import operator
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 
-import torch
 from torch import fx, nn
 
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.elementwise import elementwise, has_hooks
 
-__all__ = ["hidden_writes", "is_fresh"]
-
-_WRITING = (operator.iadd, operator.imul, torch.relu_)
+__all__ = ["hidden_writes", "is_fresh", "writes"]
 
 
 def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> str | None:
     """Return the first node, in words, that may overwrite a value which others read later."""
     for node in nodes:
-        if not _writes(node, leaves):
+        if not writes(node, leaves):
             continue
         before = node.args[0] if node.args else None
         alone = isinstance(before, fx.Node) and len(before.users) == 1
@@ -38,7 +35,8 @@ def is_fresh(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
     return module is not None and traits_of(module).fresh and not has_hooks(module)
 
 
-def _writes(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+def writes(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a node may write over one of its operands."""
     if node.op == "call_module":
         return bool(getattr(leaves[str(node.target)], "inplace", False))
     if node.kwargs.get("inplace") or "out" in node.kwargs or _inplace_by_position(node):
@@ -46,7 +44,7 @@ def _writes(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
     if node.op == "call_method":
         name = str(node.target)
         return name.endswith("_") and not name.endswith("__")
-    return node.target in _WRITING or getattr(node.target, "__name__", "").endswith("_")
+    return node.target in (operator.iadd, operator.imul) or getattr(node.target, "__name__", "").endswith("_")
 
 
 def _inplace_by_position(node: fx.Node) -> bool:

@@ -13,10 +13,12 @@ from torch.fx.node import map_aggregate
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.inplace import hidden_writes, is_fresh
+from subnetact.device import raise_if_out_of_memory
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.tensor_version import tensor_version
+from subnetact.operators.view_module import HOOKS
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
-from subnetact.supernet.elementwise import HOOKS, Elementwise, elementwise
+from subnetact.supernet.elementwise import Elementwise, elementwise
 from subnetact.supernet.trace import trace_
 
 __all__ = ["NotShareable", "SharedForward"]
@@ -86,6 +88,7 @@ class SharedForward:
         try:
             graph, leaves = trace_(view, lambda m: id(m) in collectors or not m._modules)
         except Exception as error:
+            raise_if_out_of_memory(error)
             raise NotShareable(f"its forward cannot be traced: {error}") from error
         nodes = list(graph.nodes)
         found = {

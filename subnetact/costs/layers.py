@@ -10,7 +10,7 @@ from torch import nn
 
 from subnetact.operators.layer_traits import traits_of
 
-__all__ = ["FEATURES", "MEASURES", "Vector", "feature", "kind_of"]
+__all__ = ["COUNTS", "FEATURES", "Vector", "feature", "kind_of"]
 
 Vector: TypeAlias = npt.NDArray[np.int64]
 """One count per entry of `FEATURES`."""
@@ -18,8 +18,8 @@ Vector: TypeAlias = npt.NDArray[np.int64]
 KINDS = ("convolution", "pointwise", "depthwise", "linear", "low", "norm", "product", "other")
 """What a module computes. `product` is a matrix product outside any layer, as in attention; `low` is a linear
 layer or convolution at a lower precision."""
-MEASURES = ("modules", "macs", "activation_bytes", "weight_bytes")
-FEATURES = ("parameters", *(f"{kind}.{measure}" for kind in KINDS for measure in MEASURES))
+COUNTS = ("modules", "macs", "activation_bytes", "weight_bytes")
+FEATURES = ("parameters", *(f"{kind}.{count}" for kind in KINDS for count in COUNTS))
 
 
 def kind_of(layer: nn.Module) -> str:
@@ -33,6 +33,6 @@ def kind_of(layer: nn.Module) -> str:
     return "linear" if kind == "linear" else "norm" if kind.endswith("norm") else "other"
 
 
-def feature(kind: str, measure: str) -> int:
-    """Return the position in `FEATURES` of one of `MEASURES` of one of `KINDS`."""
-    return FEATURES.index(f"{kind}.{measure}")
+def feature(kind: str, count: str) -> int:
+    """Return the position in `FEATURES` of one of `COUNTS` of one of `KINDS`."""
+    return FEATURES.index(f"{kind}.{count}")

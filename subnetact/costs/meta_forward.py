@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from subnetact.costs.layers import FEATURES, Vector, feature, kind_of
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.lowered_weight import Low
@@ -84,7 +85,7 @@ class MetaForward:
         for parent in self._network.modules():
             for name, child in parent.named_children():
                 self._first.setdefault(child, (parent, name))
-        self._views: dict[nn.Module, dict[Any, _View]] = defaultdict(dict)
+        self._views: dict[nn.Module, dict[Any, _CountedModule]] = defaultdict(dict)
         self._mode = _CountingMode()
 
     def run(self, row: SizeRow) -> Counts:
@@ -95,6 +96,7 @@ class MetaForward:
             with torch.no_grad(), self._mode:
                 call_with(network.module, self.input)
         except Exception as error:
+            raise_if_out_of_memory(error)
             advice = ""
             if "meta tensor" in str(error):
                 advice = (
@@ -106,7 +108,7 @@ class MetaForward:
             ) from error
         return counts
 
-    def _view(self, module: nn.Module, row: SizeRow) -> _View:
+    def _view(self, module: nn.Module, row: SizeRow) -> _CountedModule:
         sizes, views = self._own_sizes[module](row), self._views[module]
         found = views.get(sizes)
         if found is None:
@@ -115,9 +117,9 @@ class MetaForward:
             found = views[sizes] = self._bind(module, row)
         return found
 
-    def _bind(self, module: nn.Module, row: SizeRow) -> _View:
+    def _bind(self, module: nn.Module, row: SizeRow) -> _CountedModule:
         """Make the view of one module out of the views of its submodules."""
-        views: dict[str, _View] = {}
+        views: dict[str, _CountedModule] = {}
 
         def child(name: str) -> nn.Module | None:
             submodule = module._modules[name]
@@ -130,14 +132,14 @@ class MetaForward:
         for view in views.values():
             if view.module is bound:
                 return view  # a switch is replaced by the module that it chooses
-        made = _View(bound, kind_of(template_of(module)), self._mode, self._item_bytes)
+        made = _CountedModule(bound, kind_of(template_of(module)), self._mode, self._item_bytes)
         for name, view in views.items():
             if self._first[module._modules[name]] == (module, name):
                 made.held += view.held
         return made
 
 
-class _View:
+class _CountedModule:
     """One module of a subnet. Its forward runs once for inputs of the same shapes, and is repeated later."""
 
     def __init__(self, module: nn.Module, kind: str, mode: _CountingMode, item_bytes: int) -> None:

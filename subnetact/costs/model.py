@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from subnetact.costs.layers import MEASURES, Vector, feature
+from subnetact.costs.layers import COUNTS, Vector, feature
 from subnetact.costs.meta_forward import MetaForward
 from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
@@ -75,7 +75,7 @@ class CostModel:
             raise SpecError(f"batch_size: {batch_size} is not at least 1")
         counts = self._forward.run(self.space.resolve(spec))
         vector = counts.vector
-        macs, activation, weights = (int(vector[2 + i :: len(MEASURES)].sum()) for i in range(3))
+        macs, activation, weights = (int(vector[2 + i :: len(COUNTS)].sum()) for i in range(3))
         return Cost(
             parameters=int(vector[0]),
             macs=macs * batch_size,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subnetact.device import ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.inputs import laid_out
 from subnetact.engine.ready_subnet import Bound
@@ -108,7 +109,8 @@ class Graphs:
             if bound.moment() != moment and bound.changes_itself(padded):
                 raise TypeError("its forward changes its own buffers")
         except Exception as error:
-            self._failed.add(key)
+            if not ran_out_of_memory(error):  # Otherwise the next call tries again.
+                self._failed.add(key)
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
             _log.log(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subnetact.device import find_device
+from subnetact.device import find_device, raise_if_out_of_memory
 from subnetact.engine.blocks import Block, BlockRun, SubnetBlocks
 from subnetact.engine.budget import Budget, budget_bytes
 from subnetact.engine.bundle import load_bundle, save_bundle
@@ -24,13 +24,7 @@ from subnetact.engine.config import EngineConfig, check_weights, percentage
 from subnetact.engine.cuda_graphs import Graphs, graph_backend
 from subnetact.engine.fusion_plan import PinResult, Plan
 from subnetact.engine.input_shapes import InputShapes, Padding
-from subnetact.engine.inputs import (
-    Stager,
-    check_batch,
-    laid_out,
-    samples_of,
-    try_sample,
-)
+from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample
 from subnetact.engine.outputs import unstack
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes
@@ -422,6 +416,7 @@ class Engine:
         except SubnetActError:
             raise
         except Exception as error:
+            raise_if_out_of_memory(error)
             check_batch(x, self._shapes.samples, error)
             raise
 
@@ -498,7 +493,8 @@ class Engine:
             return self._stager.stack(inputs, size), size
         except SubnetActError:
             raise
-        except Exception:
+        except Exception as error:
+            raise_if_out_of_memory(error)
             for x in inputs:
                 self.check(x)
             raise

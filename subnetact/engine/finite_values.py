@@ -12,34 +12,31 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from subnetact.engine.packed_conv import plain_conv
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import LowConv, LowLinear
 from subnetact.operators.view_module import module_class
+from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS
 
 __all__ = ["LIMIT", "overflows", "stays_finite"]
 
 LIMIT = 1e8
 """Inputs up to this absolute value count as ordinary; `overflows` probes a network with values as large."""
 
-_FUNCTIONS = {
-    operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.neg, operator.getitem,
-    operator.floordiv, operator.eq, getattr, torch.add, torch.sub, torch.mul, torch.cat, torch.flatten,
+_OPERATIONS = {
+    *ADDITIONS, *PRODUCTS, operator.sub, operator.neg, operator.getitem, operator.matmul,
+    operator.floordiv, operator.eq, getattr, torch.sub, torch.cat, torch.flatten, torch._assert,
     torch.relu, torch.relu_, torch.sigmoid, torch.tanh, torch.mean, torch.chunk, torch.split, torch.reshape,
-    torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.matmul, torch.clamp, torch._assert,
+    torch.transpose, torch.permute, torch.unsqueeze, torch.matmul, torch.clamp, torch.softmax, torch.erf,
+    torch.unbind, torch.arange, torch.zeros_like, torch.swapaxes, F.embedding, F.adaptive_max_pool2d,
     F.relu, F.relu6, F.hardtanh, F.hardswish, F.hardsigmoid, F.sigmoid, F.silu, F.gelu, F.tanh, F.leaky_relu,
     F.elu, F.mish, F.softmax, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.linear, F.pad,
-    F.adaptive_max_pool2d, F.interpolate, F.pixel_shuffle, F.batch_norm, F.layer_norm, F.group_norm, F.conv2d,
-    F.embedding, operator.matmul, torch.softmax, torch.erf, torch.unbind, torch.arange, torch.zeros_like,
-    torch.swapaxes,
-}  # fmt: skip
-_METHODS = {
-    "add", "add_", "sub", "sub_", "mul", "mul_", "relu", "relu_", "sigmoid", "tanh", "mean", "sum", "flatten",
-    "view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "expand", "contiguous", "chunk", "t",
-    "split", "size", "dim", "clamp", "clamp_", "to", "float", "expand_as", "view_as", "softmax", "clone",
-    "matmul", "unbind", "unflatten", "swapaxes", "erf",
+    F.interpolate, F.pixel_shuffle, F.batch_norm, F.layer_norm, F.group_norm, F.conv2d, torch.squeeze,
+    "sub", "sub_", "relu", "relu_", "sigmoid", "tanh", "mean", "sum", "flatten", "view", "reshape", "permute",
+    "transpose", "unsqueeze", "squeeze", "expand", "contiguous", "chunk", "t", "split", "size", "dim",
+    "clamp", "clamp_", "to", "float", "expand_as", "view_as", "softmax", "clone", "matmul", "unbind",
+    "unflatten", "swapaxes", "erf",
 }  # fmt: skip
 _DIVISIONS = (operator.truediv, torch.div, "div")
 
@@ -50,17 +47,16 @@ def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
         if node.op == "call_module" and not _is_known(leaves[str(node.target)]):
             return False
         by_number = node.target in _DIVISIONS and isinstance(node.args[1], int | float) and node.args[1] != 0
-        if node.op == "call_function" and node.target not in _FUNCTIONS and not by_number:
-            return False
-        if node.op == "call_method" and node.target not in _METHODS and not by_number:
+        called = node.op in ("call_function", "call_method")
+        if called and node.target not in _OPERATIONS and not by_number:
             return False
     return True
 
 
 def _is_known(module: nn.Module) -> bool:
     cls = module_class(module)
-    known = isinstance(module, LowConv | LowLinear) or plain_conv(module) or cls.forward is _BatchNorm.forward
-    return known or traits_of(cls, derived=False).finite
+    known = isinstance(module, LowConv | LowLinear) or plain_conv(module)
+    return known or cls.forward is nn.BatchNorm2d.forward or traits_of(cls, derived=False).finite
 
 
 def overflows(view: nn.Module, probe: Tensor | None) -> bool:

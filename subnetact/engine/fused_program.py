@@ -17,14 +17,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from subnetact.calibration.inplace import writes
+from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.engine.packed_conv import ACTIVATIONS, PackedConv, plain_conv
 from subnetact.engine.packed_linear import PackedLinear, can_pack_linear, pack_linears_
+from subnetact.operators.layer_traits import is_batch_norm, traits_of
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.operators.view_module import module_class
 from subnetact.supernet.batches import call_with
@@ -71,7 +73,7 @@ class FusedProgram:
         return call_with(self.forward, x)
 
     def accepts(self, x: Any) -> bool:
-        """Tell whether the program answers a batch as the view does; see `strange`. Empty ones are not."""
+        """Tell whether the program answers a batch, which is not empty, as the view does."""
         if isinstance(x, Tensor) and not x.numel():
             return False
         if not self._swallows_nan or not x.is_floating_point():
@@ -79,7 +81,7 @@ class FusedProgram:
         flat = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).reshape(-1)
         return bool(torch.dot(flat, flat) <= LIMIT**2)  # False for NaN.
 
-    def strange(self, x: Tensor) -> Tensor:
+    def refused_samples(self, x: Tensor) -> Tensor:
         """Return the positions of the samples that `accepts` would refuse if each of them came alone."""
         squares = x.reshape(len(x), -1).double().square().sum(1)
         return (~(squares <= LIMIT**2)).nonzero()[:, 0]
@@ -148,7 +150,7 @@ class FusedProgram:
         """Return the BatchNorm with running statistics that a node applies, or None if it applies none."""
         if node is not None and node.op == "call_module":
             norm = self.values[str(node.target)]
-            folds = isinstance(norm, _BatchNorm) and not _is_derived_norm(norm) and not has_hooks(norm)
+            folds = is_batch_norm(norm) and not _is_derived_norm(norm) and not has_hooks(norm)
             return norm if folds and not norm.training and norm.running_mean is not None else None
         if node is None or node.target is not F.batch_norm:
             return None
@@ -211,7 +213,7 @@ class FusedProgram:
             others = tuple(operand for operand in reader.args if operand is not node)
             if operation is None or len(others) != len(reader.args) - 1:
                 return
-            if others and reader.target not in _LEAVES_BOTH:
+            if others and writes(reader, self.values):
                 return  # It may overwrite the other operand, which others may read.
             name = f"subnetact_over_{node.name}"
             self.values[name], self.paths[name] = _Overwriting(operation), path
@@ -246,7 +248,8 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     try:
         graph, leaves = trace_(view, looks_inside=_is_derived_norm, tensors=tensors)
-    except Exception:
+    except Exception as error:
+        raise_if_out_of_memory(error)
         tensors = {}
         graph, leaves = trace_(view, tensors=tensors)
     _erase_checks_of_shape(graph)
@@ -260,13 +263,12 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
 
 
 def _is_derived_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module_class(module).forward is not _BatchNorm.forward
+    return is_batch_norm(module) and module_class(module).forward is not nn.BatchNorm2d.forward
 
 
 def _is_identity(module: nn.Module) -> bool:
-    cls = module_class(module)
-    nothing = cls is nn.Identity or (cls in (nn.Dropout, nn.Dropout2d) and not module.training)
-    return nothing and not has_hooks(module)
+    traits = traits_of(module_class(module), derived=False)
+    return traits.kind == "identity" and not module.training and not has_hooks(module)
 
 
 def _is_no_dropout(node: fx.Node) -> bool:
@@ -276,8 +278,6 @@ def _is_no_dropout(node: fx.Node) -> bool:
     return given.get("training") is False and given.get("inplace", False) is False
 
 
-_LEAVES_BOTH = (operator.add, torch.add, "add", operator.mul, torch.mul, "mul")
-"""Sums and products that write neither of their operands."""
 _COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 
 

@@ -37,29 +37,28 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.comparison import FUSED, equal, is_as_near
-from subnetact.device import ran_out_of_memory
+from subnetact.device import raise_if_out_of_memory, ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.inputs import batch_like, laid_out
 from subnetact.engine.packed_linear import can_pack_linear, packing_pays
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
-from subnetact.errors import StaleWeights, SubnetActError
+from subnetact.errors import StaleWeights, SubnetActError, first_line
+from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.lowered_weight import LowConv
-from subnetact.operators.subnet_norm import BATCH_NORMS
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.check import SHOW_AFTER_S
 from subnetact.supernet.generation import is_counter
-from subnetact.supernet.storage import checksum
+from subnetact.supernet.storage import tensor_checksums
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["PinResult", "Plan", "slower_because"]
 
-PRECISIONS = (FLOAT32, "int8")
+FUSABLE_PRECISIONS = (FLOAT32, "int8")
 """The precisions at which subnets can become fused programs."""
 SMALL_INT8 = 2**20
 """Bytes of int8 kernels below which quantising the inputs takes longer than the products that it saves."""
-SHOW_AFTER_S = 2.0
-"""Seconds after which a progress bar shows that programs are being made."""
 
 _DIFFERENT = "the outputs of the fused program differ from those of the view"
 _log = logging.getLogger("subnetact.engine")
@@ -115,15 +114,15 @@ class PlannedProgram:
         view = self.bound.view
         if self.program.accepts(x):
             return self.program(x)
-        strange = self.program.strange(x) if x.numel() and x.dim() else None
-        if strange is None or len(strange) == len(x):
+        refused = self.program.refused_samples(x) if x.numel() and x.dim() else None
+        if refused is None or len(refused) == len(x):
             return call_with(view, x)
-        if not len(strange):
+        if not len(refused):
             return self.program(x)
-        answers = self.program(x.index_fill(0, strange, 0))  # of the same size, on which rounding may depend
+        answers = self.program(x.index_fill(0, refused, 0))  # of the same size, on which rounding may depend
         if answers.shape[:1] != x.shape[:1]:  # One tensor: `overflows` lets no other program swallow NaN.
             return call_with(view, x)
-        return answers.index_copy(0, strange, call_with(view, laid_out(x[strange])))
+        return answers.index_copy(0, refused, call_with(view, laid_out(x[refused])))
 
 
 class _Reason(NamedTuple):
@@ -214,7 +213,7 @@ class Plan:
         """Return the ids whose programs do not match the weights although they look fresh."""
         kept = [(i, made) for i, made in list(self._programs.items()) if made is not None]
         kept = [(i, made) for i, made in kept if made.bound.current and made.is_of(made.bound)]
-        return [i for i, made in kept if checksum(_read_by(made.bound)) != made.sums]
+        return [i for i, made in kept if tensor_checksums(_read_by(made.bound)) != made.sums]
 
     def make_again(self, ids: Iterable[int]) -> None:
         """Let the next calls of planned subnets make their programs again."""
@@ -241,7 +240,7 @@ class Plan:
         except StaleWeights:
             raise
         except SubnetActError as error:  # It has no statistics, for example.
-            made = _Reason(_one_line(error))
+            made = _Reason(first_line(error))
         if isinstance(made, _Reason):
             self._leave_out(subnet.id, made)
             return 0
@@ -250,7 +249,7 @@ class Plan:
 
     def _why_not(self, subnet: ReadySubnet, left: int) -> _Reason | None:
         i, precision = subnet.id, subnet.spec.precision
-        if precision not in PRECISIONS:
+        if precision not in FUSABLE_PRECISIONS:
             return _Reason(f"a subnet at {precision} runs as a view")
         if i not in self._sizes:
             view = self._bind(subnet).view
@@ -279,13 +278,13 @@ class Plan:
 
     def _made(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | _Reason:
         """Make a program, or say why there is none."""
-        moment, sums, why = bound.moment(), checksum(_read_by(bound)), ""
+        moment, sums, why = bound.moment(), tensor_checksums(_read_by(bound)), ""
         try:
             program = self._checked(subnet.spec, bound)
         except StaleWeights:
             raise
         except Exception as error:
-            why = _one_line(error)
+            why = first_line(error)
             if ran_out_of_memory(error):
                 return _Reason(f"memory was short: {why}")
         if bound.moment() != moment or not bound.current:
@@ -315,6 +314,7 @@ class Plan:
                 try:
                     program = FusedProgram(view, x, traced)
                 except Exception as error:  # The first one says why the network cannot be traced.
+                    raise_if_out_of_memory(error)
                     causes.append(error)
                     continue
                 try:
@@ -322,6 +322,7 @@ class Plan:
                         return program
                     causes.insert(0, ValueError(_DIFFERENT))
                 except Exception as error:
+                    raise_if_out_of_memory(error)
                     causes.insert(0, error)
         raise causes[0]
 
@@ -341,10 +342,6 @@ class Plan:
         return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _estimate(view: nn.Module) -> int:
     """Return about how many bytes the program of a view takes."""
     modules: Iterable[Any] = view.modules()
@@ -356,7 +353,7 @@ def _read_by(bound: Bound) -> list[Tensor]:
     row = bound.statistics_row
     found: list[Any] = list(bound.view.parameters())
     for module in bound.view.modules():
-        if row is None or not isinstance(module, BATCH_NORMS):
+        if row is None or not is_batch_norm(module):
             found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
     found += [] if row is None else [row.flat]
     return [source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t])]

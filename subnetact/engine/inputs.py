@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InvalidRequest, UncalibratedSubnetWarning
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
@@ -111,6 +112,7 @@ def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any
         with torch.inference_mode():
             return call_with(view, x)
     except Exception as raised:
+        raise_if_out_of_memory(raised)
         error = raised
     fact = (
         f"example: {spec} does not run on one sample of it, {describe_input(sample)}: {summary(view, error)}"
@@ -171,7 +173,7 @@ def sample_from_json(described: Any) -> Any:
             return list(map(sample_from_json, described["list"]))
         return {name: sample_from_json(part) for name, part in described["dict"].items()}
     name, shape = described
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a dtype")
     if not all(type(size) is int for size in shape) or math.prod(shape) > LARGEST_EXAMPLE:

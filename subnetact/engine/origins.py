@@ -17,9 +17,9 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["rebuild_supernet"]
 
-SLACK = 4
-"""A network may take this many times the bytes of its weights while it is built, and `LEAST` more."""
-LEAST = 2**24
+BYTES_PER_WEIGHT_BYTE = 4
+"""A network may take this many times the bytes of its weights while it is built, and `EXTRA_BYTES` more."""
+EXTRA_BYTES = 2**24
 
 
 def rebuild_supernet(name: str, constructor: Mapping[str, Any], size: int) -> Supernet:
@@ -28,7 +28,7 @@ def rebuild_supernet(name: str, constructor: Mapping[str, Any], size: int) -> Su
     from subnetact.digits import new_digits_supernet
 
     build = new_digits_supernet if name == "digits" else partial(ofa_adapters.load, name, None)
-    with _Limit(LEAST + SLACK * size):
+    with _Limit(EXTRA_BYTES + BYTES_PER_WEIGHT_BYTE * size):
         return build(**constructor).eval()
 
 

@@ -34,19 +34,19 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-u
     torch.ops.mkldnn, "_linear_pointwise"
 )
 _PACKING = Lock()  # Shared by all engines: a weight that is being packed is in memory twice.
-SMALLEST = 2**14
+SMALLEST_WEIGHT_ELEMENTS = 2**14
 """Weights of fewer elements are not packed: calls take as long, and every packed weight takes whole pages."""
-ROWS = 256
+MKL_ROWS = 256
 """The number of rows for which weights are packed. Layouts for fewer than 32 rows are slow for many rows."""
-NARROW = 256
+LARGEST_ONEDNN_WIDTH = 256
 """On Intel CPUs, layers with at most as many inputs or outputs are packed for oneDNN, too."""
-MANY = 512
+ONEDNN_ROWS = 512
 """The number of rows for which weights are packed for oneDNN."""
-SMALL_PRODUCT = 4 * 10**6
+SMALLEST_ONEDNN_PRODUCT = 4 * 10**6
 """On other than Intel CPUs, products of fewer multiplications are not computed by oneDNN."""
-WIDE = 512
+SMALLEST_WIDTH = 512
 """On other than Intel CPUs without AVX-512, layers of fewer inputs or outputs are not packed."""
-PAGES = 2**14
+PAGE_BYTES = 2**14
 """Bytes that a packed weight may take beyond those of the plain weight, because it takes whole pages."""
 
 
@@ -69,8 +69,8 @@ def can_pack_linear(module: Any) -> bool:
         and type(module).forward is nn.Linear.forward
         and not has_hooks(module)
         and all(map(_packable, module._parameters.values()))
-        and module.weight.numel() >= SMALLEST
-        and (packing_pays() or min(module.weight.shape) >= WIDE)
+        and module.weight.numel() >= SMALLEST_WEIGHT_ELEMENTS
+        and (packing_pays() or min(module.weight.shape) >= SMALLEST_WIDTH)
     )
 
 
@@ -92,13 +92,13 @@ class PackedLinear(nn.Module):
         self.plain = whole if len(weights) == 1 else None
         self.mkl: Tensor | None = None
         if is_intel() or not _ONEDNN:
-            self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, whole, ROWS)
+            self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, whole, MKL_ROWS)
         self.onednn: Tensor | None = None
-        if _ONEDNN and (self.mkl is None or min(whole.shape) <= NARROW):
-            self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, whole, MANY)
-        self.from_rows = MANY  # From how many rows oneDNN computes the product.
+        if _ONEDNN and (self.mkl is None or min(whole.shape) <= LARGEST_ONEDNN_WIDTH):
+            self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, whole, ONEDNN_ROWS)
+        self.from_rows = ONEDNN_ROWS  # From how many rows oneDNN computes the product.
         if self.mkl is None:
-            self.from_rows = 1 if len(weights) > 1 else -(-SMALL_PRODUCT // whole.numel())
+            self.from_rows = 1 if len(weights) > 1 else -(-SMALLEST_ONEDNN_PRODUCT // whole.numel())
         # MKL needs only the shape of the plain weight.
         self.shape = torch.empty(1).expand(whole.shape)
         given: list[Tensor | None] = [layer.bias for layer in layers]
@@ -111,7 +111,7 @@ class PackedLinear(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes that the packed weights take in memory."""
-        held = 0 if self.mkl is None else 4 * self.shape.numel() + PAGES
+        held = 0 if self.mkl is None else 4 * self.shape.numel() + PAGE_BYTES
         return held + (0 if self.onednn is None else int(torch.ops.mkldnn._nbytes(self.onednn)))
 
     def forward(self, x: Tensor) -> Tensor:

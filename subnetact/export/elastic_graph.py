@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import ExportError
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
@@ -131,6 +132,7 @@ class _Recording:
         except ExportError:
             raise
         except Exception as error:
+            raise_if_out_of_memory(error)
             where = ".".join(filter(None, (self.path, culprit(bound, error)))) or "the network"
             raise ExportError(
                 f"{where}: its forward cannot be traced ({error}); use "

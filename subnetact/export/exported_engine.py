@@ -24,7 +24,7 @@ from subnetact.errors import (
     PrecisionError,
     SpecError,
 )
-from subnetact.export.programs import KIND, WEIGHTS, capability, program_name
+from subnetact.export.programs import PROGRAM_WEIGHTS, PROGRAMS_KIND, capability, program_name
 from subnetact.export.subnet_program import export_format, quiet
 from subnetact.operators.kernel_table import require_precision
 from subnetact.supernet.batches import as_batch, call_with, tensors_of
@@ -172,24 +172,24 @@ def load_exported(
             "if you trust who made it, load_exported(..., trusted=True)"
         )
     read = partial(_read, device=device, progress=progress)
-    return export_format(KIND).read_version(directory, read)
+    return export_format(PROGRAMS_KIND).read_version(directory, read)
 
 
 def _read(
     folder: Path, facts: Mapping[str, Any], *, device: str | torch.device | None, progress: bool
 ) -> ExportedEngine:
     passing = DeviceError, PrecisionError
-    with export_format(KIND).fields(folder, passing, damaged=(RuntimeError, SpecError)):
+    with export_format(PROGRAMS_KIND).fields(folder, passing, damaged=(RuntimeError, SpecError)):
         home = find_device(facts["device"] if device is None else device)
         _refuse_foreign(folder, facts, home)
         config = EngineConfig.from_json(facts)
         for precision in sorted({spec.precision for spec in config.specs}):
             require_precision(precision, home)
         names = [program_name(i) for i in range(len(config.specs))]
-        missing = sorted({WEIGHTS, *names} - set(facts["files"]))
+        missing = sorted({PROGRAM_WEIGHTS, *names} - set(facts["files"]))
         if missing:
             raise FileFormatError(f"{folder}: `files` does not list {missing}")
-        tensors = torch.load(folder / WEIGHTS, map_location=home, weights_only=True)
+        tensors = torch.load(folder / PROGRAM_WEIGHTS, map_location=home, weights_only=True)
         load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
         bar = tqdm(names, desc="loading subnets", disable=not progress or None)
         programs = [load(folder / name, own) for name, own in zip(bar, tensors, strict=True)]

@@ -19,9 +19,9 @@ from subnetact.export.subnet_program import chosen_specs, exporting, quiet
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 
-__all__ = ["KIND", "to_onnx"]
+__all__ = ["ONNX_KIND", "to_onnx"]
 
-KIND = "subnetact.onnx"
+ONNX_KIND = "subnetact.onnx"
 
 
 def to_onnx(
@@ -63,7 +63,7 @@ def to_onnx(
     if missing:
         raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
     chosen = chosen_specs(engine, subnets)
-    with exporting(engine, directory, KIND, chosen, 3, {}, progress) as (folder, programs):
+    with exporting(engine, directory, ONNX_KIND, chosen, 3, {}, progress) as (folder, programs):
         for i, subnet in enumerate(programs):
             program = subnet.traced(dynamic_batch=True)
             traced = program.module()

@@ -16,10 +16,10 @@ from subnetact.errors import ExportError
 from subnetact.export.subnet_program import SubnetProgram, chosen_specs, exporting, quiet
 from subnetact.spec import SubnetSpec
 
-__all__ = ["KIND", "WEIGHTS", "capability", "program_name", "to_exported_programs"]
+__all__ = ["PROGRAMS_KIND", "PROGRAM_WEIGHTS", "capability", "program_name", "to_exported_programs"]
 
-KIND = "subnetact.programs"
-WEIGHTS = "weights.pt"
+PROGRAMS_KIND = "subnetact.programs"
+PROGRAM_WEIGHTS = "weights.pt"
 """The file with the tensors of every program by name. torch.save writes every storage once, and slices of a
 supernet's weights are views of one storage, so that the full weights are in it once for all subnets."""
 COMPILERS = ("none", "aoti")
@@ -81,7 +81,7 @@ def to_exported_programs(
     }
     weights: list[dict[str, Tensor]] = []
     size = 3 if dynamic_batch else 1
-    with exporting(engine, directory, KIND, chosen, size, facts, progress) as (folder, programs):
+    with exporting(engine, directory, PROGRAMS_KIND, chosen, size, facts, progress) as (folder, programs):
         for subnet in programs:
             program = subnet.traced(dynamic_batch)
             tensors = {**program.state_dict, **program.constants}
@@ -93,7 +93,7 @@ def to_exported_programs(
             write = _write_graph if compile == "none" else _write_package
             used = write(program, tensors, folder / program_name(len(weights)), subnet)
             weights.append({name: tensors[name].detach() for name in used})
-        torch.save(weights, folder / WEIGHTS)
+        torch.save(weights, folder / PROGRAM_WEIGHTS)
     return Path(directory)
 
 

@@ -17,9 +17,10 @@ from tqdm import tqdm
 
 from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
+from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
-from subnetact.errors import ExportError
+from subnetact.errors import ExportError, first_line
 from subnetact.files.documents import FolderFormat
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
@@ -74,12 +75,12 @@ class SubnetProgram:
         except ExportError:
             raise
         except Exception as error:
+            raise_if_out_of_memory(error)
             path = culprit(self.view, error)
             where = f"module {path}" if path else "its graph"
-            first = str(error).strip().splitlines() or [type(error).__name__]
             raise ExportError(
-                f"subnet {self.name}: {tool} cannot take {where}: {first[0]}; rewrite that forward without "
-                "branches on values, try dynamic_batch=False, or serve the Engine itself"
+                f"subnet {self.name}: {tool} cannot take {where}: {first_line(error)}; rewrite that forward "
+                "without branches on values, try dynamic_batch=False, or serve the Engine itself"
             ) from error
 
 
@@ -91,6 +92,7 @@ def require_equal(
         try:
             same, why = equal(call_with(program, batch), call_with(view, batch), tolerance), ""
         except Exception as error:
+            raise_if_out_of_memory(error)
             same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
     if not same:
         raise ExportError(

@@ -12,7 +12,6 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.failure import failure
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["to_torchscript"]
@@ -218,11 +218,7 @@ def _compare(scripted: Any, view: nn.Module, x: Any, varied: Any, i: int, spec: 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:
         return scripted(*args, *kwargs.values(), torch.tensor([i]))
 
-    batches = [x]
-    with suppress(Exception), torch.inference_mode():
-        call_with(view, varied)
-        batches.append(varied)
-    for batch in batches:
+    for batch in [x, varied] if failure(view, varied) is None else [x]:
         require_equal(run, view, batch, f"{i} ({spec})", "TorchScript")
 
 

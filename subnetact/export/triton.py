@@ -24,9 +24,9 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies.registry import make_policy
 
-__all__ = ["KIND", "to_triton"]
+__all__ = ["TRITON_KIND", "to_triton"]
 
-KIND = "subnetact.triton"
+TRITON_KIND = "subnetact.triton"
 FLAVOURS = ("libtorch", "python")
 TYPES = {
     torch.float32: "FP32",
@@ -128,7 +128,7 @@ def to_triton(
             f"the network returns {type(made[0]).__name__}; Triton models return one tensor here"
         )
     target = Path(repository) / name
-    with writing_folder(engine, chosen, target, KIND, {"flavour": flavour}) as folder:
+    with writing_folder(engine, chosen, target, TRITON_KIND, {"flavour": flavour}) as folder:
         version = folder / "1"
         version.mkdir()
         batched = not external_scheduler

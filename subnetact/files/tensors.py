@@ -31,11 +31,11 @@ def write_tensors(
             raise OSError(str(error)) from error
 
 
-def read_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file by name; together they are at most as large as the file."""
     require_regular(path)
     try:
-        return load_file(Path(path), device=str(device))
+        return load_file(Path(path))
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise FileFormatError(f"{path}: not readable as safetensors ({error}); save it again") from error
 

@@ -3,7 +3,7 @@
 Which file answers which question:
 
 - `insert.py`: `describe` and `insert_`; which models are refused at once.
-- `description.py`: what was found, in one form for every source: `Group`, `Member`, `Stage`, `Description`.
+- `description.py`: what was found, whatever the source: `Group`, `Member`, `DepthStage`, `Description`.
 - `analysis.py`: what the traced graph of a model tells (torch-kirigami).
 - `declaration.py`: what transformers declare, tried block by block, without tracing.
 - `skippable.py`: blocks that a subnet may skip, and their importance.
@@ -16,7 +16,7 @@ Which file answers which question:
 - `hugging_face.py`: an extracted subnet of a Hugging Face model as a model that `from_pretrained` loads.
 """
 
-from subnetact.insertion.description import Description, Group, Member, Stage
+from subnetact.insertion.description import DepthStage, Description, Group, Member
 from subnetact.insertion.hugging_face import as_pretrained, heterogeneous
 from subnetact.insertion.importance import ChannelGroup, UnitWeights
 from subnetact.insertion.key_value_cache import cache_relation, switch
@@ -24,11 +24,11 @@ from subnetact.insertion.reorder import ReorderReport
 
 __all__ = [
     "ChannelGroup",
+    "DepthStage",
     "Description",
     "Group",
     "Member",
     "ReorderReport",
-    "Stage",
     "UnitWeights",
     "as_pretrained",
     "cache_relation",

@@ -22,15 +22,12 @@ from torch.fx import Graph, Node
 from torch.overrides import resolve_name
 
 from subnetact.device import raise_if_out_of_memory
-from subnetact.errors import InsertError, MissingExtra
+from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.skippable import ADDITIONS
-from subnetact.operators import (
-    ElasticAttribute,
-    Operator,
-)
+from subnetact.operators import ElasticAttribute, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
+from subnetact.supernet.elementwise import ADDITIONS
 from subnetact.supernet.unused_weights import structure_copy
 
 __all__ = ["TracedModel"]
@@ -78,7 +75,7 @@ class TracedModel:
         except Exception as error:
             raise_if_out_of_memory(error)
             raise InsertError(
-                f"{type(model).__name__} cannot be traced: {_first_line(error)}; describe its elastic "
+                f"{type(model).__name__} cannot be traced: {_why(error)}; describe its elastic "
                 "modules by hand, or make its forward free of branches on values and of changes to the model"
             ) from error
         self._followed = 0
@@ -375,11 +372,10 @@ def _reason(diagnostic: Any) -> str:
     return f"the analysis cannot see through the model{where}: {diagnostic.message}"
 
 
-def _first_line(error: BaseException) -> str:
+def _why(error: BaseException) -> str:
     if type(error).__name__ == "StaleGraphError":
         return "its forward changes attributes of the model, a counter for example"
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+    return f"{type(error).__name__}: {first_line(error)}"[:300]
 
 
 # -- the package ------------------------------------------------------------------------------------

@@ -39,20 +39,22 @@ from subnetact.supernet.unused_weights import private_copy, structure_copy
 
 __all__ = ["declared"]
 
-HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
+HEAD_ATTRIBUTES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 QUERIES_PER_KEY = ("num_key_value_groups", "n_rep", "num_kv_groups")
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
 ALL_HEADS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "attention_dim")
 """Names of whole numbers of attention modules, the last ones for the width of all heads together."""
 
-AMBIGUOUS = ("embed_dim", "hidden_size", "dim", "d_model", "model_dim")
+WIDTH_ATTRIBUTES = ("embed_dim", "hidden_size", "dim", "d_model", "model_dim")
 """Names that some attention modules use for the width of all heads, others for the width of the input."""
 
-NEURONS = ("intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "hidden_dim", "intermediate_dim")
+NEURON_ATTRIBUTES = (
+    "intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "hidden_dim", "intermediate_dim"
+)  # fmt: skip
 """Names of whole numbers of feed-forward modules."""
 
-RESIDUAL = 0.5
+SMALLEST_RESIDUAL_COSINE = 0.5
 """The least cosine of input and output of a residual block whose layers all return zero."""
 
 
@@ -228,7 +230,7 @@ def _attentions(observed: _Observation) -> Iterator[_Proposal]:
     for path in observed.calls:
         layers = [layer for layer in observed.order if layer.startswith(f"{path}.")]
         named = "attention" in type(observed.modules[path]).__name__.lower()
-        if layers and _number(observed, path, HEADS, inherited=named) is not None:
+        if layers and _number(observed, path, HEAD_ATTRIBUTES, inherited=named) is not None:
             found.append(path)
     for path in found:
         innermost = not any(other.startswith(f"{path}.") for other in found)
@@ -342,15 +344,15 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
     packings = [list(heads.projection(layer, observed.sides[layer][1])) for layer in projections]
     all_heads, full = heads.queries * heads.width, heads.full
     numbers = {
-        **_valued(module, HEADS, heads.queries),
+        **_valued(module, HEAD_ATTRIBUTES, heads.queries),
         **_valued(module, ALL_HEADS, all_heads),
         **_valued(module, KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
         **_valued(module, QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
     }
     tables = list(_tables(observed, path, heads))
     config, count = vars(module).get("config"), heads.queries
-    stated = {f"config.{name}": count for name in HEADS if number_of(config, name) == count}
-    more = [{}, *filter(None, (_valued(module, AMBIGUOUS, all_heads), stated))]
+    stated = {f"config.{name}": count for name in HEAD_ATTRIBUTES if number_of(config, name) == count}
+    more = [{}, *filter(None, (_valued(module, WIDTH_ATTRIBUTES, all_heads), stated))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
         members.append(Member(out, "in_", WeightSlice, all_heads // full))
@@ -363,7 +365,7 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
 def _heads(observed: _Observation, path: str, out: str) -> _Heads:
     """Return the heads of an attention module whose output layer is given."""
     all_heads = observed.sides[out][0]
-    queries = _number(observed, path, HEADS, inherited=True)
+    queries = _number(observed, path, HEAD_ATTRIBUTES, inherited=True)
     width = _number(observed, path, HEAD_WIDTHS, inherited=False)
     if width is not None and all_heads % width == 0:
         queries = all_heads // width
@@ -397,7 +399,7 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
                 if len(axes) == 1:
                     yield Member(inner, f"{name}.{axes[0]}", ElasticAttribute, each)
             if inner != path:
-                for number, value in _valued(module, HEADS, heads.queries).items():
+                for number, value in _valued(module, HEAD_ATTRIBUTES, heads.queries).items():
                     yield Member(inner, number, ElasticAttribute, value // heads.full)
 
 
@@ -429,7 +431,8 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
     end = [Member(last, "in_", WeightSlice)]
     if around in observed.calls and around not in observed.blocks:
         inside = observed.modules[around]
-        end += [Member(around, number, ElasticAttribute) for number in _valued(inside, NEURONS, neurons)]
+        numbers = _valued(inside, NEURON_ATTRIBUTES, neurons)
+        end += [Member(around, number, ElasticAttribute) for number in numbers]
         end += [
             Member(path, "out", WeightSlice)
             for path, m in inside.named_modules(prefix=around)
@@ -458,7 +461,7 @@ def _blocks(trials: _Trials, elastic: Sequence[str], refused: dict[str, str]) ->
         if around or not transformer or not any(b in observed.calls for b in blocks):
             continue
         reason = next(filter(None, (_unskippable(observed, block) for block in blocks)), "")
-        reason = reason or next(filter(None, map(trials.without_shortcut, blocks)), "")
+        reason = reason or next(filter(None, map(trials.why_not_residual, blocks)), "")
         if reason:
             refused[f"{stack}.depth"] = reason
             continue
@@ -524,7 +527,7 @@ class _Trials:
             why = why or reason
         return why or "it has no elastic layers"
 
-    def without_shortcut(self, block: str) -> str:
+    def why_not_residual(self, block: str) -> str:
         """Return why a block is not residual, or an empty string."""
         module, call = self.observed.modules[block], self.observed.calls[block]
         key = "shortcut", str(module)
@@ -544,7 +547,7 @@ class _Trials:
                     return f"{block} does not run on its own: {summary(without_layers, error)}"
             kind = type(module).__name__
             why = f"{kind} is not residual: without its layers, its output is another than its input"
-            self._known[key] = "" if alike > RESIDUAL else why
+            self._known[key] = "" if alike > SMALLEST_RESIDUAL_COSINE else why
         return self._known[key]
 
     def _trial(self, group: Group) -> str:

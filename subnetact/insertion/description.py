@@ -1,8 +1,8 @@
 """Description: what can be elastic in a model, in one form for everything that finds it.
 
 The analysis of a traced graph and the declarations of a model say what they found in `Group`s, each one
-independent size, and `Stage`s, each a run of blocks that a subnet may skip. A `Description` makes the search
-space and the elastic description for `insert_` from them.
+independent size, and `DepthStage`s, each a run of blocks that a subnet may skip. A `Description` makes the
+search space and the elastic description for `insert_` from them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value
 
-__all__ = ["AXES", "Description", "Group", "Member", "Stage", "sizes_of_choices"]
+__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices"]
 
 AXES = ("depth", "width", "stream", "ffn", "heads")
 """The kinds of elastic sizes, in the order of the axes of the space.
@@ -95,7 +95,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Stage:
+class DepthStage:
     """Blocks of which a subnet keeps some; a skipped block is the identity.
 
     Attributes:
@@ -180,7 +180,7 @@ class Description:
         self,
         name: str,
         groups: Iterable[Group] = (),
-        stages: Iterable[Stage] = (),
+        stages: Iterable[DepthStage] = (),
         refused: Mapping[str, str] | None = None,
         overrides: Mapping[str, Elastic | None] | None = None,
         vocabulary: LayerVocabulary | None = None,
@@ -199,9 +199,9 @@ class Description:
         self._check_parts()
 
     @property
-    def slots(self) -> dict[str, Group | Stage]:
+    def slots(self) -> dict[str, Group | DepthStage]:
         """All stages and groups by name, in the order of the axes of the space."""
-        found: list[Group | Stage] = [*self.stages.values(), *self.groups.values()]
+        found: list[Group | DepthStage] = [*self.stages.values(), *self.groups.values()]
         return {slot.name: slot for axis in AXES for slot in found if slot.axis == axis}
 
     @property
@@ -338,7 +338,7 @@ class Description:
         rows = [("name", "axis", "sizes", "members")]
         for slot in slots:
             sizes = " ".join(map(str, dict.fromkeys(slot.sizes.values())))
-            parts = slot.blocks if isinstance(slot, Stage) else [f"{m.module}.{m.part}" for m in slot.members]
+            parts = [f"{m.module}.{m.part}" for m in slot.members] if isinstance(slot, Group) else slot.blocks
             rows.append((slot.name, slot.axis, sizes, ", ".join(parts)))
         *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = ["  ".join(map(str.ljust, row, (*widths, 0))) for row in rows]
@@ -380,7 +380,7 @@ class Description:
 class _Sizes:
     """Axis values -> sizes. It is an object and not a closure, so that spaces can be pickled."""
 
-    slots: tuple[Group | Stage, ...]
+    slots: tuple[Group | DepthStage, ...]
 
     def __call__(self, values: AxisValues) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -390,7 +390,7 @@ class _Sizes:
         return sizes
 
 
-def _slot(slot: Group | Stage) -> Slot:
+def _slot(slot: Group | DepthStage) -> Slot:
     """Return the slot of a group; choices that mean the same size are aliases of the first one."""
     first = {slot.sizes[choice]: choice for choice in sorted(slot.sizes, reverse=True)}
     full = max(slot.sizes)
@@ -417,8 +417,8 @@ def _followed(members: list[tuple[Group, Member]]) -> str | Segments:
     return Segments(*segments, *([(None, rest)] if rest > 0 else []))
 
 
-def _resized(slot: Group | Stage, choices: Sequence[float]) -> Group | Stage:
-    unit, least = (1, 0) if isinstance(slot, Stage) else (slot.unit, slot.unit)
+def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | DepthStage:
+    unit, least = (1, 0) if isinstance(slot, DepthStage) else (slot.unit, slot.unit)
     divisor = math.lcm(unit, 8) if isinstance(slot, Group) and slot.full >= 32 else unit
     try:
         return replace(slot, sizes=sizes_of_choices(slot.full, choices, unit, least, divisor))
@@ -429,7 +429,7 @@ def _resized(slot: Group | Stage, choices: Sequence[float]) -> Group | Stage:
 _FIELDS = {
     "name": str,
     "groups": tuple[Group, ...],
-    "stages": tuple[Stage, ...],
+    "stages": tuple[DepthStage, ...],
     "refused": Mapping[str, str],
     "overrides": Mapping[str, Elastic | None],
     "vocabulary": LayerVocabulary | None,

@@ -26,7 +26,7 @@ from subnetact.supernet.unused_weights import private_copy, shared_view, structu
 
 __all__ = ["Proof", "disturbed_copy"]
 
-RANDOM = ", whose output differs from run to run; make it deterministic in evaluation mode"
+RANDOM_OUTPUT = ", whose output differs from run to run; make it deterministic in evaluation mode"
 _FAULTS = {
     "fails": "a subnet does not run: {why}",
     "foreign": "a subnet reads weights that it should not use",
@@ -66,7 +66,7 @@ class Proof:
             return f"the largest subnet does not run: {summary(view, error)}", {}
         if not equal(full, self.expected, EXACT):
             again = equal(outputs_of(self.model, self.x), self.expected, EXACT)
-            return f"the largest subnet differs from the model{'' if again else RANDOM}", {}
+            return f"the largest subnet differs from the model{'' if again else RANDOM_OUTPUT}", {}
         rng = random.Random(0)
         drawn = [self.space.sample(rng) for _ in range(RANDOM_SUBNETS)]
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)

@@ -37,7 +37,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, SubnetActError
 from subnetact.insertion.analysis import TracedModel, computes_channels
 from subnetact.insertion.declaration import declared
-from subnetact.insertion.description import AXES, Description, Group, Stage
+from subnetact.insertion.description import AXES, DepthStage, Description, Group
 from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import vocabulary_of
@@ -203,7 +203,7 @@ def insert_(
 
 # -- finding ----------------------------------------------------------------------------------------
 
-_Found = tuple[list[Group], list[Stage], dict[str, str]]
+_Found = tuple[list[Group], list[DepthStage], dict[str, str]]
 
 
 def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool) -> _Found:
@@ -238,14 +238,14 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             residual = skippable_blocks(model, graph).items()
             stacks |= {member.module for group in groups for member in group.members}
             blocks |= {path: shape for path, shape in residual if path.rpartition(".")[0] not in stacks}
-    stages: list[Stage] = []
+    stages: list[DepthStage] = []
     if depth and blocks:
         broken = broken_chains(model, example, blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
         influence = block_influences(model, example, list(blocks))
         stages = (
-            [Stage(f"{block}.depth", (block,)) for block in blocks]
+            [DepthStage(f"{block}.depth", (block,)) for block in blocks]
             if each_block
             else stages_of(blocks, influence)
         )

@@ -7,7 +7,6 @@ to its output passes additions and otherwise nothing but activations, norms and 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -18,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from subnetact.insertion.description import Stage
+from subnetact.insertion.description import DepthStage
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.chain import Chain
+from subnetact.supernet.elementwise import ADDITIONS
 
 __all__ = ["block_influences", "broken_chains", "skippable_blocks", "stages_of"]
 
-ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 TRANSPARENT_FUNCTIONS = (
     F.relu,
     torch.relu,
@@ -59,12 +58,12 @@ def skippable_blocks(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Size]
     return {path: shape for path, shape in found.items() if path not in outer}
 
 
-def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) -> list[Stage]:
+def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) -> list[DepthStage]:
     """Return the stages, without choices: runs of blocks of one stack whose inputs have one shape."""
     runs = [list(run) for _, run in groupby(blocks, lambda path: (path.rpartition(".")[0], blocks[path]))]
     stacks = [run[0].rpartition(".")[0] for run in runs]
     return [
-        Stage(
+        DepthStage(
             f"{stack if stacks.count(stack) == 1 else run[0]}.depth",
             tuple(sorted(run, key=lambda path: -influence.get(path, 0.0))),
         )

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from subnetact.latency.arrays import Floats
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
@@ -15,8 +15,6 @@ __all__ = ["Genes", "Variation"]
 
 Genes: TypeAlias = list[int]
 """For each slot of each axis, the position of its choice, from the smallest network to the largest."""
-
-Features: TypeAlias = npt.NDArray[np.float64]
 
 SKIPPED_FEATURE = -0.5
 """Feature of a slot that the subnet skips. The features of other slots are from 0 to 1."""
@@ -53,7 +51,7 @@ class Variation:
             for slot, value in zip(self.slots, values, strict=True)
         ]
 
-    def features(self, specs: Sequence[SubnetSpec]) -> Features:
+    def features(self, specs: Sequence[SubnetSpec]) -> Floats:
         """Return what describes subnets to a surrogate, (subnets, slots), from 0 (smallest choice) to 1."""
         chosen = [[v for values in self.space.values(spec).values() for v in values] for spec in specs]
         return np.array(

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from subnetact.costs.model import CostModel
 from subnetact.errors import MissingExtra, SearchError
+from subnetact.latency.arrays import Floats
 from subnetact.spec import SubnetSpec
 
-__all__ = ["FEWEST", "LatencyPredictor", "PredictionError", "require_scipy"]
+__all__ = ["FEWEST_SUBNETS", "LatencyPredictor", "PredictionError", "require_scipy"]
 
-Array: TypeAlias = npt.NDArray[np.float64]
-
-FEWEST = 8
+FEWEST_SUBNETS = 8
 """Distinct measured subnets that a fit needs at least."""
 FOLDS = 5
 """Parts of the measured subnets in cross-validation."""
@@ -71,7 +70,7 @@ class LatencyPredictor:
     """
 
     costs: CostModel
-    weights: Array
+    weights: Floats
     error: PredictionError
     batch_size: int
 
@@ -107,8 +106,8 @@ class LatencyPredictor:
         measured = np.asarray(latency_ms, dtype=np.float64)
         if measured.shape != (len(specs),) or not np.isfinite(measured).all() or (measured <= 0).any():
             raise SearchError("latency_ms: one positive number for each subnet is needed")
-        if len(set(specs)) < FEWEST:
-            raise SearchError(f"specs: a fit needs at least {FEWEST} distinct subnets, got {len(set(specs))}")
+        if (found := len(set(specs))) < FEWEST_SUBNETS:
+            raise SearchError(f"specs: a fit needs at least {FEWEST_SUBNETS} distinct subnets, got {found}")
         features = np.stack([_features(costs, spec) for spec in specs])
         part = np.random.default_rng(0).permutation(len(specs)) % FOLDS
         predicted = np.empty(len(specs))
@@ -130,7 +129,7 @@ class LatencyPredictor:
         return float(_features(self.costs, spec) @ self.weights)
 
 
-def _features(costs: CostModel, spec: SubnetSpec) -> Array:
+def _features(costs: CostModel, spec: SubnetSpec) -> Floats:
     return np.array([1.0, *costs.vector(spec)])
 
 
@@ -143,7 +142,7 @@ def require_scipy() -> None:
         raise MissingExtra("the latency predictor needs scipy; pip install 'subnetact[nas]'") from error
 
 
-def _weights(features: Array, measured: Array) -> Array:
+def _weights(features: Floats, measured: Floats) -> Floats:
     """Return the non-negative weights that minimise the squared relative errors plus a ridge penalty."""
     from scipy.optimize import nnls
 
@@ -156,7 +155,7 @@ def _weights(features: Array, measured: Array) -> Array:
     return np.asarray(weights / scale, dtype=np.float64)
 
 
-def _rank_correlation(one: Array, two: Array) -> float:
+def _rank_correlation(one: Floats, two: Floats) -> float:
     from scipy.stats import spearmanr
 
     if np.ptp(one) == 0 or np.ptp(two) == 0:

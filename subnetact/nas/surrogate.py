@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from subnetact.latency.arrays import Floats
 from subnetact.latency.pareto import Costs, non_dominated
 
 __all__ = ["Surrogate", "select_by_expected_improvement"]
-
-Array: TypeAlias = npt.NDArray[np.float64]
 
 NOISE_VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Variances of the noise that are tried, relative to the variance of the values."""
@@ -35,7 +32,7 @@ class Surrogate:
 
     # Scales and noise minimise the leave-one-out error (Rasmussen and Williams, Gaussian Processes, 5.4.2).
 
-    def __init__(self, features: Array, values: Array, groups: Sequence[int]) -> None:
+    def __init__(self, features: Floats, values: Floats, groups: Sequence[int]) -> None:
         self._groups = np.asarray(groups)
         self._centre = features.mean(0)
         self._mean, self._scale = float(values.mean()), float(values.std()) or 1.0
@@ -46,7 +43,7 @@ class Surrogate:
         self._features = features
         self._weights = self._inverse(features, self._noise) @ target
 
-    def _tune(self, features: Array, target: Array) -> float:
+    def _tune(self, features: Floats, target: Floats) -> float:
         """Set the length scales by coordinate descent, and return the noise."""
 
         def error(noise: float) -> float:
@@ -70,21 +67,21 @@ class Surrogate:
         self.loo_rmse = self._scale * float(best) ** 0.5
         return noise
 
-    def _inverse(self, features: Array, noise: float) -> Array:
+    def _inverse(self, features: Floats, noise: float) -> Floats:
         inverse = np.linalg.inv(self._kernel(features, features) + noise * np.eye(len(features)))
         return np.asarray(inverse, dtype=np.float64)
 
-    def _kernel(self, one: Array, two: Array) -> Array:
+    def _kernel(self, one: Floats, two: Floats) -> Floats:
         a, b = ((f - self._centre) / np.sqrt(self._spread) for f in (one, two))
         scaled_a, scaled_b = a / self.length_scales[self._groups], b / self.length_scales[self._groups]
         squares = (scaled_a**2).sum(1)[:, None] + (scaled_b**2).sum(1)[None] - 2 * scaled_a @ scaled_b.T
         curved = CURVED_WEIGHT * np.exp(-np.maximum(squares, 0) / 2)
-        kernel: Array = curved + 2 * (1 - CURVED_WEIGHT) * a @ b.T + 1.0
+        kernel: Floats = curved + 2 * (1 - CURVED_WEIGHT) * a @ b.T + 1.0
         return kernel
 
-    def predict(self, features: Array) -> Array:
+    def predict(self, features: Floats) -> Floats:
         """Return the mean of the Gaussian process, (subnets,), at features of shape (subnets, features)."""
-        mean: Array = self._mean + self._scale * (self._kernel(features, self._features) @ self._weights)
+        mean: Floats = self._mean + self._scale * (self._kernel(features, self._features) @ self._weights)
         return mean
 
 
@@ -110,13 +107,13 @@ def select_by_expected_improvement(predicted: Costs, loo_rmse: float, known: Cos
     return chosen
 
 
-def _expected_area(predicted: Costs, front: Costs, worst: Array, scale: float) -> Array:
+def _expected_area(predicted: Costs, front: Costs, worst: Floats, scale: float) -> Floats:
     """Return the area that each predicted point is expected to add to a front of two objectives."""
     order = np.argsort(front[:, 1])
     accuracy_cost = np.array([worst[0], *front[order, 0]])
     ends = np.array([*front[order, 1], max(worst[1], front[:, 1].max())])
     starts = np.array([0.0, *front[order, 1]])
     width = np.clip(ends[None] - np.maximum(starts[None], predicted[:, 1:]), 0, None)
-    better: Array = scale * np.logaddexp(0, (accuracy_cost[None] - predicted[:, :1]) / scale)
-    area: Array = (width * better).sum(1)
+    better: Floats = scale * np.logaddexp(0, (accuracy_cost[None] - predicted[:, :1]) / scale)
+    area: Floats = (width * better).sum(1)
     return area

@@ -67,7 +67,7 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
 class _LowAttention(Low):
     """The projections of a `SlicedMultiheadAttention` at a lower precision."""
 
-    reads = "in_proj_weight"
+    reads = ("in_proj_weight", "in_proj_bias")
 
     def project(self: Any, x: Tensor, i: int) -> Tensor:
         weight, scale = self.lowered
@@ -101,7 +101,6 @@ class AttentionSlice(Operator):
 
     slices = ("attention",)
     parts = ("out", "in_")
-    lowers = ("in_proj_weight", "in_proj_bias")
 
     def check(self) -> None:
         """Refuse other templates, keys or values of another width, and appended keys (`add_bias_kv`)."""

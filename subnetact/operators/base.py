@@ -109,9 +109,6 @@ class Operator(nn.Module):
     segmented: ClassVar[tuple[str, ...]] = ()
     """Those of `parts` that a description may give as `Segments`."""
 
-    lowers: ClassVar[tuple[str, str]] = ("weight", "bias")
-    """The weight that can have a lower precision, and the parameter that is sliced as its output channels."""
-
     precision_dim: int | None = None
     """The position in the size row of the bits of the weight. If None, it stays as it is in every subnet."""
 
@@ -384,7 +381,8 @@ class Operator(nn.Module):
 
     def lowered(self, bits: int) -> PackedCopy:
         """Return the one copy of the full weight at 8 or 16 `bits`, with the fields of a `LoweredWeight`."""
-        name = self.lowers[0]
+        mixin: Any = self.low_mixin()
+        name = mixin.reads[0]
         axes: Any = self.axes(name)
         channels = axes.index("out") if "out" in axes else 0
 

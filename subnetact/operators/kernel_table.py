@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subnetact.comparison import SHORT, equal
-from subnetact.device import MachineFacts, machine_facts
-from subnetact.errors import PrecisionError
+from subnetact.comparison import SIXTEEN_BITS, equal
+from subnetact.device import MachineFacts, machine_facts, raise_if_out_of_memory
+from subnetact.errors import PrecisionError, first_line
 from subnetact.spec import FLOAT32, PRECISIONS
 
 __all__ = [
     "CUBLAS",
-    "LARGEST",
+    "LARGEST_INT8",
     "NATIVE",
     "REFERENCE",
     "STRIDED",
@@ -38,7 +38,7 @@ __all__ = [
     "why_not",
 ]
 
-LARGEST = 127
+LARGEST_INT8 = 127
 """The largest int8 magnitude that is used. -128 is left out, so that scales are symmetric."""
 TRIAL_S = 120
 """Seconds after which a process that tries matrix units counts as failed; importing torch is most of it."""
@@ -147,8 +147,8 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
     try:
         with torch.inference_mode():
             if precision == "int8":
-                short = torch.randint(-LARGEST, LARGEST + 1, (64, 256), generator=generator)
-                short[:4] = LARGEST  # Kernels without VNNI may saturate in 16 bits.
+                short = torch.randint(-LARGEST_INT8, LARGEST_INT8 + 1, (64, 256), generator=generator)
+                short[:4] = LARGEST_INT8  # Kernels without VNNI may saturate in 16 bits.
                 rows, right = short.to(torch.int8).to(facts.device), short @ short.t()
                 good = all(
                     torch.equal(int8_product(rows[:n], rows).cpu().long(), right[:n]) for n in (1, len(rows))
@@ -156,10 +156,11 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
                 return None if good else "its int8 products are wrong"
             x, weight = torch.randn(2, 512, 512, generator=generator).to(facts.device)
             short = F.linear(x.bfloat16(), weight.bfloat16()).float()
-            good = equal(short, F.linear(x, weight), SHORT)
+            good = equal(short, F.linear(x, weight), SIXTEEN_BITS)
             return None if good else "its bfloat16 products are wrong"
     except (RuntimeError, NotImplementedError, AttributeError) as error:
-        return " ".join(str(error).split())[:120]
+        raise_if_out_of_memory(error)
+        return first_line(error)[:120]
 
 
 def _tiles_fail() -> str:

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["BATCH_NORMS", "LayerTraits", "register_layer", "traits_of"]
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+__all__ = ["LayerTraits", "is_batch_norm", "register_layer", "traits_of"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
         "attention", _IN_PROJECTION, reads="in_", mixes=True, fresh=True, reads_children=True
     ),
     nn.TransformerEncoderLayer: LayerTraits(reads_children=True),
-    **dict.fromkeys(BATCH_NORMS, _BATCH_NORM),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _BATCH_NORM),
     "subnetact.operators.per_width_norm.PerWidthBatchNorm2d": _PER_WIDTH_NORM,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _LAYER_NORM),
     nn.GroupNorm: replace(_NORM, sizes={"features": "num_channels"}),
@@ -123,6 +121,11 @@ def traits_of(layer: nn.Module | type[nn.Module], derived: bool = True) -> Layer
             # A class that is derived from nn.Module alone may be anything, and not a container.
             return _UNKNOWN if cls is nn.Module and given is not nn.Module else found
     return _UNKNOWN
+
+
+def is_batch_norm(layer: nn.Module) -> bool:
+    """Tell whether a layer is a BatchNorm with one set of statistics."""
+    return traits_of(layer).kind == _BATCH_NORM.kind
 
 
 def register_layer(cls: type[nn.Module], traits: LayerTraits) -> None:

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import PrecisionError
-from subnetact.operators.kernel_table import LARGEST, int8_product, is_traced
+from subnetact.operators.kernel_table import LARGEST_INT8, int8_product, is_traced
 from subnetact.operators.view_module import mixed_class
 from subnetact.spec import FLOAT32, PRECISIONS
 
@@ -54,7 +54,7 @@ SMALLEST_SCALE = 1e-30
 """The scale of rows and channels of zeros."""
 CHUNK = 2**17
 """Numbers that are quantised, or scaled back, at a time."""
-WINDOWS = 2**22
+WINDOW_ELEMENTS = 2**22
 """Numbers in the windows of the samples that are convolved at a time, unless one sample has more."""
 
 _SCALE = "weight_scale"
@@ -79,7 +79,7 @@ class LoweredWeight(NamedTuple):
         if bits == PRECISIONS["bfloat16"]:
             return cls(full.to(torch.bfloat16))
         rows = full.transpose(0, axis).float()
-        scale = rows.flatten(1).abs().amax(1).div_(LARGEST).clamp_(min=SMALLEST_SCALE)
+        scale = rows.flatten(1).abs().amax(1).div_(LARGEST_INT8).clamp_(min=SMALLEST_SCALE)
         short = (rows / scale.view(-1, *[1] * (rows.dim() - 1))).round_().to(torch.int8)
         return cls(short.transpose(0, axis).contiguous(), scale)
 
@@ -106,7 +106,7 @@ class LoweredWeight(NamedTuple):
             return F.conv2d(x.to(weight.dtype), weight, short, conv.stride, 0, conv.dilation).to(x.dtype)
         if x.device.type != "cpu" or is_traced():
             return self._convolved(x, conv, scale)
-        at_once = max(1, WINDOWS // max(1, x[:1].numel() * weight[0, 0].numel()))
+        at_once = max(1, WINDOW_ELEMENTS // max(1, x[:1].numel() * weight[0, 0].numel()))
         parts = [self._convolved(part, conv, scale) for part in torch.split(x, at_once)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -123,7 +123,7 @@ class LoweredWeight(NamedTuple):
 
 def sliced_low(operator: Any, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
     """Return the parameters of a subnet's module: the rule of its operator, applied to the lowered copy."""
-    weight, bias = operator.lowers
+    weight, bias = operator.low_mixin().reads
     copy = LoweredWeight(**operator.lowered(bits).tensors)
     low = operator.sliced(sizes, {**operator._parameters, weight: copy.weight, bias: copy.scale})
     found = {**operator.sliced(sizes, operator._parameters), weight: low[weight]}
@@ -133,7 +133,7 @@ def sliced_low(operator: Any, sizes: tuple[int, ...], bits: int) -> dict[str, Te
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 numbers (rows, features) and the scale of every row, (rows, 1), finite if the row is."""
     if _in_one_piece(x):
-        scale = x.abs().amax(1, keepdim=True).mul_(1 / LARGEST).clamp_(min=SMALLEST_SCALE)
+        scale = x.abs().amax(1, keepdim=True).mul_(1 / LARGEST_INT8).clamp_(min=SMALLEST_SCALE)
         return (x * scale.reciprocal()).round_().to(torch.int8), scale
     short = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = x.new_empty(len(x), 1)
@@ -146,7 +146,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
             scales.fill_(torch.maximum(high, -low))
         else:
             torch.amax(torch.abs(rows, out=buffer[: len(rows)]), 1, True, out=scales)
-        scales.mul_(1 / LARGEST).clamp_(min=SMALLEST_SCALE)
+        scales.mul_(1 / LARGEST_INT8).clamp_(min=SMALLEST_SCALE)
         factor = scales.reciprocal()
         for j in range(0, x.shape[1], width):
             part = rows[:, j : j + width]
@@ -191,13 +191,13 @@ def _in_one_piece(x: Tensor) -> bool:
 class Low:
     """The base of the mixins that let a module compute with a lowered weight."""
 
-    reads = "weight"
-    """The parameter that is lowered."""
+    reads = ("weight", "bias")
+    """The parameter that is lowered, and one that is sliced as its output channels are."""
 
     @property
     def lowered(self: Any) -> LoweredWeight:
         """The weight that the module multiplies with."""
-        return LoweredWeight(getattr(self, self.reads), self._parameters.get(_SCALE))
+        return LoweredWeight(getattr(self, self.reads[0]), self._parameters.get(_SCALE))
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickle an extracted module; its class is made from two that have names."""

@@ -21,20 +21,16 @@ class PerWidthBatchNorm2d(nn.Module):
     Args:
         num_features: the number of channels of the full network.
         listed: the number of channels of every listed width, in the order of the list.
-        eps: a small number that is added to the variance.
-        momentum: the weight of a new batch in the running statistics, in training.
 
     Source:
         Universally Slimmable Networks (Yu and Huang, 2019).
     """
 
-    def __init__(
-        self, num_features: int, listed: Sequence[int], eps: float = 1e-5, momentum: float = 0.1
-    ) -> None:
+    def __init__(self, num_features: int, listed: Sequence[int]) -> None:
         super().__init__()
         self.listed = tuple(listed)
         self.num_features = num_features
-        self.eps, self.momentum = eps, momentum
+        self.eps, self.momentum = 1e-5, 0.1
         self.weight = nn.Parameter(torch.ones(self.num_features))
         self.bias = nn.Parameter(torch.zeros(self.num_features))
         for i, channels in enumerate(self.listed):

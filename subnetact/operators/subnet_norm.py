@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
-from subnetact.operators.layer_traits import BATCH_NORMS
 from subnetact.operators.segments import cut
 from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.space import SizeRow
 
-__all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
+__all__ = ["CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
 
 WEIGHTED_BIASED = "weighted_biased"
 CUMULATIVE_UNBIASED = "cumulative_unbiased"

@@ -20,9 +20,9 @@ from subnetact.errors import ViewError
 from subnetact.operators.packed_copy import follow_
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
+__all__ = ["HOOKS", "is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
 
-_HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
+HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -36,7 +36,7 @@ class _NoHooks(OrderedDict[int, Any]):
         return self
 
 
-_NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: _NoHooks() for name in _HOOKS}
+_NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: _NoHooks() for name in HOOKS}
 
 
 class _View(nn.Module):
@@ -101,7 +101,7 @@ def _unsharing(register: str) -> Callable[..., Any]:
     """Return a method of `nn.Module` that gives a module registries of its own before it changes one."""
 
     def method(self: _View, *args: Any, **kwargs: Any) -> Any:
-        for name in _HOOKS:
+        for name in HOOKS:
             if isinstance(self.__dict__[name], _NoHooks):
                 object.__setattr__(self, name, OrderedDict())
         self._unshare()
@@ -208,7 +208,7 @@ def _own(view: nn.Module, done: dict[int, nn.Module], tensors: dict[Any, Any]) -
     module: nn.Module = object.__new__(module_class(view))
     done[id(view)] = module
     module.__dict__.update(view.__dict__)
-    module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in _HOOKS})
+    module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in HOOKS})
     module._non_persistent_buffers_set = set(view._non_persistent_buffers_set)
 
     def copied(tensor: Any, trains: bool) -> Any:

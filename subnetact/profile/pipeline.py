@@ -31,7 +31,7 @@ from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
-from subnetact.profile.source import RANDOM, ProfileSource, calibration_batches
+from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, calibration_batches
 from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment
 from subnetact.spec import SubnetSpec
 
@@ -221,7 +221,7 @@ def _calibrate(
         )
     supernet.to(find_device(job.device))  # a resumed job has not built an engine, which would have moved it
     calibrate(supernet, specs, batches, resume=job.work / "calibration")
-    only = " images: latency only, no accuracy" if job.calibrate_on.startswith(RANDOM) else ""
+    only = " images: latency only, no accuracy" if job.calibrate_on.startswith(RANDOM_PREFIX) else ""
     return job.calibrate_on + only
 
 

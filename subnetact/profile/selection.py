@@ -25,9 +25,9 @@ from subnetact.files.documents import parse_json
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import percentages
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
-from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor, require_scipy
+from subnetact.nas.latency_predictor import FEWEST_SUBNETS, LatencyPredictor, require_scipy
 from subnetact.nas.search import search
-from subnetact.profile.source import RANDOM, ProfileSource, import_name, user_code
+from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, import_name, user_code
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
@@ -72,9 +72,9 @@ class SelectionRequest:
             raise SpecError(f"subnets: {self.subnets} must be at least 1")
         if self.file is not None and not Path(self.file).is_file():
             raise SpecError(f"subnets: {self.file!r} is no file; give a number, all, random:8, or a file")
-        if self.fit_subnets and self.fit_subnets < FEWEST:
+        if self.fit_subnets and self.fit_subnets < FEWEST_SUBNETS:
             raise SpecError(
-                f"--fit-subnets: {self.fit_subnets} must be 0 or at least {FEWEST}, to which latency "
+                f"--fit-subnets: {self.fit_subnets} must be 0 or at least {FEWEST_SUBNETS}, to which latency "
                 "predictors can be fitted"
             )
         if self.evaluations < 2:
@@ -83,7 +83,7 @@ class SelectionRequest:
     @property
     def count(self) -> int | None:
         """The number of subnets asked for; None for `all` and for a file."""
-        found = re.fullmatch(rf"(?:{RANDOM})?(-?\d+)", self.subnets)
+        found = re.fullmatch(rf"(?:{RANDOM_PREFIX})?(-?\d+)", self.subnets)
         return int(found[1]) if found else None
 
     @property
@@ -130,7 +130,7 @@ def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec
     count = min(size, request.count or size)
     if count > MOST:
         raise SpecError(f"subnets: {count:.3g} are too many; give a number up to {MOST}")
-    if request.subnets.startswith(RANDOM):
+    if request.subnets.startswith(RANDOM_PREFIX):
         return space.sample(request.seed, count)
     return list(space.enumerate()) if count == size else None
 
@@ -312,12 +312,12 @@ def fitted_latencies(
     for size, column in zip(batch_sizes, zip(*measure(specs, batch_sizes), strict=True), strict=True):
         pairs = [(spec, ms) for spec, ms in zip(specs, column, strict=True) if not math.isnan(ms)]
         ran.append(f"{len(pairs)} ran at batch size {size}")
-        if len(pairs) >= FEWEST:
+        if len(pairs) >= FEWEST_SUBNETS:
             some, latency_ms = zip(*pairs, strict=True)
             found.append(LatencyPredictor.fit(costs, some, latency_ms, size))
     if not found:
         raise SpecError(
-            f"a latency predictor is fitted to at least {FEWEST} measured subnets; of {len(specs)}, "
+            f"a latency predictor is fitted to at least {FEWEST_SUBNETS} measured subnets; of {len(specs)}, "
             f"{', '.join(ran)}. Give smaller --batch-sizes, --fit-subnets 0, or --subnets all"
         )
     return found

@@ -25,7 +25,7 @@ from subnetact.supernet.batches import describe_input
 from subnetact.supernet.supernet import Supernet
 
 __all__ = [
-    "RANDOM",
+    "RANDOM_PREFIX",
     "ProfileSource",
     "build_model",
     "calibration_batches",
@@ -36,7 +36,7 @@ __all__ = [
 
 IMAGES_PER_BATCH = 100
 """The number of images per calibration batch, unless a function makes the batches."""
-RANDOM = "random:"
+RANDOM_PREFIX = "random:"
 """How a request for random subnets or images begins; a number follows."""
 
 
@@ -172,8 +172,8 @@ def user_code(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[
 
 def calibration_batches(calibrate_on: str, sample: Tensor, seed: int = 0) -> Iterable[Any]:
     """Refuse at once what cannot be used to calibrate; read the batches, of the sample's dtype, later."""
-    if calibrate_on.startswith(RANDOM):
-        number = calibrate_on.removeprefix(RANDOM)
+    if calibrate_on.startswith(RANDOM_PREFIX):
+        number = calibrate_on.removeprefix(RANDOM_PREFIX)
         if not number.isdecimal() or not int(number):
             raise SpecError(f"calibrate_on: {calibrate_on} must be at least random:1")
         generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from subnetact.comparison import COARSE, equal
+from subnetact.comparison import LOW_PRECISION, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
@@ -22,7 +22,7 @@ from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import in_double, outputs_of, prove
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
-__all__ = ["CheckReport", "check", "check_precisions", "corners"]
+__all__ = ["SHOW_AFTER_S", "CheckReport", "check", "check_precisions", "corners"]
 
 _FAULTS = {
     "fails": "{spec} does not run on {x}: {why}; the largest subnet does run: {advice}",
@@ -46,7 +46,7 @@ _INCOMPARABLE = {
 }
 """Why a subnet is not compared."""
 SHOW_AFTER_S = 2.0
-"""Seconds after which a progress bar shows that a supernet is being checked."""
+"""Seconds after which a progress bar shows."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def check_precisions(
                     "module at float32 with enable_precision(..., keep=[name])"
                 ) from error
             for one, other in zip(outputs, expected, strict=True):
-                if bool(other.isfinite().all()) and not equal(one, other, COARSE):
+                if bool(other.isfinite().all()) and not equal(one, other, LOW_PRECISION):
                     raise InsertError(
                         f"check: {low} differs from the same subnet at float32 by more than half of the "
                         "largest output; "

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from subnetact.operators.view_module import module_class
+from subnetact.operators.view_module import HOOKS, module_class
 
-__all__ = ["HOOKS", "Elementwise", "elementwise", "has_hooks"]
+__all__ = ["ADDITIONS", "PRODUCTS", "Elementwise", "elementwise", "has_hooks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +68,12 @@ _UNARY: Mapping[Any, Elementwise] = {
     **dict.fromkeys((F.silu, nn.SiLU), _SILU),
     **dict.fromkeys((F.hardswish, nn.Hardswish), _HARDSWISH),
 }
+ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 _BINARY: Mapping[Any, Elementwise] = {
-    **dict.fromkeys((operator.add, operator.iadd, torch.add, "add", "add_"), _ADD),
-    **dict.fromkeys((operator.mul, operator.imul, torch.mul, "mul", "mul_"), _MULTIPLY),
+    **dict.fromkeys(ADDITIONS, _ADD),
+    **dict.fromkeys(PRODUCTS, _MULTIPLY),
 }
-HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.device import raise_if_out_of_memory
+from subnetact.errors import first_line
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with, map_tensors
@@ -20,6 +22,7 @@ def failure(network: nn.Module, x: Any) -> Exception | None:
         with torch.no_grad():
             call_with(network, map_tensors(Tensor.clone, x))
     except Exception as error:
+        raise_if_out_of_memory(error)
         return error
     return None
 
@@ -33,8 +36,7 @@ def culprit(network: nn.Module, error: BaseException) -> str:
 def summary(network: nn.Module, error: BaseException) -> str:
     """Return the first line of an error, after the name of the module that raised it."""
     where = culprit(network, error)
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"{where}: {first}" if where else first
+    return f"{where}: {first_line(error)}" if where else first_line(error)
 
 
 def missing_entry(view: nn.Module, error: BaseException) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.supernet.norm_table import NormTable
-from subnetact.supernet.storage import checksum, renew_storage_
+from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
 __all__ = ["after_outer_load", "before_outer_load", "callers_level", "fitting", "load_"]
 
@@ -133,13 +133,13 @@ class _Rows:
         )
 
     def _checksum(self) -> list[int]:
-        """Return the checksum of the weights, without the shared statistics."""
+        """Return the tensor_checksums of the weights, without the shared statistics."""
         if not len(self._supernet.norms):
             return []
         shared = {id(b) for norm in self._supernet.norm_operators().values() for b in norm._buffers.values()}
         own = self._supernet.network.state_dict(keep_vars=True)
         weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and id(t) not in shared}
-        return checksum(t for name, t in weights.items() if not name.endswith("num_batches_tracked"))
+        return tensor_checksums(t for name, t in weights.items() if not name.endswith("num_batches_tracked"))
 
 
 def _warn_of_dropped(rows: int, instead: str) -> None:

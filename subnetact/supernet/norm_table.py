@@ -25,7 +25,7 @@ _CHANGING = threading.Lock()
 
 ALLOWED_BYTES, BYTES_PER_STORED_BYTE = 2**26, 256
 """The rows of a file may take this much memory: so much in any case, and so much per byte in the file."""
-NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 3, "save it again with NormTable.save()")
+NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 1, "save it again with NormTable.save()")
 
 
 class NormRow:

@@ -74,10 +74,9 @@ def _operator(module: nn.Module, path: str) -> Operator | None:
 
 def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
     parent = named[name.rpartition(".")[0]] if "." in name else named[""]
-    if isinstance(parent, AttentionSlice):
+    attention = parent.self_attn if isinstance(parent, nn.TransformerEncoderLayer) else parent
+    if isinstance(attention, AttentionSlice):  # Then no fused kernel reads the weights.
         return False
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        return not isinstance(parent.self_attn, AttentionSlice)
     return traits_of(template_of(parent)).reads_children
 
 

@@ -8,14 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError
-from subnetact.operators import (
-    Elastic,
-    ElasticAttribute,
-    Operator,
-    Segments,
-    SubnetNorm,
-)
-from subnetact.operators.subnet_norm import BATCH_NORMS
+from subnetact.operators import Elastic, ElasticAttribute, Operator, Segments, SubnetNorm
+from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.space import SubnetSpace
 from subnetact.supernet.supernet import InsertReport, Supernet
 
@@ -45,7 +39,7 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
                 "prune.remove for example"
             )
         operators[modules[path]] = _operator(modules[path], path, entry, space)
-    norms = [path for path, m in modules.items() if isinstance(m, BATCH_NORMS) and m.running_mean is not None]
+    norms = [path for path, m in modules.items() if is_batch_norm(m) and m.running_mean is not None]
     for path in norms:
         operators.setdefault(modules[path], SubnetNorm(modules[path], path, {}))
     report = InsertReport(

@@ -9,7 +9,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["checksum", "exchange_storage_", "renew_storage_"]
+__all__ = ["exchange_storage_", "renew_storage_", "tensor_checksums"]
 
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -50,7 +50,7 @@ def _movable(tensor: Tensor) -> bool:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(tensors: Iterable[Tensor]) -> list[int]:
+def tensor_checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Return a number per tensor that changes with any value, and with the order of rows or columns."""
     sums = []
     with torch.no_grad():

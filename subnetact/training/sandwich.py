@@ -14,7 +14,8 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from subnetact.errors import InsertError, SpecError, SubnetActError
+from subnetact.device import ran_out_of_memory
+from subnetact.errors import InsertError, SpecError, SubnetActError, first_line
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, tensors_of
 from subnetact.supernet.failure import summary
@@ -155,7 +156,7 @@ def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:
     try:
         return call_with(partial(supernet, subnet=spec), x)
     except RuntimeError as error:
-        if largest or isinstance(error, SubnetActError | torch.OutOfMemoryError):
+        if largest or isinstance(error, SubnetActError) or ran_out_of_memory(error):
             raise
         raise InsertError(
             f"a subnet does not run in training mode, although the first one does: {_place(error)}; "
@@ -172,7 +173,7 @@ def _place(error: BaseException) -> str:
         if isinstance(module, nn.Module) and not isinstance(module, Supernet | DistributedDataParallel):
             return summary(module, error)
         trace = trace.tb_next
-    return str(error)
+    return first_line(error)
 
 
 def _average_gradients(supernet: Supernet, group: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import subnetact
 from subnetact import Axis, SubnetNorm, SubnetSpace, WeightSlice
 from subnetact.errors import FileFormatError, ForeignSpec, InsertError, SpecError
-from subnetact.operators.subnet_norm import BATCH_NORMS
+from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
@@ -45,7 +45,7 @@ def by_hand(network: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         norm.register_forward_hook(normalise)
 
     for name, module in network.named_modules():
-        if isinstance(module, BATCH_NORMS):
+        if is_batch_norm(module):
             hook(name, module)
     with torch.no_grad():
         for batch in BATCHES:

@@ -49,6 +49,22 @@ def test_statistics_are_those_of_one_network_at_a_time(digits: Supernet, rule: s
     assert_reference(digits, specs, batches, rule)
 
 
+def test_a_trial_that_was_short_of_memory_is_no_reason_to_share_nothing(
+    digits: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(network: Any, x: torch.Tensor) -> torch.Tensor:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    specs = [digits.space.smallest(), digits.space.largest()]
+    started = subnetact.calibration.run.CalibrationRun(digits, specs, None, float("inf"))
+    monkeypatch.setattr(type(digits.network), "forward", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        started.prepare(BATCHES[0])
+    started.prepare(BATCHES[0])
+    assert not started.one_at_a_time
+
+
 def flat(supernet: Supernet, specs: list[SubnetSpec]) -> list[torch.Tensor]:
     return [supernet.norms.get(spec).flat.clone() for spec in specs]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.packed_linear import MANY, PackedLinear, can_pack_linear, is_intel
+from subnetact.engine.packed_linear import ONEDNN_ROWS, PackedLinear, can_pack_linear, is_intel
 from subnetact.supernet.batches import map_tensors
 
 pytestmark = pytest.mark.skipif(
@@ -230,13 +230,13 @@ def test_products_take_any_shape_and_any_number_of_threads() -> None:
                     (0, WIDTH),
                     (3, 0, WIDTH),
                     (2, 7, WIDTH),
-                    (2, MANY, WIDTH),
+                    (2, ONEDNN_ROWS, WIDTH),
                     (1, WIDTH),
                 ):
                     x = torch.randn(shape)
                     expected = torch.cat([layer(x) for layer in layers], -1)
                     torch.testing.assert_close(product(x), expected, rtol=1e-4, atol=1e-5)
-                for rows in (6, MANY):
+                for rows in (6, ONEDNN_ROWS):
                     x = torch.randn(2 * WIDTH, rows).t()
                     torch.testing.assert_close(sliced(x), wide(x), rtol=1e-4, atol=1e-4)
                 x[3, 4] = NAN

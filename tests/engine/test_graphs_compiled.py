@@ -20,20 +20,21 @@ from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
+NOT_PERMITTED = RuntimeError("operation not permitted when stream is capturing")
 X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 class Recorder:
     """A graph backend that replays by calling again, and counts overlapping replays, which CUDA forbids."""
 
-    def __init__(self, nbytes: int = 1000, fails: bool = False) -> None:
+    def __init__(self, nbytes: int = 1000, fails: Exception | None = None) -> None:
         self.sizes: list[int] = []
         self.replays = self.busy = self.overlaps = 0
         self.nbytes, self.fails = nbytes, fails
 
     def capture(self, call: Callable[[Tensor], Any], x: Tensor) -> Captured:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.fails is not None:
+            raise self.fails
         self.sizes.append(x.shape[0])
         output = call(x).clone()
 
@@ -152,12 +153,23 @@ def test_graphs_follow_weights_and_statistics(digits: Supernet) -> None:
 def test_a_capture_that_fails_is_eager_and_logged_once(
     digits: Supernet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = engine_of(digits, memory_budget_mb=16, recorder=Recorder(fails=True))
+    engine = engine_of(digits, memory_budget_mb=16, recorder=Recorder(fails=NOT_PERMITTED))
     with caplog.at_level(logging.WARNING, "subnetact"):
         for i, spec in enumerate(engine.specs):
             for _ in range(2):
                 close(engine(X, subnet=i), digits(X, subnet=spec))
     assert len([r for r in caplog.records if "runs eagerly" in r.message]) == 1
+
+
+@pytest.mark.parametrize(("error", "captures"), [(NOT_PERMITTED, 0), (torch.OutOfMemoryError("CUDA"), 1)])
+def test_only_a_capture_that_was_short_of_memory_is_tried_again(
+    digits: Supernet, error: Exception, captures: int
+) -> None:
+    recorder = Recorder(fails=error)
+    engine = engine_of(digits, memory_budget_mb=16, recorder=recorder)
+    for recorder.fails in (error, None):
+        close(engine(X, subnet=0), digits(X, subnet=engine.specs[0]))
+    assert len(recorder.sizes) == captures
 
 
 def test_replays_never_overlap(digits: Supernet) -> None:

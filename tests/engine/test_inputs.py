@@ -159,6 +159,23 @@ def test_what_cannot_run_is_refused_by_name(x: Any, example: Any, match: str) ->
         check_input(x, example, CPU)
 
 
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_a_lack_of_memory_says_nothing_about_an_input(
+    digits: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"allow_uncalibrated": True, "example": IMAGE[None], "fuse": False}
+    engine = subnetact.Engine(digits, [digits.space.smallest()], **options)
+
+    def short(network: Any, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(digits.network), "forward", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        subnetact.Engine(digits, [digits.space.smallest()], **options)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine(torch.zeros(1, 1, 4096, 4096), 0)
+
+
 def test_values_that_are_not_finite_are_found_wherever_they_are() -> None:
     bad = torch.tensor([1.0, float("nan")])
     check_input(bad, None, CPU)

@@ -285,7 +285,7 @@ def test_checkpoints_of_the_language_model_and_of_the_whole_model(
         ofa_adapters.load("gemma3n", tmp_path / "text")
     index = tmp_path / "text" / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"names something else than \.safetensors files beside it"):
+    with pytest.raises(CheckpointError, match=r"names not only \.safetensors files beside it"):
         ofa_adapters.checkpoint.read(tmp_path / "text")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import subnetact
 from subnetact.errors import FileFormatError, InsertError
-from subnetact.insertion.description import Description, Group, Member, Stage, sizes_of_choices
+from subnetact.insertion.description import DepthStage, Description, Group, Member, sizes_of_choices
 from subnetact.operators import ElasticAttribute, SubnetNorm, WeightSlice
 from subnetact.operators.segments import Segments
 
@@ -31,7 +31,7 @@ def description() -> Description:
         Member("0.0.2", "in_", WeightSlice, 4),
     )
     group = Group("0.heads", "heads", 3, members, sizes=sizes_of_choices(3, (0.5, 0.75)))
-    stage = Stage("depth", ("0.1",), {0: 0, 1: 1})
+    stage = DepthStage("depth", ("0.1",), {0: 0, 1: 1})
     return Description("model", [group], [stage], {"0.2.width": "it is the output"})
 
 

@@ -127,7 +127,7 @@ ONE = {"spec": spec(0).to_json(), "channels": {"n0": 3}, "dtype": "float32", "st
         ({"starts": ["0"]}, {}, "a field is missing or of the wrong kind: TypeError"),
         ({"dtype": "int8"}, {}, "a field is missing or of the wrong kind: KeyError"),
         ({"channels": ["n0"]}, {}, "of the wrong kind: AttributeError"),
-        ({}, {"schema": 2}, "schema 2, this version reads 3"),
+        ({}, {"schema": 2}, "schema 2, this version reads 1"),
     ],
 )
 def test_rows_that_contradict_the_statistics_are_refused(

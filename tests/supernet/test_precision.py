@@ -57,9 +57,9 @@ def convolved(conv: Any, full: Tensor, x: Tensor, bias: Tensor | None = None) ->
 
     Numbers are rounded in float32, in which a half may be less or more than it is in float64.
     """
-    sample = x.abs().amax((1, 2, 3), keepdim=True) * (1 / lowered_weight.LARGEST)
+    sample = x.abs().amax((1, 2, 3), keepdim=True) * (1 / lowered_weight.LARGEST_INT8)
     rounded = (x * sample.reciprocal()).round().double()
-    scale = full.abs().amax((1, 2, 3), keepdim=True) / lowered_weight.LARGEST
+    scale = full.abs().amax((1, 2, 3), keepdim=True) / lowered_weight.LARGEST_INT8
     kept = (full / scale).round().double()[: conv.out_channels, : conv.in_channels]
     y = nn.functional.conv2d(rounded, kept, None, conv.stride, conv.padding, conv.dilation)
     y = y * sample * scale[: conv.out_channels].view(-1, 1, 1)
@@ -76,7 +76,7 @@ def onednn_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this build of torch has no int8 convolutions")
     if not kernel_table.machine_facts("cpu").uses("vnni"):
         for module in (kernel_table, lowered_weight):
-            monkeypatch.setattr(module, "LARGEST", 63)
+            monkeypatch.setattr(module, "LARGEST_INT8", 63)
         monkeypatch.setattr(
             kernel_table, "machine_facts", lambda device: MachineFacts(device, units=frozenset({"vnni"}))
         )
@@ -633,7 +633,7 @@ def test_strange_samples_are_found_without_a_change_of_the_batch() -> None:
         x = torch.randn(4, 1, 5, 5, dtype=dtype)
         x[1, 0, 0, 0], x[3] = float("nan"), 1e9
         before = x.clone()
-        assert program.strange(x).tolist() == [1, 3]
+        assert program.refused_samples(x).tolist() == [1, 3]
         torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
 
 
@@ -721,7 +721,7 @@ def test_many_samples_are_convolved_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
     x = torch.randn(7, 24, 8, 8)
     with torch.inference_mode():
         at_once = conv(x)
-        monkeypatch.setattr(lowered_weight, "WINDOWS", 2 * 24 * 10 * 10 * 9)
+        monkeypatch.setattr(lowered_weight, "WINDOW_ELEMENTS", 2 * 24 * 10 * 10 * 9)
         monkeypatch.setattr(lowered_weight, "CHUNK", 1000)
         torch.testing.assert_close(conv(x), at_once, rtol=5e-5, atol=1e-6)
 
