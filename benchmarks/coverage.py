@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import import_torchvision
 from readme_section import write_section
 from torch import nn
 from tqdm import tqdm
@@ -180,20 +181,6 @@ def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any
     return facts
 
 
-def import_torchvision() -> list[Any]:
-    """Import torchvision; on a torch without its operators, define the schemas that the import needs."""
-    kept = []
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            kept.append(library)
-        importlib.import_module("torchvision")
-    return kept
-
-
 def run(name: str, pixels: int | None = None) -> dict[str, Any]:
     """Run one model in a process of its own."""
     context = multiprocessing.get_context("fork")  # a new interpreter would import everything again
@@ -274,7 +261,7 @@ def main() -> None:
         "--report", action="store_true", help="write the table of the results into the README"
     )
     args = parser.parse_args()
-    kept = import_torchvision()
+    import_torchvision()
     if args.one:
         torch.set_num_threads(1)
         source, name = args.one.split(":")
@@ -298,7 +285,6 @@ def main() -> None:
             }
             document["machine"] = {**machine(torch.device("cpu")), **versions}
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    del kept
     print(report(known(args.out)))
 
 
