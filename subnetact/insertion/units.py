@@ -1,8 +1,10 @@
 """Units: which entries of which weights move together when channels, heads or neurons change places.
 
-The groups of a `Description` say what moves together. If a supernet was described by hand, groups are
-proposed from the dimensions that its operators share. Either way, a group counts only if the outputs of the
-largest subnet stay when its units change places, which is tried on a private copy with random weights.
+The groups of a `Description` say what moves together. Published families and supernets that were described
+by hand have no groups. There, the autograd graph of one run shows which parts feed a layer: they form a group
+with what reads them, those of one dimension at first, and then all, such as queries and the keys that they
+share. Either way, a group counts only if the outputs of the largest subnet stay when its units change places,
+which is tried on a private copy with random weights.
 """
 
 from __future__ import annotations
@@ -10,13 +12,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_out_of_memory
@@ -25,8 +30,9 @@ from subnetact.insertion.description_proof import disturbed_copy
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
-from subnetact.space import SizeRow
-from subnetact.supernet.batches import map_tensors
+from subnetact.space import SizeRow, SubnetSpace
+from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.bind import bind
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import first_changed, in_double, outputs_of
 from subnetact.supernet.supernet import Supernet
@@ -39,9 +45,9 @@ Orders = Mapping[tuple[str, str, int], Tensor]
 
 
 SUBNETS = 8
-"""So many random subnets show which dimensions are proportional."""
+"""So many random subnets show in which steps dimensions grow."""
 ONE_BY_ONE = 6
-"""Of so many proposals that fail together, each is tried alone."""
+"""Of so many groups that fail together, each is tried alone."""
 
 
 @dataclass(eq=False)
@@ -65,7 +71,7 @@ class Part:
 class UnitGroup:
     """Parts whose units change places together; the reason says why they cannot."""
 
-    parts: Sequence[Part]
+    parts: tuple[Part, ...]
     units: int
     reason: str | None = None
 
@@ -98,15 +104,15 @@ def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
         parts = _parts(supernet.network, trial.row, supernet.space.dimensions)
         known = getattr(supernet.description, "groups", {}).values()
         stated = [
-            UnitGroup(own, group.full // group.unit)
+            UnitGroup(tuple(own), group.full // group.unit)
             for group in known
             if (own := [part for part in parts if part.dimension in group.dimensions(group.full)])
         ]
         unstated = [part for part in parts if not any(part in group.parts for group in stated)]
-        search = _Search(supernet, trial)
-        found, refused = search.divided(stated, unstated)
+        divided = partial(_divided, trial, _least_units(supernet.space), trial.links(unstated))
+        found, refused = divided(stated, unstated)
         if refused and trial.exact():  # Some networks amplify rounding.
-            again, refused = search.divided(
+            again, refused = divided(
                 [group for group in refused if group in stated],
                 [part for group in refused if group not in stated for part in group.parts],
             )
@@ -125,7 +131,7 @@ class Trial:
 
     @torch.inference_mode(False)
     def __init__(self, network: nn.Module, row: SizeRow, x: Any) -> None:
-        self._copy = disturbed_copy(network)
+        self._copy = disturbed_copy(network).eval()
         self.row = row
         self._failed: set[Any] = set()
         self._x = map_tensors(_as_float, x)
@@ -155,27 +161,61 @@ class Trial:
         # An output without any number equals itself whatever happens.
         return equal(found, self._expected, EXACT) and any(bool(t.isfinite().any()) for t in found)
 
-    def passing(self, proposals: Sequence[Sequence[UnitGroup]], again: bool = False) -> list[UnitGroup]:
-        """Return the groups whose units can change places; all groups of a proposal pass, or none."""
+    def passing(
+        self, groups: Sequence[UnitGroup], again: bool = False, fails: bool = False
+    ) -> list[UnitGroup]:
+        """Return the groups whose units can change places; `fails` says that not all of them can."""
+        fit = [g for g in groups if g.lacks is None and (g.parts, g.units) not in self._failed]
+        fit.sort(key=lambda group: len(group.parts))  # The large ones fail more often: they lie side by side.
+        known = fails and len(fit) > 1  # Alone, each is tried: what fails together may be rounding.
+        if not fit or (not known and self.stays(_shuffled(fit, again))):
+            return fit
+        if len(fit) == 1:
+            self._failed.add((fit[0].parts, fit[0].units))
+            return []
+        size = 1 if len(fit) <= ONE_BY_ONE else len(fit) // 2
+        found: list[UnitGroup] = []
+        for at in range(0, len(fit), size):
+            found += self.passing(fit[at : at + size], again, len(found) == at and at + size >= len(fit))
+        return found
 
-        def search(some: Sequence[Sequence[UnitGroup]], fails: bool = False) -> list[UnitGroup]:
-            together = [group for groups in some for group in groups]
-            known = fails and len(some) > 1  # Alone, each is tried: what fails together may be rounding.
-            if not together or (not known and self.stays(_shuffled(together, again))):
-                return together
-            if len(some) == 1:
-                self._failed.add(_key(some[0]))
-                return []
-            size = 1 if len(some) <= ONE_BY_ONE else len(some) // 2
-            found: list[UnitGroup] = []
-            for at in range(0, len(some), size):
-                all_passed = len(found) == sum(map(len, some[:at]))
-                found += search(some[at : at + size], fails=all_passed and at + size >= len(some))
-            return found
+    def links(self, parts: Sequence[Part]) -> list[tuple[Part, Part]]:
+        """Return what joins parts: the inputs of a layer; what no run shows joins all of its dimension."""
+        behind = self._behind_inputs() if parts else {}
+        writers = [(p, {_tensor_of(self._copy, p.path, n) for n, _ in p.tables}) for p in parts]
+        readers = [part for part in parts if part.role == "reads" and part.path in behind]
+        links = [(a, b) for a in readers for b, own in writers if b.role != "reads" and own & behind[a.path]]
+        known = {part for pair in links for part in pair}
+        return links + [(a, b) for a in parts if a not in known for b in parts if a.dimension == b.dimension]
 
-        fit = [g for g in proposals if all(one.lacks is None for one in g) and _key(g) not in self._failed]
-        fit.reverse()  # The first and the large ones fail more often: they go last, side by side.
-        return search(sorted(fit, key=lambda g: (len(g), sum(len(one.parts) for one in g))))
+    def _behind_inputs(self) -> dict[str, set[Any]]:
+        """Return the parameters that the inputs of each layer come from, up to the layers before it."""
+        found: dict[str, set[Any]] = {}
+
+        def cut(path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+            found.setdefault(path, set()).update(_parameters_behind((args, kwargs)))
+            return tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+
+        row = self.row
+        for parameter in self._copy.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        nothing_saved = saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda empty: empty)
+        with ExitStack() as hooks, torch.enable_grad(), nothing_saved:
+            view = bind(self._copy, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
+            for path, module in view.named_modules():
+                traits = traits_of(module)
+                if traits.mixes and getattr(module, "groups", 1) == 1:
+                    hook = partial(cut, path)
+                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+                if traits.reads_children:  # These are not called.
+                    own = set(self._copy.get_submodule(path)._parameters.values())
+                    found |= {f"{path}.{name}": own for name in module._modules}
+            try:
+                call_with(view, map_tensors(Tensor.clone, self._x))
+            except Exception as error:  # It runs without gradients only.
+                raise_if_out_of_memory(error)
+                return {}
+        return found
 
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that the units of a group have changed places."""
@@ -195,10 +235,6 @@ class Trial:
             return run(shared_view(self._copy, self.row))
         finally:
             permute_(self._copy, {key: order.argsort() for key, order in orders.items()})
-
-
-def _key(groups: Sequence[UnitGroup]) -> Any:
-    return tuple((tuple(group.parts), group.units) for group in groups)
 
 
 def _shuffled(groups: Sequence[UnitGroup], again: bool = False) -> dict[UnitGroup, Tensor]:
@@ -224,70 +260,70 @@ def _keeps_blocks(order: list[int], size: int) -> bool:
     return all(len({place // size for place in block}) == 1 for block in blocks)
 
 
+def _parameters_behind(inputs: Any) -> set[Any]:
+    """Return the parameters that tensors are computed from."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    nodes: set[Any] = {get_gradient_edge(tensor).node for tensor in tensors}
+    new = nodes
+    while new:
+        new = {other for node in new for other, _ in node.next_functions if other is not None} - nodes
+        nodes |= new
+    return {node.variable for node in nodes if hasattr(node, "variable")}
+
+
 def _as_float(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-# -- groups of supernets that were described by hand --------------------------------------------------
+# -- groups that nobody states ------------------------------------------------------------------------
 
 
-class _Search:
-    """Divides parts into groups that pass their trials."""
+def _divided(
+    trial: Trial,
+    least: Mapping[str, int],
+    links: list[tuple[Part, Part]],
+    stated: list[UnitGroup],
+    parts: list[Part],
+) -> tuple[list[UnitGroup], list[UnitGroup]]:
+    """Return the groups that pass, those that are stated and those that parts form, and the others."""
+    found = trial.passing(stated)
+    refused = [group for group in stated if group not in found]
+    for linked in ([(a, b) for a, b in links if a.dimension == b.dimension], links):
+        for passing in (trial.passing, partial(_in_large_units, trial, least)):
+            groups = passing([_finest(own) for own in _joined(parts, linked)])
+            found += groups
+            taken = {part for group in groups for part in group.parts}
+            parts = [part for part in parts if part not in taken]
+    refused += map(_finest, _joined(parts, links))
+    right = trial.passing(found, again=True)
+    return right, [*refused, *(group for group in found if group not in right)]
 
-    def __init__(self, supernet: Supernet, trial: Trial) -> None:
-        space = supernet.space
-        specs = [space.largest(), space.smallest(), *space.sample(0, min(SUBNETS, space.size()))]
-        sizes = dict(zip(space.dimensions, zip(*map(space.resolve, specs), strict=True), strict=True))
-        self._trial = trial
-        self._shares = {n: tuple(Fraction(size, max(1, own[0])) for size in own) for n, own in sizes.items()}
-        self._coarse = {n: max(1, own[0] // max(1, math.gcd(*own))) for n, own in sizes.items()}
 
-    def divided(self, stated: list[UnitGroup], parts: list[Part]) -> tuple[list[UnitGroup], list[UnitGroup]]:
-        """Return the groups that pass, those that are stated and those that parts form, and the others."""
-        found = self._trial.passing([[group] for group in stated])
-        refused = [group for group in stated if group not in found]
-        for key in (
-            lambda part: part.dimension,
-            lambda part: self._shares[part.dimension],
-            lambda part: part.steps,  # a shortcut of the largest subnet may join dimensions of equal sizes
-        ):
-            for propose in (self._all_runs, self._whole, self._coarse_runs, self._whole, self._coarser):
-                groups = propose(_by(key, parts))
-                found += groups
-                taken = {part for group in groups for part in group.parts}
-                parts = [part for part in parts if part not in taken]
-        for together in _by(lambda part: self._shares[part.dimension], parts):
-            refused += map(_finest, _runs(together))
-        right = self._trial.passing([[group] for group in found], again=True)
-        return right, [*refused, *(group for group in found if group not in right)]
+def _in_large_units(trial: Trial, least: Mapping[str, int], groups: list[UnitGroup]) -> list[UnitGroup]:
+    """Return those that pass in units of several channels, such as heads, in the smallest such units."""
+    coarse = trial.passing(
+        [UnitGroup(g.parts, math.gcd(g.units, *(least[part.dimension] for part in g.parts))) for g in groups]
+    )
+    found: list[UnitGroup] = []
+    for alike in _by(lambda group: (group.units, _finest(group.parts).units), coarse):
+        few, many = alike[0].units, _finest(alike[0].parts).units
+        for units in (n for n in range(many // 2, few, -1) if many % n == 0 and n % few == 0):
+            finer = [UnitGroup(group.parts, units) for group in alike]
+            if trial.stays(_shuffled(finer)):
+                alike = finer
+                break
+        found += alike
+    return found
 
-    def _all_runs(self, bundles: list[list[Part]]) -> list[UnitGroup]:
-        return self._trial.passing([list(map(_finest, _runs(parts))) for parts in bundles])
 
-    def _whole(self, bundles: list[list[Part]]) -> list[UnitGroup]:
-        return self._trial.passing([[_finest(parts)] for parts in bundles])
-
-    def _coarse_runs(self, bundles: list[list[Part]]) -> list[UnitGroup]:
-        return self._coarser([run for parts in bundles for run in _runs(parts)])
-
-    def _coarser(self, bundles: list[list[Part]]) -> list[UnitGroup]:
-        """Return those that pass in units of several channels, in the smallest such units."""
-        proposals = []
-        for parts in bundles:
-            most = _finest(parts).units
-            least = math.gcd(most, *(self._coarse[part.dimension] for part in parts))
-            proposals += [[UnitGroup(parts, least)]] if least < most else []
-        found: list[UnitGroup] = []
-        coarse = self._trial.passing(proposals)
-        for alike in _by(lambda group: (group.units, _finest(group.parts).units), coarse):
-            least, most = alike[0].units, _finest(alike[0].parts).units
-            for units in (n for n in range(most // 2, least, -1) if most % n == 0 and n % least == 0):
-                finer = [UnitGroup(group.parts, units) for group in alike]
-                if self._trial.passing([finer]):
-                    alike = finer
-                    break
-            found += alike
-        return found
+def _joined(parts: Sequence[Part], links: list[tuple[Part, Part]]) -> list[list[Part]]:
+    """Divide parts into those that links join, in their order."""
+    own = {part: [part] for part in parts}
+    for a, b in links:
+        if a in own and b in own and own[a] is not own[b]:
+            own[a].extend(own[b])
+            own.update(dict.fromkeys(own[b], own[a]))
+    return _by(lambda part: id(own[part]), parts)
 
 
 def _by(key: Callable[[Any], Any], items: Sequence[Any]) -> list[list[Any]]:
@@ -297,20 +333,15 @@ def _by(key: Callable[[Any], Any], items: Sequence[Any]) -> list[list[Any]]:
     return list(found.values())
 
 
-def _runs(parts: Sequence[Part]) -> list[list[Part]]:
-    """Divide parts into runs, each from the parts that compute channels to those that read them."""
-    found: list[list[Part]] = []
-    last = ""
-    for part in parts:
-        if not found or (part.role == "writes" and last == "reads"):
-            found.append([])
-        found[-1].append(part)
-        last = last if part.role == "keeps" else part.role
-    return found
-
-
 def _finest(parts: Sequence[Part]) -> UnitGroup:
     return UnitGroup(tuple(parts), math.gcd(*(part.steps for part in parts)))
+
+
+def _least_units(space: SubnetSpace) -> dict[str, int]:
+    """Return the largest equal units of every dimension of which all subnets keep whole ones."""
+    specs = [space.largest(), space.smallest(), *space.sample(0, min(SUBNETS, space.size()))]
+    sizes = dict(zip(space.dimensions, zip(*map(space.resolve, specs), strict=True), strict=True))
+    return {name: max(1, own[0] // max(1, math.gcd(*own))) for name, own in sizes.items()}
 
 
 # -- the slicing rules -------------------------------------------------------------------------------

@@ -373,25 +373,58 @@ class Encoder(nn.Module):
 
 def test_multihead_attention_and_parameters_of_a_block() -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(Encoder(), nn.Linear(12, 2)).eval()
-    nn.init.normal_(network[0].attention.in_proj_bias)
+    network = nn.Sequential(Encoder(), Encoder(), nn.Linear(12, 2)).eval()
+    elastic: dict[str, Any] = {}
+    for i in range(2):
+        nn.init.normal_(network[i].attention.in_proj_bias)
+        elastic |= {
+            f"{i}": ElasticAttribute.on(gamma="neurons"),
+            f"{i}.attention": AttentionSlice.on(out="heads"),
+            f"{i}.attention.out_proj": WeightSlice.on(in_="heads"),
+            f"{i}.up": WeightSlice.on(out="neurons"),
+            f"{i}.down": WeightSlice.on(in_="neurons"),
+        }
     original = copy.deepcopy(network)
-    elastic = {
-        "0": ElasticAttribute.on(gamma="neurons"),
-        "0.attention": AttentionSlice.on(out="heads"),
-        "0.attention.out_proj": WeightSlice.on(in_="heads"),
-        "0.up": WeightSlice.on(out="neurons"),
-        "0.down": WeightSlice.on(in_="neurons"),
-    }
     supernet = subnetact.insert_(
         network, space_of(lambda w: {"heads": 4 * w, "neurons": 3 * w}, [1, 3]), elastic
     )
     report = reorder_(supernet, lambda group: torch.arange(group.units).float(), TOKENS)
-    assert sorted(report.reordered.values()) == [3, 9]
+    assert sorted(report.reordered.values()) == [3, 3, 9, 9]
     torch.testing.assert_close(outputs(supernet, TOKENS), outputs(original, TOKENS), **PLAIN)
     assert torch.equal(supernet.state_dict()["0.gamma"], original[0].gamma.flip(0))
     rows = original[0].attention.in_proj_weight.view(3, 3, 4, 12).flip(1).flatten(0, 2)
     assert torch.equal(supernet.state_dict()["0.attention.in_proj_weight"], rows)
+
+
+class Gradless(nn.Module):
+    """A network whose layers run without gradients, or which cannot run with them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "changed in place":
+            self.last.bias.mul_(1)
+        with torch.set_grad_enabled(self.how == "changed in place"):
+            return self.last(F.relu(self.second(F.relu(self.first(x)))))
+
+
+@pytest.mark.parametrize("how", ["without gradients", "changed in place"])
+def test_layers_that_no_graph_connects_have_one_order_per_dimension(how: str) -> None:
+    torch.manual_seed(0)
+    network = Gradless(how).eval()
+    original = copy.deepcopy(network)
+    elastic = {
+        "first": WeightSlice.on(out="width"),
+        "second": WeightSlice.on(in_="width", out="width"),
+        "last": WeightSlice.on(in_="width"),
+    }
+    supernet = subnetact.insert_(network, space_of(lambda w: {"width": w}, [4, 8]), elastic)
+    report = reorder_(supernet, "l1", TOKENS)
+    assert report.reordered == {"first.out": 8}
+    torch.testing.assert_close(outputs(supernet, TOKENS), outputs(original, TOKENS), **PLAIN)
 
 
 @pytest.mark.parametrize(
