@@ -6,7 +6,7 @@ The index of a bundle is `bundle.json`; `BUNDLE` below has its kind and schema. 
 - `space`: the id of the search space.
 - `precision`: the arguments of `Supernet.enable_precision`, or null.
 - `family`: the supernet's `origin`, with which `origins.py` rebuilds it, or null for an own network, whose
-  code is not stored.
+  code is not stored, and if JSON cannot hold the family's arguments.
 - `subnets`, `accuracy`, `removed`, `pinned`: the specifications in id order, their accuracy in percent or
   null, the ids that are not served any more, and those that come first in the plan of fused programs.
 - `sample`: `[dtype, shape]` of a tensor, `{"tuple": [...]}`, `{"dict": {...}}`, `{"list": [...]}` of one

@@ -1,7 +1,7 @@
 """Plan: which subnets are fused.
 
 The plan is made with the engine, or by the first batch if the engine was given no example, and made again
-when subnets are registered, removed, pinned or unpinned, and by `prepare`. Nothing else changes it: neither
+when subnets are registered, removed, pinned or unpinned, and by `prepare`. Nothing else adds to it: neither
 how often a subnet is used nor how long a call takes. It goes through the subnets in order: the pinned ones
 first, in the order in which they were pinned, and then the others in the order of their ids. A subnet becomes
 a fused program if
@@ -12,13 +12,13 @@ a fused program if
 2. its program fits in what is left of the memory budget (`memory_budget_mb=`; by default 1.25 times the
    weights, at most 1 GiB: `budget.py`), of which CUDA graphs have one half on CUDA devices. Programs grow
    with new shapes of inputs, which the next plan counts; and
-3. its program gives the outputs of the view.
+3. its program can be made and gives the outputs of the view, for two inputs.
 
 The others run as views. `Engine.stats().unfused` says why, one line per subnet.
 
 After weights or statistics have changed, the next call of a planned subnet makes its program again. The plan
 stays as it is, unless the new program cannot be made or no longer gives the outputs of the view; the subnet
-is tried again when the weights have changed. If memory is short, the view answers and the next call tries
+is then tried by the next plan after a further change. If memory is short, the view answers and the next call tries
 again; a subnet that is not in the plan yet is tried with the next plan.
 """
 

@@ -6,19 +6,21 @@ Why a model is refused:
    has hooks or parametrisations: `_unseen`, here;
 2. the arguments: their combination, `insert_`; an option or a pattern without a module, `describe` and
    `_patterns`; all here;
-3. it is in training mode, does not run on the example, returns no tensors or nothing finite, or keeps tensors
-   between calls: `_runs`, here;
+3. it is in training mode, does not run on the example, returns no floating-point tensors or nothing finite,
+   or holds tensors in a dictionary that is not registered, as a cache between calls: `_runs`, here;
 4. it cannot be traced, or torch-kirigami is missing, and it declares nothing: `TracedModel` in `analysis.py`;
 5. nothing is elastic: `_nothing`, here, with the reasons of `analysis.py`, `declaration.py`, `skippable.py`;
-6. choices that are no legal sizes or name no group or stage, and segments that overlap: `description.py`;
+6. choices that are no legal sizes or name no group or stage, segments that overlap, and names or parts that
+   occur twice: `description.py`;
 7. a description does not fit a module: `supernet/put_operators.py`, and `check` of its operator;
 8. on copies of the model, the largest subnet does not run or differs, its output is random, or a group or a
    stage fails. `describe` leaves such a one out, and refuses if nothing is left; a description that is given
    or overridden (`elastic=`) is refused: `_proved`, here, with the texts of `description_proof.py`.
 
-With a description that is given, these are 1, 3, overlapping segments, 7 and 8; with `elastic=` and no space,
-all, and then 3, 7 and 8 again. By hand (`insert_(model, space, elastic)`), they are 1 without `_unseen`, 7
-and, if there is an example, `Supernet.check`; training mode is no obstacle then, because only views run.
+With a description that is given, these are 1, the combination in 2, 3, overlapping segments, 7 and 8; with
+`elastic=` and no space, all, and then 3, 7 and 8 again. By hand (`insert_(model, space, elastic)`), they are
+1 without `_unseen`, the combination in 2, 7 and, if there is an example, `Supernet.check`; training mode is
+no obstacle then, because only views run.
 """
 
 from __future__ import annotations
@@ -348,7 +350,7 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
         ) from error
     if not found:
         raise InsertError(
-            f"{type(model).__name__} returns no tensors that can be compared; return tensors, in tuples, "
+            f"{type(model).__name__} returns no floating-point tensors that can be compared; return some, in tuples, "
             "lists or dictionaries"
         )
     if not any(bool(t.isfinite().any()) for t in found):
@@ -361,7 +363,7 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
 
 
 def _check_kept_tensors(model: nn.Module) -> None:
-    """Refuse modules whose forward keeps tensors for later calls, because views would use outdated ones."""
+    """Refuse tensors in plain dictionaries, caches for later calls mostly: views would use outdated ones."""
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     ordinary = vars(nn.Module())
     for path, module in model.named_modules():

@@ -12,7 +12,8 @@ Two subnets are `exact` if their signatures are equal, `approximate` if only the
 signature and the moment of its weights. It refuses a cache that another supernet, no subnet at all, former
 weights or a subnet that is not `exact` has filled; `switch` allows all of these but incompatible subnets and
 other supernets, or computes everything again. An empty cache is everybody's. Compiled views do not look.
-Pages of continuous batching stay mixed once `switch` has allowed approximate subnets.
+Pages of continuous batching count as empty if nothing is noted on them; `switch` cannot recompute them, and
+they stay mixed once it has allowed approximate subnets.
 
 Networks read from a cache how many tokens there were, so a skipped layer writes keys and values of one number
 per token.
@@ -73,7 +74,7 @@ def cache_relation(
     Returns:
         `"exact"`: both compute the same keys and values. `"approximate"`: theirs have the same shapes, but
         other values. `"incompatible"`: they have other shapes, or one of them skips a layer that the other
-        one keeps.
+        one keeps and that has keys and values of its own.
 
     Raises:
         SpecError: a specification is not legal, or it is not known what the caches of these networks depend

@@ -4,15 +4,15 @@ How a convolution is sliced and runs at int8:
 
 1. `LoweredWeight.made` makes one int8 copy of the full weight, with one scale per output channel. The
    operator keeps it (`Operator.lowered`), and it follows the weights.
-2. A subnet has `weight[:out, :in_]` and the scales `[:out]`: `sliced_low` applies the slicing rule of the
-   operator to the copy, and to the scales as if they were the bias. A run of rows is a view (`segments.py`),
-   other slices are packed copies.
+2. `Operator.bind` reads the precision from the size row. A subnet has `weight[:out, :in_]` and the scales
+   `[:out]`: `sliced_low` applies the slicing rule of the operator to the copy, and to the scales as if they
+   were the bias. One run of outputs and inputs is a view, several (`Segments`) are a packed copy.
 3. `LowConv` gives the module its forward. Activations are quantised in every call, each sample by itself
    (each row in linear layers), so that an output does not depend on the other inputs of its batch. Products
    are `torch._int_mm` with int32 sums, times the scales of the sample and of the channel: oneDNN on x86 CPUs
-   with VNNI or AMX, cuBLAS from CUDA 7.5 on, and refused elsewhere (`kernel_table.py`). In a traced fused
-   program on such a CPU, oneDNN's `qconv2d_pointwise` multiplies instead, if the network keeps finite values
-   finite (`engine/int8_conv.py`).
+   with AVX-512 VNNI or AMX, cuBLAS from CUDA 7.5 on, and refused elsewhere (`kernel_table.py`). In a traced
+   fused program on such a CPU, `engine/int8_conv.py` calls oneDNN's `qconv2d_pointwise` instead, with the
+   BatchNorm behind it folded into the scales, if the network keeps finite values finite.
 
 These convolutions stay float32: grouped, depthwise and transposed ones, 1d and 3d ones, those padded with
 anything but zeros or with a forward of their own (`WeightSlice.low_mixin`), the first layer of a network and
