@@ -18,8 +18,8 @@ The others run as views. `Engine.stats().unfused` says why, one line per subnet.
 
 After weights or statistics have changed, the next call of a planned subnet makes its program again. The plan
 stays as it is, unless the new program cannot be made or no longer gives the outputs of the view; the subnet
-is then tried by the next plan after a further change. If memory is short, the view answers and the next call tries
-again; a subnet that is not in the plan yet is tried with the next plan.
+is then tried by the next plan after a further change. If memory is short, the view answers and the next call
+tries again; a subnet that is not in the plan yet is tried with the next plan.
 """
 
 from __future__ import annotations

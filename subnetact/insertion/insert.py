@@ -350,8 +350,8 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
         ) from error
     if not found:
         raise InsertError(
-            f"{type(model).__name__} returns no floating-point tensors that can be compared; return some, in tuples, "
-            "lists or dictionaries"
+            f"{type(model).__name__} returns no floating-point tensors that can be compared; "
+            "return some, in tuples, lists or dictionaries"
         )
     if not any(bool(t.isfinite().any()) for t in found):
         raise InsertError(
