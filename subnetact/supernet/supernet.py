@@ -118,7 +118,7 @@ class Supernet(nn.Module):
         self.training = network.training
         self.space = space
         self.report = report
-        self._norms = NormTable(space.id)
+        self._norms = self._own(NormTable(space.id))
         self._active = space.largest()
         self._views = Views()
         self._generation = Generation(self, self._views)
@@ -655,9 +655,7 @@ class Supernet(nn.Module):
     def _own(self, table: NormTable) -> NormTable:
         """Return a copy of a norm table, in the dtype and on the device of the weights."""
         self._require_own(table)
-        home = next(iter(self.norm_operators().values()), None)
-        like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
-        return table.to_like(like)
+        return table.to_like(next(iter(self.norm_operators().values()), None))
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
         with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
