@@ -174,6 +174,7 @@ class Engine:
             supernet.require_calibrated(config.served)
         check_weights(supernet)
         self.device = supernet.device if config.device is None else find_device(config.device)
+        self._casts = partial(torch.is_autocast_enabled, self.device.type)
         self.supernet = supernet
         if self.device != supernet.device:
             supernet.to(self.device)
@@ -471,7 +472,7 @@ class Engine:
         if self._compiler is not None or not isinstance(batch, Tensor) or not self._shapes.samples:
             return [partial(self._run, ready)]
         blocks: Sequence[Block]
-        casts = torch.is_autocast_enabled(self.device.type)
+        casts = self._casts()
         planned = None if casts else self._plan.program(ready, bound)
         if planned is None:
             bound, blocks = self._blocks.of_view(ready.spec)
@@ -740,7 +741,7 @@ class Engine:
     def _run(self, subnet: ReadySubnet, x: Any) -> Any:
         bound, single = self._bound(subnet), isinstance(x, Tensor)
         call: Any
-        casts = torch.is_autocast_enabled(self.device.type)
+        casts = self._casts()
         if self._compiler is None:
             view = bound.view if single else partial(call_with, bound.view)
             call = view if casts else self._plan.program(subnet, bound) or view
