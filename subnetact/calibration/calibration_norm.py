@@ -24,6 +24,7 @@ class CalibrationNorm:
         self.module: Any = norm.bind(row)
         object.__setattr__(self.module, "collector", self)
         mix_in_(self.module, _CollectingForward)
+        self._dtype = norm.shared_statistics(row)[0].dtype
         self._unbiased = (rule or norm.rule) == CUMULATIVE_UNBIASED
         self.paused = False
         self.reset()
@@ -57,7 +58,8 @@ class CalibrationNorm:
                 f"{self.norm.path}: a batch of shape {tuple(x.shape)} gives {values} values per channel, the "
                 f"{'unbiased ' if self._unbiased else ''}variance needs more; calibrate with larger batches"
             )
-        mean, var = batch_statistics(x)
+        # Under autocast, x has fewer digits than the statistics, which average many batches.
+        mean, var = batch_statistics(x.to(torch.promote_types(x.dtype, self._dtype)))
         if self.paused:
             return mean, var
         stored = mean, var * (values / (values - 1)) if self._unbiased else var

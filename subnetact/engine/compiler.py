@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from subnetact.engine.ready_subnet import Bound
 from subnetact.errors import EngineError, RecompileRefused
-from subnetact.operators.packed_copy import follow_
+from subnetact.operators.packed_copy import follow_, registries_of_copies
 
 __all__ = ["Compiler"]
 
@@ -53,11 +53,10 @@ class Compiler:
 
     def _callable(self, subnet: int, bound: Bound) -> Callable[..., Any]:
         shapes: dict[Any, Callable[[Tensor], Any]] = {}
-        owns = [own for module in bound.view.modules() for own in (module._parameters, module._buffers)]
-        copied = [own for own in owns if any(hasattr(tensor, "packed") for tensor in own.values())]
+        copied = registries_of_copies(bound.view)
 
         def run(x: Tensor, compiles: bool = False) -> Any:
-            for own in copied:  # Compiled code reads packed copies as they are.
+            for own in copied:
                 follow_(own)
             compiled = shapes.get((x.shape, x.dtype))
             try:

@@ -49,7 +49,8 @@ class Engine:
     BatchNorms, activations and residual additions merged into the convolutions: those that this makes faster
     on this kind of machine, in the order of their ids, as far as the memory budget goes. All others run as
     views, and no weight is copied for them outside a call. On CUDA devices, CUDA graphs are captured as well.
-    What a subnet computes does not change while it serves. `engine/fusion_plan.py` has the rule.
+    What a subnet computes does not change while it serves. `engine/fusion_plan.py` has the rule. Under
+    `torch.autocast` all run as views, because packed weights and graphs keep the dtypes they were made with.
 
     Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for fused programs
     within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
@@ -173,6 +174,7 @@ class Engine:
             supernet.require_calibrated(config.served)
         check_weights(supernet)
         self.device = supernet.device if config.device is None else find_device(config.device)
+        self._casts = partial(torch.is_autocast_enabled, self.device.type)
         self.supernet = supernet
         if self.device != supernet.device:
             supernet.to(self.device)
@@ -470,7 +472,8 @@ class Engine:
         if self._compiler is not None or not isinstance(batch, Tensor) or not self._shapes.samples:
             return [partial(self._run, ready)]
         blocks: Sequence[Block]
-        planned = self._plan.program(ready, bound)
+        casts = self._casts()
+        planned = None if casts else self._plan.program(ready, bound)
         if planned is None:
             bound, blocks = self._blocks.of_view(ready.spec)
         else:
@@ -478,7 +481,7 @@ class Engine:
             if planned.program.accepts(batch):
                 blocks = self._blocks.of_program(planned.program)
         graphs = self._graphs
-        if graphs is None or len(blocks) == 1:
+        if graphs is None or casts or len(blocks) == 1:
             return blocks
         # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
         return [partial(graphs.run, ready.id, bound, b, part=part) for part, b in enumerate(blocks, start=1)]
@@ -738,9 +741,10 @@ class Engine:
     def _run(self, subnet: ReadySubnet, x: Any) -> Any:
         bound, single = self._bound(subnet), isinstance(x, Tensor)
         call: Any
+        casts = self._casts()
         if self._compiler is None:
             view = bound.view if single else partial(call_with, bound.view)
-            call = self._plan.program(subnet, bound) or view
+            call = view if casts else self._plan.program(subnet, bound) or view
         elif single:
             call = self._compiler.of(subnet.id, bound)
         else:
@@ -749,7 +753,7 @@ class Engine:
             )
         with torch.inference_mode():
             x = laid_out(x) if single else as_batch(x)
-            output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
+            output = call(x) if self._graphs is None or casts else self._graphs.run(subnet.id, bound, call, x)
         if not self._shapes.samples:
             with self._changing:
                 if self._shapes.note(x):

@@ -39,7 +39,8 @@ class _FastConv:
         if not x.is_contiguous(memory_format=torch.channels_last):
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if self.kernel_size == (1, 1) and self.padding == (0, 0):
-            if self.stride == (1, 1) and x.numel() >= LARGE_MAP * x.shape[1] and can_pack(self.weight):
+            large = self.stride == (1, 1) and x.numel() >= LARGE_MAP * x.shape[1]
+            if large and can_pack(self.weight) and not torch.is_autocast_enabled("cpu"):
                 return packed_once(self, x)
             pixels = x.permute(0, 2, 3, 1)
             if self.stride != (1, 1):

@@ -46,6 +46,7 @@ from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.errors import StaleWeights, SubnetActError, first_line
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.lowered_weight import LowConv
+from subnetact.operators.outside_modes import outside_modes
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.check import SHOW_AFTER_S
@@ -310,7 +311,7 @@ class Plan:
             view, statistics_row = self._supernet.private_view(spec)
             if not bound.current or statistics_row is not bound.statistics_row:
                 raise ValueError("its weights or statistics were replaced")
-            with torch.inference_mode():
+            with outside_modes(), torch.inference_mode():
                 try:
                     program = FusedProgram(view, x, traced)
                 except Exception as error:  # The first one says why the network cannot be traced.

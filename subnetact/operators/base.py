@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from subnetact.errors import InsertError, SpecError, ViewError
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import FLOAT_BITS, Low, LoweredWeight, sliced_low
+from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.packed_copy import PackedCopy, follow_
 from subnetact.operators.segments import Kept, Segments, cut
 from subnetact.operators.tensor_version import storage_id
@@ -339,6 +340,7 @@ class Operator(nn.Module):
         """Return the tensors of views of these `sizes` and `bits`, which may be slices of packed copies."""
         return self.tensors(sizes) if bits == FLOAT_BITS else sliced_low(self, sizes, bits)
 
+    @outside_modes()
     def _frozen(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
         """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
         given = self.view_tensors(sizes, bits)

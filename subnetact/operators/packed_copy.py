@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, equal
+from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.tensor_version import changes_of
 
-__all__ = ["PackedCopy", "follow_"]
+__all__ = ["PackedCopy", "follow_", "registries_of_copies"]
 
 
 class PackedCopy:
@@ -62,7 +62,7 @@ class PackedCopy:
         found: Any = known.get(place)
         if found is None:
             name, size, stride, offset, buffer = place
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_modes():
                 found = tensors[name].as_strided(size, stride, offset)
                 found = found if buffer else nn.Parameter(found, requires_grad=False)
             found.packed, found.place = self, place
@@ -71,11 +71,17 @@ class PackedCopy:
         return found
 
     def _made(self) -> dict[str, Tensor]:
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_modes():
             return {name: t.detach() for name, t in self._make().items() if t is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # A parameter of a copied view is an ordinary one, which follows nothing.
+
+
+def registries_of_copies(view: nn.Module) -> list[dict[str, Any]]:
+    """Return the registries of a view that hold packed copies; compiled code reads them without `follow_`."""
+    owns: Any = [own for module in view.modules() for own in (module._parameters, module._buffers)]
+    return [own for own in owns if any(hasattr(tensor, "packed") for tensor in own.values())]
 
 
 def follow_(tensors: dict[str, Any]) -> None:

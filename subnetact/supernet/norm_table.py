@@ -10,7 +10,7 @@ from os import PathLike
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.files.atomic import require_regular
@@ -106,6 +106,7 @@ class NormTable:
     def __init__(self, space: str) -> None:
         self.space = space
         self._rows: dict[SubnetSpec, NormRow] = {}
+        self._home: nn.Module | None = None
 
     def __contains__(self, spec: object) -> bool:
         return isinstance(spec, SubnetSpec) and spec.base in self._rows
@@ -129,7 +130,8 @@ class NormTable:
         """Add or replace statistics rows, all or none.
 
         Args:
-            rows: the rows by subnet; the table keeps them as they are, without a copy.
+            rows: the rows by subnet. The table keeps them without a copy, unless it is that of a supernet
+                whose BatchNorms are of another dtype or on another device.
 
         Raises:
             ForeignSpec: a subnet is of another space. The table is then unchanged.
@@ -137,7 +139,7 @@ class NormTable:
         for spec in rows:
             if spec.space != self.space:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
-        new = {spec.base: row for spec, row in rows.items()}
+        new = {spec.base: self._at_home(row) for spec, row in rows.items()}
         with _CHANGING:
             self._rows = {**self._rows, **new}
 
@@ -145,12 +147,18 @@ class NormTable:
         """Return the bytes of all statistics."""
         return sum(row.nbytes for row in self._rows.values())
 
-    def to_like(self, tensor: Tensor | None) -> NormTable:
-        """Return a copy of the table on the device and in the dtype of a `tensor`; if None, of each row."""
+    def to_like(self, home: nn.Module | None) -> NormTable:
+        """Return a copy whose rows have, now and later, device and dtype of the BatchNorm `home`, if any."""
         table = NormTable(self.space)
-        table._rows = dict(self._rows)
-        table.apply(lambda flat: flat.clone() if tensor is None else flat.to(tensor, copy=True))
+        table._home = home
+        table._rows = {spec: table._at_home(row.map(torch.clone)) for spec, row in self._rows.items()}
         return table
+
+    def _at_home(self, row: NormRow) -> NormRow:
+        if self._home is None:
+            return row
+        flat = row.flat.to(next(filter(torch.is_floating_point, self._home.buffers())))
+        return row if flat is row.flat else NormRow(row.channels, flat)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor of every row by what `function` makes of it, a copy on a GPU for example."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from subnetact.errors import (
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
 from subnetact.operators.kernel_table import require_precision
+from subnetact.operators.outside_modes import outside_modes
+from subnetact.operators.packed_copy import follow_, registries_of_copies
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
@@ -118,7 +121,7 @@ class Supernet(nn.Module):
         self.training = network.training
         self.space = space
         self.report = report
-        self._norms = NormTable(space.id)
+        self._norms = self._own(NormTable(space.id))
         self._active = space.largest()
         self._views = Views()
         self._generation = Generation(self, self._views)
@@ -239,6 +242,9 @@ class Supernet(nn.Module):
         and run views at the same time; all get the same module while it is cached. A subnet that was never
         calibrated runs on the shared BatchNorm statistics; the first one gives an
         `UncalibratedSubnetWarning`.
+
+        `torch.compile(view)` reads packed copies (`packed_bytes`) as they are and does not let them follow:
+        after changes in place call `refresh` and compile the new view, or use `torch.compile(supernet)`.
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
@@ -328,7 +334,7 @@ class Supernet(nn.Module):
         its own.
         """
         spec = self.space.check(spec)
-        with torch.no_grad(), self._generation.lock:
+        with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             network = owned(self._bind(spec, self._norms.get(spec), fresh=fresh, hooked=False)).eval()
             if self.on_bind is not None:
@@ -456,7 +462,7 @@ class Supernet(nn.Module):
         In a pretrained network, it is then the original network, bit for bit.
         """
         largest = self.space.largest()
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_modes():
             self._norms.update({largest: NormRow.of(self._statistics(largest, None))})
 
     def _statistics(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -655,9 +661,7 @@ class Supernet(nn.Module):
     def _own(self, table: NormTable) -> NormTable:
         """Return a copy of a norm table, in the dtype and on the device of the weights."""
         self._require_own(table)
-        home = next(iter(self.norm_operators().values()), None)
-        like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
-        return table.to_like(like)
+        return table.to_like(next(iter(self.norm_operators().values()), None))
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
         with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
@@ -678,7 +682,7 @@ class Supernet(nn.Module):
     ) -> nn.Module:
         """Bind the network of one subnet; `note` receives the statistics of every BatchNorm in it."""
         row = self.space.resolve(spec)
-        pairs = None if statistics is None else statistics.pairs()
+        pairs: Mapping[str, tuple[Tensor, Tensor]] | None = None
 
         def bind_norm(norm: SubnetNorm) -> nn.Module:
             if pairs is not None and norm.path not in pairs:
@@ -688,7 +692,9 @@ class Supernet(nn.Module):
                 note[norm.path] = mean, var
             return norm.bind_with(row, mean, var, fresh)
 
-        with self._generation.lock:
+        # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
+        with self._generation.lock, nullcontext() if fresh else outside_modes():
+            pairs = None if statistics is None else statistics.pairs()
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
             if hooked and self.on_bind is not None:
                 self.on_bind(self, view, spec, self._generation.weights)
@@ -707,4 +713,7 @@ class Supernet(nn.Module):
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
 def _bound_outside_graphs(supernet: Supernet, spec: SubnetSpec) -> nn.Module:
-    return supernet._bound(spec)
+    bound = supernet._bound(spec)
+    for own in registries_of_copies(bound):
+        follow_(own)
+    return bound

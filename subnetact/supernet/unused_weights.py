@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from subnetact.operators import LayerSelect, SubnetNorm
 from subnetact.operators.base import Operator
+from subnetact.operators.outside_modes import outside_modes
 from subnetact.space import SizeRow
 from subnetact.supernet.bind import bind, operators_in
 
@@ -49,7 +50,7 @@ def _copy(network: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def fill_unused_(copy: nn.Module, network: nn.Module, row: SizeRow, value: float) -> None:
     """Fill what a subnet does not use with a value in a private copy, and take the rest from the network."""
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_modes():
         for parameter in copy.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.fill_(value)
@@ -119,7 +120,7 @@ def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
 
 def shared_view(network: nn.Module, row: SizeRow) -> nn.Module:
     """Return a view of one subnet on the shared BatchNorm statistics, which nobody else holds."""
-    with torch.inference_mode(False):
+    with outside_modes():
         return bind(network, row, lambda norm: norm.bind(row))
 
 
@@ -142,5 +143,5 @@ def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest:
         wide = tuple(mixed)
         return norm.bind_with(wide, norm.gather(wide, means), norm.gather(wide, variances))
 
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_modes():
         return bind(copy, tuple(mixed), padded)

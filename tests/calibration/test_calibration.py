@@ -247,6 +247,10 @@ def test_rows_that_lack_a_norm_and_tables_of_another_dtype(digits: Supernet) -> 
     digits.norms = doubled
     assert doubled.get(spec).flat.dtype == torch.float64
     torch.testing.assert_close(digits(X, subnet=spec), expected)
+    digits.norms.update(doubled.rows)
+    torch.testing.assert_close(digits(X, subnet=spec), expected)
+    digits.norms.update({spec: row})
+    assert digits.norms.get(spec) is row
     pairs = row.pairs()
     pairs.pop("bn")
     digits.norms.update({spec: NormRow.of(pairs)})

@@ -148,6 +148,8 @@ def test_fast_convs_equal_plain_ones(kernel: int, stride: int, side: int) -> Non
         assert isinstance(fast[0], nn.Conv2d)
         for layout in (torch.channels_last, torch.contiguous_format):
             close(fast(x.contiguous(memory_format=layout)), expected, folded=False)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert fast(x.contiguous(memory_format=layout)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -108,6 +108,26 @@ def test_outputs_are_those_of_the_view_with_nan_and_infinite_values(traceable: b
     assert not engine.stats().unfused
 
 
+@pytest.mark.parametrize("traceable", [True, False])
+def test_autocast_reaches_fused_subnets_and_leaves_nothing_behind(traceable: bool) -> None:
+    x, cast = torch.randn(3, TOKENS, WIDTH), torch.autocast("cpu", dtype=torch.bfloat16)
+    with cast:
+        engine = engine_of(Encoder(traceable), tensor())
+        assert engine.pin(0)
+    for _ in range(2):
+        expected = engine.supernet(x, subnet=engine.specs[0])
+        torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-5)
+        with cast:
+            expected, run = engine.supernet(x, subnet=engine.specs[0]), engine.start(0, list(x), 3)
+            assert expected.dtype == torch.bfloat16
+            assert torch.equal(engine(x, 0), expected)
+            run.step(run.blocks)
+        assert torch.equal(torch.stack(list(run.outputs())), expected)
+        with torch.no_grad():
+            engine.supernet.network.shift.add_(0.5)
+    assert engine.is_fused(0)
+
+
 def test_layers_of_one_input_are_one_product_and_outputs_are_overwritten() -> None:
     engine = engine_of(Encoder(), tensor())
     program = program_of(engine)
