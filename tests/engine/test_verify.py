@@ -180,3 +180,30 @@ def test_a_change_while_a_program_is_kept_is_followed(monkeypatch: pytest.Monkey
         engine.pin(0)
     expected = supernet.extract(engine.specs[0])(x)
     torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_program_is_not_lost_if_weights_change_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet, engine = buffered()
+    spec, x, forward = engine.specs[0], torch.randn(4, 16), Buffered.forward
+
+    def training(network: Buffered, x: Tensor) -> Tensor:
+        """Stand for another thread that trains whenever the network runs."""
+        with torch.no_grad():
+            supernet.network.table.add_(1.0)
+        return forward(network, x)
+
+    def is_made_by_the_next_call() -> None:
+        assert engine.stats().fused_bytes == 0
+        torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
+        assert engine.stats().fused_bytes > 0
+        assert not engine.stats().unfused
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffered, "forward", training)
+        engine = subnetact.Engine(supernet, [spec], example=torch.zeros(1, 16), memory_budget_mb=64)
+        assert engine.pin(0)
+    is_made_by_the_next_call()
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffered, "forward", training)
+        supernet.subnet(spec)(x), engine(x, 0)
+    is_made_by_the_next_call()
