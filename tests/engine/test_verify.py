@@ -43,7 +43,12 @@ def new_storage(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data * 1.2
 
 
-@pytest.mark.parametrize("change", [through_data, through_numpy, new_storage])
+def moved_by_set(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.set_(parameter.detach() * 1.2)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("change", [through_data, through_numpy, new_storage, moved_by_set])
 @pytest.mark.parametrize("budget", [0, 64])
 def test_changes_that_leave_no_trace_are_found(change: Callable[[Tensor], None], budget: int) -> None:
     supernet = make()
