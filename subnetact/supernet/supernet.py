@@ -328,7 +328,7 @@ class Supernet(nn.Module):
         its own.
         """
         spec = self.space.check(spec)
-        with torch.no_grad(), self._generation.lock:
+        with torch.inference_mode(False), torch.no_grad(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             network = owned(self._bind(spec, self._norms.get(spec), fresh=fresh, hooked=False)).eval()
             if self.on_bind is not None:
