@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Dynamic(nn.Module):
     def __init__(self, supernet: Supernet) -> None:
         super().__init__()
         self.supernet = supernet
-        copy = supernet.snapshot()
+        copy = deepcopy(supernet)
         self.network = copy.network.eval().requires_grad_(False)
         self.norms = copy.norm_operators()
         self.places = {path: i for i, path in enumerate(self.norms)}

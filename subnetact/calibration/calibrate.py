@@ -211,10 +211,11 @@ def _pass(
     ) as bar:
         for i, batch in enumerate(batches):
             x = map_tensors(lambda t: t.to(run.device), inputs(batch))
+            kept.take(x)
             if i == 0:
                 run.prepare(x)
                 kept.restore(run)
-            if not kept.needs_run(x, run.finished):
+            if i < run.finished:
                 bar.update(subnets)
                 continue
             bar.set_postfix(batch=i + 1, refresh=False)

@@ -40,7 +40,8 @@ class Progress:
         self._began = self._saved = time.perf_counter()
         self._digest = blake2b(digest_size=16)
         self._given = self._stored_given = 0
-        self._stored_digest, self._stored_seconds = "", 0.0
+        self._first = self._stored_first = self._stored_digest = ""
+        self._stored_seconds = 0.0
         self._stored: dict[str, Any] = {}
         if path is None:
             return
@@ -59,25 +60,27 @@ class Progress:
         with self._journal.fields():
             for line in self._journal.of(PROGRESS):
                 self._stored = dict(line["run"])
-                self._stored_given, self._stored_digest = int(line["given"]), line["digest"]
-                self._stored_seconds = float(line["seconds"])
+                self._stored_given, self._stored_seconds = int(line["given"]), float(line["seconds"])
+                self._stored_first, self._stored_digest = line["first"], line["digest"]
 
     @property
     def seconds(self) -> float:
         """The time that the calibration has taken, with earlier parts."""
         return self._stored_seconds + time.perf_counter() - self._began
 
-    def needs_run(self, x: Any, finished: int) -> bool:
-        """Take the next batch into the checksum; return whether it has to be run."""
+    def take(self, x: Any) -> None:
+        """Take the next batch into the checksum, and refuse other batches than those of the file."""
         self._given += 1
         if self._journal is None:
-            return True
+            return
         for part in tensors_of(x):
             self._digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
             self._digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        if self._stored_given == self._given and self._stored_digest != self._digest.hexdigest():
+        now = self._digest.hexdigest()
+        self._first = self._first or now
+        stored = {1: self._stored_first, self._stored_given: self._stored_digest}.get(self._given)
+        if stored and stored != now:
             raise self._journal.mismatch(f"its first {self._given} batches are others. Give the same data")
-        return self._given > finished
 
     def check_length(self) -> None:
         """Refuse data of no batch, or of fewer batches than the file."""
@@ -96,8 +99,9 @@ class Progress:
     def save(self, run: CalibrationRun) -> None:
         """Keep the state of a run between two subnets."""
         if self._journal is not None:
-            digest, facts = self._digest.hexdigest(), {"seconds": self.seconds, "run": run.state()}
-            self._journal.replace(PROGRESS, given=self._given, digest=digest, **facts)
+            digests = {"first": self._first, "digest": self._digest.hexdigest()}
+            facts = {"seconds": self.seconds, "run": run.state()}
+            self._journal.replace(PROGRESS, given=self._given, **digests, **facts)
             self._saved = time.perf_counter()
 
     def restore(self, run: CalibrationRun) -> None:

@@ -15,7 +15,7 @@ from subnetact.errors import InsertError, SpecError
 from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import describe_input
-from subnetact.supernet.bind import bind
+from subnetact.supernet.bind import bind, private_buffers
 from subnetact.supernet.failure import failure, missing_entry, summary
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -34,6 +34,7 @@ class CalibrationRun:
     ) -> None:
         self._supernet = supernet
         self._rule = rule
+        self._frozen = private_buffers()  # A forward may write into its buffers.
         self.specs = sorted(specs, key=lambda spec: spec.key)
         self.device = supernet.device
         self.finished = 0
@@ -55,7 +56,7 @@ class CalibrationRun:
             norms.append(CalibrationNorm(norm, row, self._rule))
             return norms[-1].module  # type: ignore[no-any-return]
 
-        return bind(self._supernet.network, row, collecting), norms
+        return bind(self._supernet.network, row, collecting, frozen=self._frozen), norms
 
     def _run_alone(self, spec: SubnetSpec, reason: str) -> None:
         self.shared.add_whole(spec, *self._bind(spec))

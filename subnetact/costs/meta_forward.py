@@ -12,8 +12,8 @@ a thousand (`benchmarks/search.py --parts costs`).
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -30,6 +30,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.lowered_weight import Low
+from subnetact.operators.tensor_version import storage_id
 from subnetact.space import SizeRow
 from subnetact.spec import shown
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
@@ -70,6 +71,9 @@ class MetaForward:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
         self._network = copy.deepcopy(supernet.network, {id(t): _empty(t) for t in tensors})
         _run_chosen_experts(self._network)
+        modules = list(self._network.modules())
+        held = Counter(storage_id(p) for m in modules for p in m._parameters.values() if p is not None)
+        self._tied = {storage for storage, count in held.items() if count > 1}
         self.space = supernet.space
         given = as_batch(example)
         if not any(isinstance(part, Tensor) for part in tensors_of(given)):
@@ -79,10 +83,10 @@ class MetaForward:
             )
         self.input = map_tensors(_one_input, given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
-        self._own_sizes = {module: _own_sizes(module) for module in self._network.modules()}
+        self._own_sizes = {module: _own_sizes(module) for module in modules}
         self._first: dict[nn.Module | None, tuple[nn.Module, str]] = {}
         """The parent and name under which a module is counted that occurs in several places."""
-        for parent in self._network.modules():
+        for parent in modules:
             for name, child in parent.named_children():
                 self._first.setdefault(child, (parent, name))
         self._views: dict[nn.Module, dict[Any, _CountedModule]] = defaultdict(dict)
@@ -132,17 +136,19 @@ class MetaForward:
         for view in views.values():
             if view.module is bound:
                 return view  # a switch is replaced by the module that it chooses
-        made = _CountedModule(bound, kind_of(template_of(module)), self._mode, self._item_bytes)
+        made = _CountedModule(bound, kind_of(template_of(module)), self._mode, self._item_bytes, self._tied)
         for name, view in views.items():
             if self._first[module._modules[name]] == (module, name):
-                made.held += view.held
+                made.hold(view)
         return made
 
 
 class _CountedModule:
     """One module of a subnet. Its forward runs once for inputs of the same shapes, and is repeated later."""
 
-    def __init__(self, module: nn.Module, kind: str, mode: _CountingMode, item_bytes: int) -> None:
+    def __init__(
+        self, module: nn.Module, kind: str, mode: _CountingMode, item_bytes: int, tied: Container[int]
+    ) -> None:
         self.module, self.forward = module, module.forward
         self.multiplies = kind not in ("norm", "other")
         self.kind = kind = "low" if self.multiplies and isinstance(module, Low) else kind
@@ -152,12 +158,28 @@ class _CountedModule:
         self.has_tensors = bool(own)
         self.held = np.zeros(len(FEATURES), np.int64)
         """What does not depend on inputs: modules, parameters and bytes of weights."""
+        self.tied: dict[Hashable, Vector] = {}
+        """The part of `held` that is tied parameters, each by its place in memory."""
         if own:
             scale = module.lowered.scale if isinstance(module, Low) else None
             self.held[0] = sum(t.numel() for t in own.values()) - (0 if scale is None else scale.numel())
             self.held[feature(kind, "modules")] = 1
             self.held[feature(kind, "weight_bytes")] = sum(t.numel() * t.element_size() for t in own.values())
+        for t in own.values():
+            if storage_id(t) in tied:
+                place = storage_id(t), t.storage_offset(), t.shape, t.stride()
+                one = np.zeros(len(FEATURES), np.int64)
+                one[0], one[feature(kind, "weight_bytes")] = t.numel(), t.numel() * t.element_size()
+                self.held -= one * (place in self.tied)
+                self.tied[place] = one
         object.__setattr__(module, "forward", self)
+
+    def hold(self, submodule: _CountedModule) -> None:
+        """Count what a submodule holds, apart from tied parameters that count already."""
+        self.held += submodule.held
+        for place in submodule.tied.keys() & self.tied.keys():
+            self.held -= submodule.tied[place]
+        self.tied = self.tied | submodule.tied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def run(counts: Counts) -> Any:

@@ -20,7 +20,7 @@ def budget_bytes(mebibytes: Any, weights: int = 0) -> int:
     """Return a memory budget in bytes; None is the default for a supernet of so many bytes of weights."""
     if mebibytes is None:
         return min(int(BUDGET_PER_WEIGHT * weights), LARGEST_BUDGET)
-    if not isinstance(mebibytes, int | float) or not 0 <= mebibytes < 2**40:
+    if isinstance(mebibytes, bool) or not isinstance(mebibytes, int | float) or not 0 <= mebibytes < 2**40:
         raise EngineError(
             f"memory_budget_mb: {mebibytes!r} must be a number of MiB of at least 0; 0 means views only, and "
             "None the default"

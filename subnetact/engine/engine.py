@@ -651,9 +651,9 @@ class Engine:
     def verify(self, refresh: bool = False) -> tuple[str, ...]:
         """Find fused programs, slices and packed copies that no longer match the weights they were made of.
 
-        The engine notices most changes by itself. Changes through `parameter.data`, through NumPy, or of
-        tensors that were made in inference mode leave no trace; call this method after them, or from time to
-        time. All weights are read once per fused program.
+        The engine notices most changes by itself. Changes through `parameter.data`, `parameter.set_` or
+        NumPy, or of tensors that were made in inference mode, leave no trace; call this method after them, or
+        from time to time. All weights are read once per fused program.
 
         Args:
             refresh: whether to make everything that is stale again, instead of raising an error.

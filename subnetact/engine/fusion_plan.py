@@ -19,7 +19,8 @@ The others run as views. `Engine.stats().unfused` says why, one line per subnet.
 After weights or statistics have changed, the next call of a planned subnet makes its program again. The plan
 stays as it is, unless the new program cannot be made or no longer gives the outputs of the view; the subnet
 is then tried by the next plan after a further change. If memory is short, the view answers and the next call
-tries again; a subnet that is not in the plan yet is tried with the next plan.
+tries again; a subnet that is not in the plan yet is tried with the next plan. If weights change while a
+program is made, the view answers, and the next call makes the program, whether it was planned before or not.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class Plan:
                 if isinstance(made, PlannedProgram):
                     self._programs[subnet.id] = made
                     return made
-                if made.moment is not None:
+                if made is not None and made.moment is not None:
                     self._leave_out(subnet.id, made)
             return None
 
@@ -246,7 +247,7 @@ class Plan:
             self._leave_out(subnet.id, made)
             return 0
         self._programs[subnet.id] = made
-        return made.program.nbytes
+        return self._sizes[subnet.id]
 
     def _why_not(self, subnet: ReadySubnet, left: int) -> _Reason | None:
         i, precision = subnet.id, subnet.spec.precision
@@ -277,8 +278,8 @@ class Plan:
         mib = self.budget.limit / 2**20
         return _Reason(f"it does not fit in the budget of {mib:.4g} MiB beside the programs that come first")
 
-    def _made(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | _Reason:
-        """Make a program, or say why there is none."""
+    def _made(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | _Reason | None:
+        """Make a program, or say why there is none; None if the weights changed while it was made."""
         moment, sums, why = bound.moment(), tensor_checksums(_read_by(bound)), ""
         try:
             program = self._checked(subnet.spec, bound)
@@ -290,7 +291,7 @@ class Plan:
                 return _Reason(f"memory was short: {why}")
         if bound.moment() != moment or not bound.current:
             if not bound.changes_itself(self._probe()):
-                return _Reason("weights changed while it was made")
+                return None
             why, moment = "its forward changes its own buffers", bound.moment()
         if why:
             level = logging.DEBUG if self._warned else logging.WARNING

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from subnetact.engine.fast_conv import use_fast_convs_
+from subnetact.errors import StaleWeights
 from subnetact.operators.tensor_version import changes_of, tensor_version
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
@@ -51,11 +52,19 @@ class Bound:
         return generation.number, generation.moment()[:3], tensor_version(row.flat)
 
     def changes_itself(self, x: Any) -> bool:
-        """Run a batch and tell whether the network's own forward changes buffers that it reads."""
-        buffers = list(self.view.buffers())
+        """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""
+        try:
+            view, _ = self.supernet.private_view(self.spec)
+        except StaleWeights:
+            return False  # During `functional_call`; the next call asks again.
+        with torch.inference_mode(False), torch.no_grad():
+            for module in view.modules():  # Other threads write into the buffers of the view itself.
+                own = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+                object.__setattr__(module, "_buffers", own)
+        buffers = list(view.buffers())
         before = changes_of(buffers)
         with torch.inference_mode(), suppress(Exception):
-            call_with(self.view, x)
+            call_with(view, x)
         return changes_of(buffers) != before
 
 

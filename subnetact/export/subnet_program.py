@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -114,7 +115,7 @@ def exporting(
 ) -> Iterator[tuple[Path, Iterator[SubnetProgram]]]:
     """Yield a folder to write into and the subnets to write."""
     x = batch_like(engine.sample, batch_size, engine.device)
-    supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
+    supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
         supernet.require_calibrated(specs)
     bar = tqdm(specs, desc="exporting subnets", disable=not progress or None)

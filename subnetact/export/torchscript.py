@@ -12,6 +12,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def to_torchscript(
             f"{low[0].precision}; export the subnet at float32, or use subnetact.export.to_exported_programs "
             "or to_onnx"
         )
-    supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
+    supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
     keys = [spec.key for spec in specs]
     policy = _policy(supernet, table, slo_ms, keys)
     if not engine.config.allow_uncalibrated:

@@ -45,6 +45,7 @@ class ReorderReport:
         return "\n".join([*lines, f"BatchNorm statistics of {self.dropped} subnets were dropped"])
 
 
+@torch.inference_mode(False)
 def reorder_(
     supernet: Supernet,
     importance: str | Measure = "l1",
@@ -123,7 +124,7 @@ def reorder_(
             f"the BatchNorm statistics of {dropped} narrow subnets are gone, because these subnets keep "
             "other channels now; call subnetact.calibrate again",
             UncalibratedSubnetWarning,
-            stacklevel=2,
+            stacklevel=3,  # past the decorator
         )
     return ReorderReport({g.name: g.units for g in orders}, kept, dropped)
 
@@ -184,7 +185,7 @@ def _scores(
     for x, labels in batches if measure is MEASURES["taylor"] else [(None, None)]:
         if x is not None:
             copied.zero_grad()
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.enable_grad():
                 for parameter in copied.parameters():
                     parameter.requires_grad_(parameter.is_floating_point())
                 view = bind(copied, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
@@ -236,7 +237,7 @@ def _permute(supernet: Supernet, units: Mapping[UnitGroup, Tensor], trial: Trial
     """Bring the units of groups into an order, in place, if the outputs of the largest subnet stay."""
     orders = full_orders(supernet.network, units)
     table, original = _statistics(supernet, trial.row, units, orders), supernet.has_original_statistics()
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.no_grad():
         if not trial.stays(units) and not (trial.exact() and trial.stays(units)):
             raise InsertError(
                 "reorder_: the output of the largest subnet would change by more than rounding; something "

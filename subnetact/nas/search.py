@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -112,13 +113,14 @@ def search(
         >>> [candidate.spec for candidate in found.front]
     """
     space, functions = supernet.space, list(latency) if isinstance(latency, Sequence) else [latency]
+    for name, value, least in (("evaluations", evaluations, 2), ("size", size, 1), ("seed", seed, 0)):
+        if not isinstance(value, Integral) or value < least:
+            raise SearchError(f"{name}: {value!r} must be a whole number of at least {least}")
     method = method or ("exhaustive" if space.size() <= evaluations else "evolution")
     if method not in METHODS:
         raise SearchError(f"method: {method!r} is unknown; choose from {', '.join(METHODS)}")
     if method == "exhaustive" and space.size() > ENUMERABLE_SPACE:
         raise SearchError(f"method: exhaustive would evaluate all {space.size():.3g} subnets; use evolution")
-    if evaluations < 2 or size < 1:
-        raise SearchError(f"evaluations must be at least 2 and size at least 1, got {evaluations} and {size}")
     if not functions or not all(map(callable, functions)):
         raise SearchError("latency: give a function of a subnet, or a list of them, one per batch size")
     settings = {
@@ -133,7 +135,7 @@ def search(
     state = SearchState(space, seed)
 
     def measured(spec: SubnetSpec) -> Objectives:
-        return _finite(spec, accuracy(spec), *(one(spec) for one in functions))
+        return _finite(spec, [accuracy(spec)], [one(spec) for one in functions])
 
     def measured_again(spec: SubnetSpec) -> Objectives:
         given: Any = state.found[spec][1:] if remeasure is None else remeasure(spec)
@@ -142,7 +144,7 @@ def search(
             raise SearchError(
                 f"remeasure: {len(functions)} latencies are needed for {spec}, got {len(listed)}"
             )
-        return _finite(spec, *listed)
+        return _finite(spec, [], listed)
 
     evaluate = _remembered(measured, journal, "evaluated", space, 1 + len(functions))
     _run(state, method, evaluations, evaluate, progress)
@@ -172,7 +174,7 @@ def _remembered(
         with journal.fields():
             for line in journal.of(record):
                 spec = space.check(SubnetSpec.from_json(line["spec"]))
-                known[spec] = _finite(spec, *line["objectives"])
+                known[spec] = _finite(spec, line["objectives"], [])
                 if len(known[spec]) != count:
                     raise ValueError(f"{count} objectives are needed")
 
@@ -234,8 +236,14 @@ def _remeasured(
             pending = [max(rest, key=lambda spec: min(abs(found[spec][1] - ms) for ms in taken))]
 
 
-def _finite(spec: SubnetSpec, *values: float) -> Objectives:
-    numbers = tuple(float(value) for value in values)
-    if not all(map(math.isfinite, numbers)):
-        raise SearchError(f"{spec}: accuracy and latencies must be finite numbers, got {numbers}")
+def _finite(spec: SubnetSpec, accuracy: Sequence[Any], latencies: Sequence[Any]) -> Objectives:
+    given = (*accuracy, *latencies)
+    try:
+        numbers = tuple(map(float, given))
+    except (TypeError, ValueError):
+        numbers = (math.nan,)
+    if not all(map(math.isfinite, numbers)) or min(numbers[len(accuracy) :], default=0) < 0:
+        raise SearchError(
+            f"{spec}: accuracy and latencies must be finite numbers, latencies of at least 0 ms, got {given}"
+        )
     return numbers

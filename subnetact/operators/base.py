@@ -21,7 +21,7 @@ through `tensors`. The forward is that of the template's class, or of `self.__di
 What `tensors` returns by slicing shares the storage of the parameters and costs no memory. Any other tensor
 (concatenated, gathered, normalised, multiplied) becomes a packed copy in views: it takes memory once per
 distinct sizes, and follows changes in place by itself (`packed_copy.py`). Changes that version counters do
-not show (through `parameter.data`, NumPy, or on tensors that were made in inference mode) need
+not show (through `parameter.data`, `set_`, NumPy, or on tensors that were made in inference mode) need
 `Supernet.refresh`; `Supernet.verify` finds them.
 """
 

@@ -50,8 +50,9 @@ class PackedCopy:
             self.sources, self._changes = (), 0
 
     def matches(self) -> bool:
-        """Tell whether the tensors equal, up to rounding, what the weights would give now."""
-        return equal(self.tensors, self._made(), EXACT)
+        """Tell whether the tensors equal, up to rounding, what the weights give, or will be made again."""
+        with self._lock:
+            return equal(self.tensors, self._made(), EXACT) or changes_of(self.sources) != self._changes
 
     def frozen(self, name: str, of: Tensor, buffer: bool = False) -> Any:
         """Return what a view holds for a slice `of` a tensor: a parameter, or a tensor for a buffer."""

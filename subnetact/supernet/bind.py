@@ -13,7 +13,7 @@ from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["bind", "bind_module", "operators_in"]
+__all__ = ["bind", "bind_module", "operators_in", "private_buffers"]
 
 
 def operators_in(network: nn.Module) -> list[Operator]:
@@ -44,6 +44,18 @@ def bind(
         return bind_module(module, row, child, norm, trainable, frozen)
 
     return visit(network)
+
+
+def private_buffers() -> Callable[[Tensor], Tensor]:
+    """Return a `frozen` with which views have the parameters as they are, and together copies of buffers."""
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        return copies.setdefault(id(tensor), (tensor, tensor.detach().clone()))[1]
+
+    return own
 
 
 def bind_module(

@@ -92,6 +92,27 @@ class Weights:
         return Weights, (tensors, self.moment(), self._carried)
 
 
+class Witness(NamedTuple):
+    """Stands behind the tensors in the state of a supernet that is copied; copies get None for it."""
+
+    generation: Generation
+    number: int
+    moment: Moment
+
+    def require(self) -> None:
+        """Refuse copies of weights that have changed since."""
+        with self.generation.lock:
+            if (self.generation.number, self.generation.moment()) != self[1:]:
+                raise StaleWeights(
+                    "the weights were changed while they were copied, so the copies belong to no moment; "
+                    "save and export between two steps of the training"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.require()
+        return type(None), ()
+
+
 class Generation:
     """Tells whether weights have changed, by a `number` that grows, and drops views of exchanged ones."""
 
@@ -145,13 +166,14 @@ class Generation:
     def unchanged(self) -> Iterator[None]:
         """Return a context in which weights and statistics are copied: all copies are of one moment."""
         with self.lock, self.own_weights():
-            before = self.moment()
+            witness = self.witness()
             yield
-            if self.moment() != before:
-                raise StaleWeights(
-                    "the weights were changed in place while they were copied, so the copies belong to no "
-                    "moment; save and export between two steps of the training"
-                )
+            witness.require()
+
+    def witness(self) -> Witness:
+        """Return what tells, and pickle at its place asks, whether the weights are those of now."""
+        with self.lock:
+            return Witness(self, self.number, self.moment())
 
     def outdated(self, views: Iterable[NamedView]) -> list[str]:
         """Return which views, packed copies and plain attributes do not match the network, one line each."""

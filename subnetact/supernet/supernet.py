@@ -133,8 +133,24 @@ class Supernet(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        original = self._unchanged_since_then()
-        return {**self.__dict__, "_views": None, "_generation": None, "_original": original}
+        state = {**self.__dict__, "_views": None, "_original": self._unchanged_since_then()}
+        del state["_generation"]
+        return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Supernet:
+        """Return a copy with weights and statistics of one moment, with which work that takes long begins.
+
+        Args:
+            memo: what was copied before, as `copy.deepcopy` gives it.
+
+        Raises:
+            StaleWeights: weights were changed in place by another thread meanwhile.
+        """
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        with torch.inference_mode(False), self.generation.unchanged():
+            copied.__setstate__(deepcopy(self.__getstate__(), memo))
+        return copied
 
     def __copy__(self) -> Supernet:
         raise ViewError(
@@ -497,9 +513,10 @@ class Supernet(nn.Module):
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 
-        These are changes through `parameter.data` or NumPy, in tensors that were made in inference mode, and
-        of plain attributes of modules (`supernet.network.scale = 2.0`). `verify` finds them where a copy or a
-        view no longer matches; key-value caches and adopted statistics learn of them from this method only.
+        These are changes through `parameter.data`, `parameter.set_` or NumPy, in tensors that were made in
+        inference mode, and of plain attributes of modules (`supernet.network.scale = 2.0`). `verify` finds
+        them where a copy or a view no longer matches; key-value caches and adopted statistics learn of them
+        from this method only.
         """
         self._generation.move(in_place=True)
 
@@ -604,15 +621,6 @@ class Supernet(nn.Module):
             self._require_own(norms)
         state_dict = fitting(state_dict, self._present().state_dict(), strict)
         return load_(self, state_dict, strict, assign, norms)
-
-    def snapshot(self) -> Supernet:
-        """Return a copy of the supernet with weights and statistics of one moment, for work that takes long.
-
-        Raises:
-            StaleWeights: weights were changed in place by another thread meanwhile.
-        """
-        with self.generation.unchanged():
-            return deepcopy(self)
 
     def tensors(self) -> list[Tensor]:
         """Return all parameters, buffers and statistics rows."""

@@ -1,7 +1,8 @@
 """Changes of weights that leave no trace, found by comparing what is cached with what is there.
 
 No counter of torch moves at `parameter.data = ...`, at writes through NumPy or into tensors that were made in
-inference mode, or when a plain attribute of a module gets another value.
+inference mode, or when a plain attribute of a module gets another value. One moves at `parameter.set_(...)`,
+but views stay where the parameter was.
 """
 
 from __future__ import annotations

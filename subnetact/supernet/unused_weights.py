@@ -13,7 +13,7 @@ from subnetact.operators import LayerSelect, SubnetNorm
 from subnetact.operators.base import Operator
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.space import SizeRow
-from subnetact.supernet.bind import bind, operators_in
+from subnetact.supernet.bind import bind, operators_in, private_buffers
 
 __all__ = [
     "fill_unused_",
@@ -119,9 +119,9 @@ def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def shared_view(network: nn.Module, row: SizeRow) -> nn.Module:
-    """Return a view of one subnet on the shared BatchNorm statistics, which nobody else holds."""
+    """Return a view of one subnet on the shared BatchNorm statistics and copies of other buffers."""
     with outside_modes():
-        return bind(network, row, lambda norm: norm.bind(row))
+        return bind(network, row, lambda norm: norm.bind(row), frozen=private_buffers())
 
 
 def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest: SizeRow) -> nn.Module:

@@ -289,3 +289,29 @@ def test_a_description_that_forgets_a_module_is_told_where() -> None:
         assert len(supernet.norms) == 0
         with pytest.raises(SpecError, match=r"0 \(Conv2d\): .*; give batches that the network takes"):
             subnetact.calibrate(supernet, [space.largest()], [batch[:, :2]], progress=False)
+
+
+class Counting(nn.Module):
+    """Counts the inputs that it has seen, in a buffer that torch takes for a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.norm(self.conv(x))  # type: ignore[no-any-return]
+
+
+def test_a_network_whose_forward_writes_into_its_buffers_is_calibrated() -> None:
+    """The forward passes of a check and of a calibration write into copies, so no weights change."""
+    space = SubnetSpace("counting", [Axis.uniform("w", ["all"], (2, 4))], lambda v: {"w": v["w"][0]})
+    elastic = {"conv": WeightSlice.on(out="w"), "norm": SubnetNorm.on(channels="w")}
+    supernet = subnetact.insert_(Counting().eval(), space, elastic)
+    for spec in space.enumerate():
+        expected = by_hand(supernet.extract(spec))
+        subnetact.calibrate(supernet, [spec], BATCHES, progress=False)
+        for own, reference in zip(supernet.statistics(spec)["norm"], expected["norm"], strict=True):
+            torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
+    assert supernet.network.seen.tolist() == [0, 0]

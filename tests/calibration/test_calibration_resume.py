@@ -172,6 +172,7 @@ def test_other_work_is_refused(digits: Supernet, tmp_path: Path) -> None:
         (specs[:-1], BATCHES, {}, "subnets was"),
         (specs, BATCHES, {"rule": "cumulative_unbiased"}, "rule was"),
         (specs, other_batches, {}, "its first 6 batches are others"),
+        (specs, [batch.double() for batch in BATCHES], {}, "its first 1 batches are others"),
         (specs, BATCHES[:-1], {}, "it has 6 batches, the data only 5"),
     ):
         with pytest.raises(ResumeMismatch, match=message):
@@ -197,7 +198,7 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
         refused("unfinished, line 1: not readable")
     path.write_bytes(whole.replace(b'"given": 2', b'"given": 3'))
     refused("unfinished, line 2: changed since it was written")
-    facts = {name: progress[name] for name in ("given", "digest", "seconds")}
+    facts = {name: progress[name] for name in ("given", "first", "digest", "seconds")}
     run = progress["run"]
     taken, [norm] = run["averages"][0]
     name, shape, data = norm[1]

@@ -116,6 +116,34 @@ def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(digits: Sup
         subnetact.costs.CostModel(digits, torch.empty(1, 3, 16, 16))
 
 
+class Tied(nn.Module):
+    """One weight in three layers, and one vector twice in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
+        self.inner[0].weight = self.first.weight
+        self.scale = self.shift = nn.Parameter(torch.ones(8))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.first(x) + self.inner(x))
+        return x * self.scale + self.shift
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_tied_parameter_counts_once_for_each_way_in_which_it_is_sliced(elastic: bool) -> None:
+    axis, on = subnetact.Axis.uniform("w", ["all"], (4, 8)), subnetact.WeightSlice.on
+    space = subnetact.SubnetSpace("tied", [axis], lambda v: {"w": v["w"][0]})
+    slices = {"first": on(out="w"), "inner.0": on(out="w"), "last": on(in_="w")}
+    supernet, x = subnetact.insert_(Tied().eval(), space, slices if elastic else {}), torch.randn(1, 8)
+    model = subnetact.costs.CostModel(supernet, x)
+    for spec in space.enumerate():
+        parameters, macs, _ = hooked(supernet.extract(spec), x)
+        cost = model(spec)
+        assert (cost.parameters, cost.weight_bytes, cost.macs) == (parameters, 4 * parameters, macs)
+
+
 def test_counting_leaves_the_supernet_as_it_was(digits: Supernet) -> None:
     before = digits.fingerprint()
     x = torch.randn(2, 1, 16, 16)

@@ -275,7 +275,7 @@ def test_compiled_code_is_kept_follows_computed_kernels_and_is_captured_once() -
         close(each(x, subnet=0), supernet(x, subnet=spec))
 
 
-@pytest.mark.parametrize("wrong", [{"memory_budget_mb": b} for b in (float("nan"), float("inf"), -1)])
+@pytest.mark.parametrize("wrong", [{"memory_budget_mb": b} for b in (float("nan"), float("inf"), -1, True)])
 def test_arguments_that_cannot_be_are_refused(digits: Supernet, wrong: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match=r"memory_budget_mb: .* must be a number of MiB"):
         engine_of(digits, **wrong)

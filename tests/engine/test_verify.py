@@ -43,7 +43,12 @@ def new_storage(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data * 1.2
 
 
-@pytest.mark.parametrize("change", [through_data, through_numpy, new_storage])
+def moved_by_set(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.set_(parameter.detach() * 1.2)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("change", [through_data, through_numpy, new_storage, moved_by_set])
 @pytest.mark.parametrize("budget", [0, 64])
 def test_changes_that_leave_no_trace_are_found(change: Callable[[Tensor], None], budget: int) -> None:
     supernet = make()
@@ -116,6 +121,7 @@ def test_changes_that_are_followed_are_no_findings() -> None:
     with torch.no_grad():
         for parameter in supernet.parameters():
             parameter.mul_(1.1)
+    assert engine.verify() == supernet.verify() == ()
     for i, spec in enumerate(specs):
         engine(X, i), supernet(X, subnet=spec)
     assert engine.verify() == supernet.verify() == ()
@@ -180,3 +186,30 @@ def test_a_change_while_a_program_is_kept_is_followed(monkeypatch: pytest.Monkey
         engine.pin(0)
     expected = supernet.extract(engine.specs[0])(x)
     torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_program_is_not_lost_if_weights_change_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet, engine = buffered()
+    spec, x, forward = engine.specs[0], torch.randn(4, 16), Buffered.forward
+
+    def training(network: Buffered, x: Tensor) -> Tensor:
+        """Stand for another thread that trains whenever the network runs."""
+        with torch.no_grad():
+            supernet.network.table.add_(1.0)
+        return forward(network, x)
+
+    def is_made_by_the_next_call() -> None:
+        assert engine.stats().fused_bytes == 0
+        torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
+        assert engine.stats().fused_bytes > 0
+        assert not engine.stats().unfused
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffered, "forward", training)
+        engine = subnetact.Engine(supernet, [spec], example=torch.zeros(1, 16), memory_budget_mb=64)
+        assert engine.pin(0)
+    is_made_by_the_next_call()
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffered, "forward", training)
+        supernet.subnet(spec)(x), engine(x, 0)
+    is_made_by_the_next_call()

@@ -179,6 +179,17 @@ def test_hidden_channels_are_sorted_and_narrow_subnets_keep_the_best() -> None:
     torch.testing.assert_close(outputs(supernet.subnet(narrow), IMAGES), outputs(original, IMAGES), **PLAIN)
 
 
+def test_inference_mode_changes_nothing() -> None:
+    batches = [(IMAGES, torch.tensor([0, 1, 2]))]
+    for importance in ("l1", "taylor"):
+        (_, expected), (_, supernet) = convs(), convs()
+        reorder_(expected, importance, batches=batches)
+        with torch.inference_mode():
+            reorder_(supernet, importance, batches=batches)
+        assert supernet.fingerprint() == expected.fingerprint()
+        assert not any(tensor.is_inference() for tensor in supernet.tensors())
+
+
 def test_batch_norm_scales_give_the_order() -> None:
     original, supernet = convs()
     reorder_(supernet, "batch_norm", IMAGES)

@@ -263,10 +263,15 @@ def test_searches_that_cannot_be_are_refused(made_up: tuple[Supernet, Any, Any])
     supernet, accuracy, latency = made_up
     for given_, words in (
         ({"evaluations": 1}, "evaluations"),
+        ({"evaluations": 20.5}, "evaluations: 20.5 must be a whole number"),
+        ({"seed": -1}, "seed: -1 must be"),
         ({"method": "greedy"}, "evolution, exhaustive, random"),
         ({"size": 0}, "size"),
         ({"latency": []}, "latency"),
         ({"accuracy": lambda _: float("nan")}, "finite"),
+        ({"accuracy": lambda _: None}, "finite"),
+        ({"latency": lambda _: -1.0}, "at least 0 ms"),
+        ({"remeasure": lambda _: -1.0}, "at least 0 ms"),
         ({"remeasure": lambda _: [1.0, 2.0]}, "remeasure"),
     ):
         arguments = {"accuracy": accuracy, "latency": latency, "evaluations": 20, "progress": False, **given_}

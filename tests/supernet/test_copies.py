@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import subnetact
-from subnetact.errors import EngineError, ViewError
+from subnetact.errors import EngineError, StaleWeights, ViewError
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -102,6 +105,46 @@ def test_views_and_engines_are_not_pickled(digits: Supernet) -> None:
     torch.testing.assert_close(copied(X), view(X), rtol=0, atol=0)
     assert copied.stem.weight.data_ptr() != view.stem.weight.data_ptr()
     assert copy.copy(view).stem is view.stem
+
+
+class Door:
+    """An attribute that does something in the middle of a copy or a pickle."""
+
+    opened: Callable[[], None] = staticmethod(lambda: None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        Door.opened()
+        return Door, ()
+
+
+def test_a_copy_is_of_one_moment_and_so_is_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet = tied(False)
+    supernet.network.body.door = Door()
+    before, others = supernet.fingerprint(), {name: t + 1 for name, t in supernet.state_dict().items()}
+
+    def load() -> None:
+        lock = supernet.generation.lock
+        if lock.acquire(blocking=False):
+            supernet.load_state_dict(others)
+            lock.release()
+
+    def opened() -> None:
+        thread = threading.Thread(target=load)
+        thread.start(), thread.join()
+
+    monkeypatch.setattr(Door, "opened", staticmethod(opened))
+    assert copy.deepcopy(supernet).fingerprint() == before
+    with pytest.raises(StaleWeights, match="between two steps of the training"):
+        pickle.dumps(supernet)
+    assert pickle.loads(pickle.dumps(supernet.network.embed.weight)).equal(others["embed.weight"])
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, lambda s: s.extract(s.space.smallest())])
+def test_what_is_taken_in_inference_mode_can_be_trained(take: Callable[[Supernet], nn.Module]) -> None:
+    with torch.inference_mode():
+        taken = take(tied(True))
+    taken.train()(torch.randn(2, 9)).sum().backward()
+    assert all(p.grad is not None for p in taken.parameters())
 
 
 def test_a_supernet_is_pickled_if_its_functions_can_be_found_again() -> None:
