@@ -19,7 +19,7 @@ from subnetact.workers.engine_snapshot import EngineSnapshot, unpack
 def engine() -> Engine:
     supernet = supernet_of(pretrained())
     supernet.adopt_statistics()
-    return Engine(supernet, [supernet.space.largest()], example=BATCHES[0][:1])
+    return Engine(supernet, [supernet.space.largest()], example=BATCHES[0][:1], memory_budget_mb=0)
 
 
 def during_copies(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Any]) -> None:
@@ -38,7 +38,7 @@ def bias(supernet: Supernet) -> torch.nn.Parameter:
 
 
 def test_blueprints_of_one_supernet_share_its_memory(engine: Engine) -> None:
-    other = Engine(engine.supernet, engine.specs, example=BATCHES[0][:1])
+    other = Engine(engine.supernet, engine.specs, example=BATCHES[0][:1], memory_budget_mb=0)
     first = EngineSnapshot(engine)
     _, states = first.whole()
     moved = engine.supernet.generation.number
