@@ -52,29 +52,29 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison        74     4      9
     spec              78    34      6
     space            366   160      6
-    operators       1576   566     18
-    supernet        1969   515      5
-    insertion       3012   639     11
+    operators       1600   570     18
+    supernet        2039   536      5
+    insertion       3022   643     11
     ofa_adapters    2314   387      6
     digits           138    18      7
     training         163    57      1
-    calibration      736   148      1
+    calibration      743   148      1
     latency          502   224      5
-    engine          2450   644      5
+    engine          2463   646      5
     workers         1057   128      0
-    costs            278    65      4
-    nas              704   199      6
+    costs            298    66      4
+    nas              712   199      6
     profile         1366   237      1
     serving         7944  3798     76
     generation      1544   592     11
-    export          1111   305      6
+    export          1113   305      6
     demo             717   184      0
     simulate          19     6      2
     plan               5     4      1
     serve           2693   910      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            33104 10702    247
+    all            33258 10734    247
 
 The README has a glossary of the words that are used here.
 """

@@ -45,7 +45,11 @@ WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "in
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-MEANS = (torch.mean, "mean")
+REDUCTIONS = {
+    **dict.fromkeys((torch.mean, "mean"), "averages over"),
+    **dict.fromkeys((torch.amax, torch.amin, "amax", "amin"), "takes the largest or the least of"),
+}
+"""Reductions in which zeros do not stand for dropped values, at some weights -> what a refusal says."""
 SILENT_IN_EVALUATION = ("stochastic_depth", "drop_path", "drop_block_2d", "drop_block_fast_2d")
 """Functions that return their first argument outside of training."""
 
@@ -194,8 +198,9 @@ class TracedModel:
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
             raise _Refused("its outputs are inputs or outputs of the model")
         for requirement in impact.requirements:
-            if self._is_mean(requirement, impact.selections):
-                raise _Refused(f"the forward averages over its outputs, at {requirement.target}")
+            what = self._reduction(requirement, impact.selections)
+            if what is not None:
+                raise _Refused(f"the forward {what} its outputs, at {requirement.target}")
         removed: dict[tuple[str, str], tuple[type[Operator], _Runs]] = {}
         for selection in (*impact.parameters, *impact.buffers):
             if len(selection.tensor.paths) > 1:
@@ -225,14 +230,16 @@ class TracedModel:
                 if selection.tensor.shape[axis] == full and indices.intervals == ((full // 2, full),):
                     yield path
 
-    def _is_mean(self, requirement: Any, chosen: Mapping[Any, Any]) -> bool:
-        """Tell whether it is a mean over removed channels, which has another divisor without them."""
+    def _reduction(self, requirement: Any, chosen: Mapping[Any, Any]) -> str | None:
+        """Return what the forward does if it is one of the `REDUCTIONS` over removed channels."""
         if getattr(requirement, "kind", "") != "reduction_domain":
-            return False
-        if self._nodes[requirement.target].target not in MEANS:
-            return False
+            return None
+        what = REDUCTIONS.get(self._nodes[requirement.target].target)
+        if what is None:
+            return None
         removed, axes = chosen.get(requirement.tensors[0].id), dict(requirement.data)["axes"]
-        return removed is not None and any(removed.fully_selected_indices(axis) for axis in axes)
+        over = removed is not None and any(map(removed.fully_selected_indices, axes))
+        return what if over else None
 
     def _unit(self, impact: Any) -> int:
         """Return the number of channels that only go together, because grouped layers drop whole groups."""

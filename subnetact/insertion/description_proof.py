@@ -32,6 +32,7 @@ _FAULTS = {
     "foreign": "a subnet reads weights that it should not use",
     "unmasked": "the model does not run with unused weights at zero: {why}",
     "shapes": "the outputs of a subnet have other shapes than those of the model",
+    "incomparable": "a subnet cannot be compared with the model with unused weights at zero, {why}",
     "differs": "a subnet differs from the model with unused weights at zero",
 }
 """Why a group or a stage is refused, by what the proof found."""
@@ -113,14 +114,15 @@ class Proof:
         """Return what is wrong with one subnet, and where if `located`, or None."""
         trial = self._disturbed, self._spare, self.space.resolve(spec), self.largest, self.x, ROUNDED
         finding = prove(*trial)
-        if finding is None or finding.kind == "incomparable":
+        if finding is None:
             return None
         if finding.kind in ("differs", "foreign") and not self._exact:
             self._use_double()
             return self._wrong(spec, located)
         if finding.kind == "differs" and located:
-            exact = prove(*trial, modules=True) or finding
-            return f"{_FAULTS['differs']}, first at {exact.why}"
+            exact = prove(*trial, modules=True)
+            where = exact if exact is not None and exact.kind == "differs" else finding
+            return f"{_FAULTS['differs']}, first at {where.why}"
         return _FAULTS[finding.kind].format(why=finding.why)
 
     def _use_double(self) -> None:

@@ -144,8 +144,9 @@ def insert_(
     `insert_(model, example=x)` finds out what can be elastic; `insert_(model, description, example=x)` takes
     a `Description`, which may have been edited or read. Both are tried on copies of the model first: the
     largest subnet equals the model, and subnets equal the model in which everything that they do not use is
-    zero and skipped blocks are identities. `insert_(model, space, elastic)` takes a space and an elastic
-    description written by hand, which is tried if there is an example.
+    zero and skipped blocks are identities; norms, and layers that normalise their weights, see the features
+    of the subnet only. What cannot be compared is refused. `insert_(model, space, elastic)` takes a space and
+    an elastic description written by hand, which is tried if there is an example.
 
     Every BatchNorm with running statistics becomes a SubnetNorm, even if it is not described, because a
     subnet changes the values that flow through all of them.

@@ -207,7 +207,8 @@ class Operator(nn.Module):
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Tell whether the module with zeros in place of dropped weights computes what the narrowed one does.
 
-        It does not if it normalises over the `part` or computes its weights. `Supernet.check` asks.
+        It does not if it normalises over the `part` or computes its weights. `insert_` refuses what it
+        cannot compare therefore, and `Supernet.check` reports it.
         """
         return True
 

@@ -42,13 +42,15 @@ class WeightSlice(Operator):
     segmented = ("out", "in_")
 
     def check(self) -> None:
-        """Refuse other templates, elastic inputs of embeddings, and groups whose sides do not agree."""
+        """Refuse other templates, what changes its weight, and inputs that cannot be elastic."""
         super().check()
         extra = [n for n, p in self._parameters.items() if p is not None and n not in self.traits.axes]
         if extra:
             raise self.refuse(f"it slices weight and bias, and has no rule for {', '.join(extra)}")
         if self.traits.kind == "embedding" and self._followed("in_"):
             raise self.refuse("every row of an embedding belongs to one index; only 'out' can be elastic")
+        if getattr(self.template, "max_norm", None) is not None:
+            raise self.refuse("with max_norm, a subnet would renormalise rows of the weights of all subnets")
         out, in_ = self._followed("out"), self._followed("in_")
         if self._groups > 1 and out and in_ and out != in_ and self.full("out") == self.full("in_"):
             raise self.refuse("the inputs and outputs of a grouped convolution follow one dimension")
@@ -74,9 +76,10 @@ class WeightSlice(Operator):
         return super().lengths(part)
 
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
-        """Return True for known forwards; another one may normalise weights or order outputs anew."""
+        """Return False for unknown forwards, which may normalise the weights over all inputs."""
         home = str(type(self.template).forward.__module__)
-        return home == _CONV1D or home.startswith("torch.nn.")
+        known = home == _CONV1D or home.startswith("torch.nn.")
+        return known or self._groups > 1 or self.traits.kind == "embedding"
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
         """Return (out, in_) of a subnet, per segment; in a grouped convolution one implies the other."""

@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from subnetact.comparison import EXACT, MASKED, Tolerance, equal
 from subnetact.device import raise_if_out_of_memory
-from subnetact.operators import LayerNormSlice
+from subnetact.operators import LayerNormSlice, WeightSlice
+from subnetact.operators.segments import Kept
+from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import operators_in
@@ -58,13 +59,15 @@ def prove(
         return Finding("fails", summary(view, error), missing_entry(view, error))
     finite = all(bool(tensor.isfinite().all()) for tensor in found[-1].tensors)
     reference = masked_reference(copy, network, row, largest) if compare else None
-    reason = "because compare=False" if reference is None else _pad_norms(network, reference, row, largest)
+    reason = (
+        "because compare=False" if reference is None else _narrow_layers(network, reference, row, largest)
+    )
     if reason or not finite:
         plain = _module_outputs(shared_view(network, row), x)
         if not _alike(found[-1], plain[-1], tolerance):
             return Finding("foreign", _first_difference(found, plain, tolerance) or "its output")
     if reference is None or reason:
-        return Finding("incomparable", reason or "")
+        return Finding("incomparable", reason)
     try:
         expected = run(reference, x)
     except Exception as error:
@@ -72,45 +75,89 @@ def prove(
         return Finding("unmasked", summary(reference, error))
     if not modules and found[-1].shapes != expected[-1].shapes:
         return Finding("shapes", "its outputs have other shapes")
+    where = _first_difference(found, expected, tolerance)
+    if where is None:
+        return None
     resized = _resized(found, expected)
     if resized is not None:
         return Finding("incomparable", f"because the maps at {resized} are of another size")
-    where = _first_difference(found, expected, tolerance)
-    return None if where is None else Finding("differs", where)
+    return Finding("differs", where)
 
 
-def _pad_norms(network: nn.Module, reference: nn.Module, row: SizeRow, largest: SizeRow) -> str | None:
-    """Let the norms of the reference see the kept features only; return why this is not possible."""
+def _narrow_layers(network: nn.Module, reference: nn.Module, row: SizeRow, largest: SizeRow) -> str:
+    """Let the layers to which zeros matter see the kept features only; return why not, or an empty string."""
     places = dict(reference.named_modules())
     for operator in operators_in(network):
-        narrowed = (part for part, i in operator.dims.items() if row[i] != largest[i])
+        narrowed = [part for part, i in operator.dims.items() if row[i] != largest[i]]
         if all(map(operator.zeroing_equals_dropping, narrowed)):
             continue
-        if not isinstance(operator, LayerNormSlice) or operator.segments:
+        if not isinstance(operator, LayerNormSlice | WeightSlice):
             kind = type(operator).__name__
             return f"because zeros in {operator.path} ({kind}) do not stand for dropped weights"
-        path, _, name = operator.path.rpartition(".")
         if operator.path in places:  # it is not inside a skipped block
-            places[path]._modules[name] = _PaddedNorm(operator, row)
-    return None
+            places[operator.path].register_forward_hook(_Narrow(operator, row))
+    return ""
 
 
-class _PaddedNorm(nn.Module):
-    """A norm over the first features of its input, which fills the other features with zeros."""
+class _Narrow:
+    """A forward hook that gives a layer the kept features of its input only, and fills the others with zeros.
 
-    def __init__(self, operator: LayerNormSlice, row: SizeRow) -> None:
-        super().__init__()
-        self.norm = operator.bind(row)
-        self.full = operator.full("features")
-        self.kept = operator.size("features", row)
-        self.first = isinstance(operator.template, nn.GroupNorm) or "2d" in type(operator.template).__name__
+    A layer with a forward of its own may be narrowed if that is the same as with zeros, or if it is linear
+    and treats all features alike; it may then normalise its weights over its inputs.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the first features of the axis that has as many as the norm."""
-        axis = 1 if self.first or x.shape[-1] != self.full else x.dim() - 1
-        y: Tensor = self.norm(x.narrow(axis, 0, self.kept))
-        padding = [0, 0] * (x.dim() - 1 - axis) + [0, self.full - self.kept]
-        return F.pad(y, padding)
+    def __init__(self, operator: LayerNormSlice | WeightSlice, row: SizeRow) -> None:
+        self.operator = operator
+        self.layer = operator.bind(row)
+        kept = operator.kept_parts(operator.sizes(row))
+        self.out, self.inputs = kept[0], kept[-1]  # the same for a norm
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return what the narrowed layer computes if it may, and otherwise the `output`."""
+        if len(args) != 1 or not isinstance(output, Tensor):
+            return output
+        x = self.take(args[0], self.inputs)
+        found = self.layer(x)
+        if not isinstance(self.operator, LayerNormSlice):
+            same = equal(self.take(output, self.out), found, EXACT)
+            if not same and not self.is_linear(x, found):
+                return output
+        axis = self.axis(output)
+        return torch.zeros_like(output).index_copy(axis, _indices(self.out, output), found)
+
+    def axis(self, x: Tensor) -> int:
+        """Return the axis of the features; norms for images have it first, others last if it is as long."""
+        template = self.operator.template
+        if not isinstance(self.operator, LayerNormSlice):
+            return x.dim() - 1 - len(getattr(template, "kernel_size", ()))
+        first = isinstance(template, nn.GroupNorm) or "2d" in type(template).__name__
+        return 1 if first or x.shape[-1] != self.operator.full("features") else x.dim() - 1
+
+    def take(self, x: Tensor, kept: Kept) -> Tensor:
+        """Return the kept features of a full tensor."""
+        return x.index_select(self.axis(x), _indices(kept, x))
+
+    def is_linear(self, x: Tensor, found: Tensor) -> bool:
+        """Try whether f(x) + f(z) = f(x + z) + f(0) with inputs in another order and all outputs."""
+        operator, axis = self.operator, self.axis(x)
+        generator = torch.Generator().manual_seed(0)
+        z = (torch.rand(x.shape, generator=generator) - 0.5).to(x) * 2 * x.abs().max()
+        order = torch.randperm(x.shape[axis], generator=generator).to(x.device)
+        sizes = operator.lengths("out") + self.inputs.sizes
+        shuffled = {
+            name: tensor.index_select(operator.axes(name).index("in_"), order)
+            if tensor is not None and "in_" in operator.axes(name)
+            else tensor
+            for name, tensor in operator.tensors(sizes).items()
+        }
+        wide = view_module(operator.shell, parameters=shuffled, **operator.attributes(sizes))
+        together = self.take(wide((x + z).index_select(axis, order)), self.out)
+        return equal(together + self.layer(torch.zeros_like(x)), found + self.layer(z), MASKED)
+
+
+def _indices(kept: Kept, x: Tensor) -> Tensor:
+    """Return the positions of what is kept of a part, on the device of a tensor."""
+    return torch.cat([torch.arange(start, start + n, device=x.device) for start, n in kept.runs()])
 
 
 # -- outputs -----------------------------------------------------------------------------------------
