@@ -775,16 +775,13 @@ class Engine:
 
     def _bind(self, spec: SubnetSpec) -> Bound:
         self._shapes.follow()
-        while True:
-            if not self._config.allow_uncalibrated:
-                self.supernet.require_calibrated([spec])
+        if self._config.allow_uncalibrated:
+            return Bound.of(self.supernet, spec)
+        while True:  # Another thread may drop the row meanwhile.
+            self.supernet.require_calibrated([spec])
             bound = Bound.of(self.supernet, spec)
-            if (
-                self._config.allow_uncalibrated
-                or bound.statistics_row is not None
-                or not self.supernet.norm_operators()
-            ):
-                return bound  # Otherwise another thread dropped the row meanwhile.
+            if bound.statistics_row is not None or not self.supernet.norm_operators():
+                return bound
 
 
 def _id(subnet: Any) -> int:

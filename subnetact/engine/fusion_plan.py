@@ -313,19 +313,15 @@ class Plan:
             if not bound.current or statistics_row is not bound.statistics_row:
                 raise ValueError("its weights or statistics were replaced")
             with outside_modes(), torch.inference_mode():
+                program = None
                 try:
                     program = FusedProgram(view, x, traced)
-                except Exception as error:  # The first one says why the network cannot be traced.
-                    raise_if_out_of_memory(error)
-                    causes.append(error)
-                    continue
-                try:
                     if self._outputs_are_equal(program, bound.view, x, spec):
                         return program
                     causes.insert(0, ValueError(_DIFFERENT))
-                except Exception as error:
+                except Exception as error:  # The first one says why the network cannot be traced.
                     raise_if_out_of_memory(error)
-                    causes.insert(0, error)
+                    causes.insert(len(causes) if program is None else 0, error)
         raise causes[0]
 
     def _outputs_are_equal(self, program: FusedProgram, view: nn.Module, x: Any, spec: SubnetSpec) -> bool:

@@ -81,12 +81,10 @@ def _check_tensor(x: Tensor, sample: Any, device: torch.device, where: str) -> N
     if not isinstance(sample, Tensor):
         raise InvalidRequest(f"{where}: expected {describe_input(sample)}, got {describe_input(x)}")
     if x.shape != sample.shape or x.dtype != sample.dtype:
-        hint = "without a batch dimension"
-        if x.shape == (1, *sample.shape):
-            hint = "without a batch dimension; drop it: x[0]"
+        hint = "; drop it: x[0]" if x.shape == (1, *sample.shape) else ""
         raise InvalidRequest(
             f"{where}: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {sample.dtype} of shape "
-            f"{tuple(sample.shape)}, {hint}"
+            f"{tuple(sample.shape)}, without a batch dimension{hint}"
         )
 
 
@@ -218,15 +216,12 @@ class Stager:
 
     def stack(self, inputs: Sequence[Any], size: int) -> Any:
         """Stack inputs of one structure into a batch of so many samples; padding repeats the last input."""
-        return self._stack([*inputs, *[inputs[-1]] * (size - len(inputs))])
-
-    def _stack(self, samples: Sequence[Any]) -> Any:
-        first = samples[0]
+        first = inputs[0]
         if isinstance(first, tuple):
-            return tuple(self._stack(parts) for parts in zip(*samples, strict=True))
+            return tuple(self.stack(parts, size) for parts in zip(*inputs, strict=True))
         if isinstance(first, Mapping):
-            return {name: self._stack([sample[name] for sample in samples]) for name in first}
-        samples = [sample.detach() for sample in samples]
+            return {name: self.stack([x[name] for x in inputs], size) for name in first}
+        samples = [x.detach() for x in (*inputs, *[inputs[-1]] * (size - len(inputs)))]
         dtypes = {sample.dtype for sample in samples}
         if len(dtypes) > 1:
             raise InvalidRequest(

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
-from subnetact.device import raise_if_out_of_memory
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import PRECISION, SubnetSpec
-from subnetact.supernet.batches import call_with
+from subnetact.supernet.failure import failure
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 
@@ -159,13 +157,8 @@ def _started(supernet: Supernet, arguments: dict[str, CacheArgument], example: A
         if path in arguments:
             module.register_forward_pre_hook(partial(watch, arguments[path]), with_kwargs=True)
         module.register_forward_pre_hook(partial(note, path))
-    try:
-        with torch.no_grad():
-            call_with(partial(view, use_cache=True), example)
-    except Exception as error:  # Nothing is known then of what runs after a write.
-        raise_if_out_of_memory(error)
-        return {}
-    return started
+    # If it fails, nothing is known of what runs after a write.
+    return started if failure(partial(view, use_cache=True), example) is None else {}
 
 
 def _layer(

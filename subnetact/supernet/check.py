@@ -18,7 +18,7 @@ from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
 from subnetact.supernet.chain import Chain
-from subnetact.supernet.failure import summary
+from subnetact.supernet.failure import failure, summary
 from subnetact.supernet.proof import in_double, outputs_of, prove
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
@@ -101,9 +101,8 @@ def check_precisions(
                 if bool(other.isfinite().all()) and not equal(one, other, LOW_PRECISION):
                     raise InsertError(
                         f"check: {low} differs from the same subnet at float32 by more than half of the "
-                        "largest output; "
-                        "supernet.precision_errors(spec, x) names the layers; leave those with outliers at "
-                        "float32 with enable_precision(..., keep=[name])"
+                        "largest output; supernet.precision_errors(spec, x) names the layers; leave those "
+                        "with outliers at float32 with enable_precision(..., keep=[name])"
                     )
 
 
@@ -164,13 +163,10 @@ def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any)
 def _run_visible(view: nn.Module, x: Any) -> Any:
     """Run a network, on random values in place of zeros if it takes them; return the batch that ran."""
     visible = map_tensors(_visible, x)
-    if any(given is not shown for given, shown in zip(tensors_of(x), tensors_of(visible), strict=True)):
-        try:
-            outputs_of(view, visible)
-            return visible
-        except Exception as error:  # The network takes other numbers only, indices for example.
-            raise_if_out_of_memory(error)
-    outputs_of(view, x)
+    changed = any(given is not shown for given, shown in zip(tensors_of(x), tensors_of(visible), strict=True))
+    if changed and failure(view, visible) is None:
+        return visible
+    outputs_of(view, x)  # Some networks take other numbers only, indices for example.
     return x
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from subnetact.supernet.batches import call_with, map_tensors
 __all__ = ["culprit", "failure", "missing_entry", "summary"]
 
 
-def failure(network: nn.Module, x: Any) -> Exception | None:
+def failure(network: Callable[..., Any], x: Any) -> Exception | None:
     """Run a network on a copy of a batch; return the error that it raises, or None if it runs."""
     try:
         with torch.no_grad():

@@ -70,14 +70,10 @@ class Weights:
         changes, statistics = changes + sum(map(_version, own)), statistics + sum(map(_version, norms))
         return Moment(owner, weights, changes, statistics)
 
-    def close(self) -> None:
-        """Note that the supernet moves on to other weights; views that read these ones may still run."""
-        self._last = self.moment()
-
-    def note_change(self) -> None:
-        """Note that these closed weights were changed in place, where views still read them."""
+    def close(self, changed: bool = False) -> None:
+        """Note that the supernet moves on; views may still read these weights, maybe `changed` in place."""
         last = self.moment()
-        self._last = last._replace(changes=last.changes + 1)
+        self._last = last._replace(changes=last.changes + changed)
 
     def note_training(self) -> None:
         """Note that a BatchNorm will write its statistics, which torch does not count."""
@@ -190,12 +186,10 @@ class Generation:
         """Let views be taken again: of the `same` weights in other places, or of others, also `in_place`."""
         with self.lock, self._views.lock:
             supernet, former = self._present(), self.weights
-            former.close()
+            former.close(changed=in_place)
             moment = former.moment()
             if not same:
                 moment = Moment(moment.owner, secrets.token_hex(8), 0, 0)
-            if in_place:
-                former.note_change()
             self.weights = Weights(weights_of(supernet), moment)
             self.number = next(_numbers)
             self._views.clear()
