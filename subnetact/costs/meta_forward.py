@@ -70,8 +70,11 @@ class MetaForward:
     def __init__(self, supernet: Supernet, example: Any) -> None:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
         self._network = copy.deepcopy(supernet.network, {id(t): _empty(t) for t in tensors})
-        _run_chosen_experts(self._network)
         modules = list(self._network.modules())
+        for module in modules:  # Let products in mixtures of experts have shapes that no data decides.
+            choose: Any = getattr(module, "set_experts_implementation", None)
+            if callable(choose):
+                choose("batched_mm")
         held = Counter(storage_id(p) for m in modules for p in m._parameters.values() if p is not None)
         self._tied = {storage for storage, count in held.items() if count > 1}
         self.space = supernet.space
@@ -81,7 +84,7 @@ class MetaForward:
                 f"example: {shown(example)} is no batch with a tensor; give torch.empty(1, 3, 224, 224), for "
                 "example"
             )
-        self.input = map_tensors(_one_input, given)
+        self.input = map_tensors(lambda t: t.new_empty((1, *t.shape[1:]), device="meta"), given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
         self._own_sizes = {module: _own_sizes(module) for module in modules}
         self._first: dict[nn.Module | None, tuple[nn.Module, str]] = {}
@@ -280,18 +283,6 @@ def _signature(value: Any) -> Hashable:
 
 def _alias(tensor: Tensor) -> Tensor:
     return torch.Tensor._make_subclass(torch.Tensor, tensor)
-
-
-def _one_input(batch: Tensor) -> Tensor:
-    return torch.empty((1, *batch.shape[1:]), dtype=batch.dtype, device="meta")
-
-
-def _run_chosen_experts(network: nn.Module) -> None:
-    """Let mixtures of experts compute with products whose shapes do not depend on the data."""
-    for module in network.modules():
-        choose: Any = getattr(module, "set_experts_implementation", None)
-        if callable(choose):
-            choose("batched_mm")
 
 
 def _empty(tensor: Tensor) -> Tensor:

@@ -68,16 +68,13 @@ def can_pack_linear(module: Any) -> bool:
         and isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
         and not has_hooks(module)
-        and all(map(_packable, module._parameters.values()))
+        and all(
+            p is None or (p.device.type == "cpu" and p.dtype == torch.float32 and p.layout == torch.strided)
+            for p in module._parameters.values()
+        )
         and module.weight.numel() >= SMALLEST_WEIGHT_ELEMENTS
         and (packing_pays() or min(module.weight.shape) >= SMALLEST_WIDTH)
     )
-
-
-def _packable(tensor: Tensor | None) -> bool:
-    if tensor is None:
-        return True
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.layout == torch.strided
 
 
 class PackedLinear(nn.Module):

@@ -68,7 +68,13 @@ class TracedModel:
     """The graph of a model's forward, with the relations between its tensors."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        kirigami = _package()
+        try:
+            import torch_kirigami as kirigami
+        except ImportError as error:
+            raise MissingExtra(
+                "finding what can be elastic needs torch-kirigami; pip install 'subnetact[auto]', or "
+                "describe the model by hand"
+            ) from error
         self._span = kirigami.IndexSet.span
         try:
             with _few_regions(), warnings.catch_warnings():
@@ -194,7 +200,8 @@ class TracedModel:
         """Return module and part of the operator -> the operator, and what goes of the part."""
         for diagnostic in impact.diagnostics:
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
-                raise _Refused(_reason(diagnostic))
+                where = f" at {diagnostic.node}" if diagnostic.node else ""
+                raise _Refused(f"the analysis cannot see through the model{where}: {diagnostic.message}")
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
             raise _Refused("its outputs are inputs or outputs of the model")
         for requirement in impact.requirements:
@@ -253,16 +260,15 @@ class TracedModel:
         return unit
 
     def _members(
-        self,
-        path: str,
-        part: str,
-        kind: type[Operator],
-        runs: _Runs,
-        kept: int,
-        full: int,
+        self, path: str, part: str, kind: type[Operator], runs: _Runs, kept: int, full: int
     ) -> Iterator[Member]:
         """Yield the members that keep a prefix of each of their segments."""
-        length = self._length(path, part, kind)
+        try:
+            made = kind(self._modules[path], path, {part: 0})
+            made.check()
+            length = made.full(part)
+        except InsertError as error:
+            raise _Refused(str(error)) from None
         if len(runs) > MOST_SEGMENTS:
             raise _Refused(f"the channels of {path} are interleaved")
         end = 0
@@ -295,14 +301,6 @@ class TracedModel:
             for value in (*node.args[1:], *node.kwargs.values()):
                 if isinstance(value, _Attribute) and value == full:
                     yield Member(value.path, value.name, ElasticAttribute)
-
-    def _length(self, path: str, part: str, kind: type[Operator]) -> int:
-        try:
-            made = kind(self._modules[path], path, {part: 0})
-            made.check()
-            return made.full(part)
-        except InsertError as error:
-            raise _Refused(str(error)) from None
 
 
 class _Attribute(int):
@@ -374,11 +372,6 @@ def _kind(modules: Mapping[str, nn.Module], members: Sequence[Member]) -> str:
     return "ffn" if linear and sum(m.part == "out" for m in members) <= 2 else "width"
 
 
-def _reason(diagnostic: Any) -> str:
-    where = f" at {diagnostic.node}" if diagnostic.node else ""
-    return f"the analysis cannot see through the model{where}: {diagnostic.message}"
-
-
 def _why(error: BaseException) -> str:
     if type(error).__name__ == "StaleGraphError":
         return "its forward changes attributes of the model, a counter for example"
@@ -386,17 +379,6 @@ def _why(error: BaseException) -> str:
 
 
 # -- the package ------------------------------------------------------------------------------------
-
-
-def _package() -> Any:
-    try:
-        import torch_kirigami
-    except ImportError as error:
-        raise MissingExtra(
-            "finding what can be elastic needs torch-kirigami; pip install 'subnetact[auto]', or describe "
-            "the model by hand"
-        ) from error
-    return torch_kirigami
 
 
 _TURN = threading.RLock()

@@ -36,10 +36,7 @@ concatenated, as in a dense block. ffn: the neurons between linear layers. heads
 """
 
 FORMAT = DocumentFormat(
-    noun="a description of an elastic model",
-    kind="subnetact.description",
-    schema=1,
-    next_step="write one with Description.to_json",
+    "a description of an elastic model", "subnetact.description", 1, "write one with Description.to_json"
 )
 
 

@@ -117,21 +117,17 @@ class Proof:
         if finding is None:
             return None
         if finding.kind in ("differs", "foreign") and not self._exact:
-            self._use_double()
+            self._exact = True  # Disturbed networks amplify rounding: go on in double precision if it runs.
+            double = in_double(self._disturbed, self.largest, self.x)
+            if double is not None:
+                self._disturbed, self.x, _ = double
+                self._spare = private_copy(self._disturbed)
             return self._wrong(spec, located)
         if finding.kind == "differs" and located:
             exact = prove(*trial, modules=True)
             where = exact if exact is not None and exact.kind == "differs" else finding
             return f"{_FAULTS['differs']}, first at {where.why}"
         return _FAULTS[finding.kind].format(why=finding.why)
-
-    def _use_double(self) -> None:
-        """Go on in double precision if the network can: disturbed networks amplify rounding."""
-        self._exact = True
-        double = in_double(self._disturbed, self.largest, self.x)
-        if double is not None:
-            self._disturbed, self.x, _ = double
-            self._spare = private_copy(self._disturbed)
 
 
 def disturbed_copy(network: nn.Module) -> nn.Module:

@@ -178,7 +178,14 @@ def insert_(
     example = as_batch(example)
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
         _check_model(model, by_hand=True)
-        return guard_caches_(_checked(put_operators_(model, description, elastic), example), example)
+        supernet = put_operators_(model, description, elastic)
+        try:
+            if example is not None:
+                supernet.check(example)
+        except SubnetActError:
+            supernet.remove()  # This gives the model back.
+            raise
+        return guard_caches_(supernet, example)
     if "proof" in options:
         raise InsertError("proof: insert_ tries every description; give the option to describe")
     if description is None and example is not None:
@@ -321,17 +328,6 @@ def _proved(
             description = description.without(name, why)
         if not description.slots:
             raise InsertError(_nothing(model, description))
-
-
-def _checked(supernet: Supernet, example: Any) -> Supernet:
-    """Return the supernet if `Supernet.check` finds nothing wrong; otherwise give the model back."""
-    if example is not None:
-        try:
-            supernet.check(example)
-        except SubnetActError:
-            supernet.remove()
-            raise
-    return supernet
 
 
 # -- bad input --------------------------------------------------------------------------------------

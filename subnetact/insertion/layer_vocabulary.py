@@ -29,14 +29,8 @@ __all__ = [
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 NEURONS = (
-    "intermediate_size",
-    "ffn_dim",
-    "n_inner",
-    "hidden_dim",
-    "d_ff",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-)
+    "intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"
+)  # fmt: skip
 """Fields of configurations that state numbers of heads, and of neurons."""
 
 SKIPPED = ("attention", "mlp")

@@ -103,7 +103,9 @@ def reorder_(
     unknown = sorted(str(name) for name in set(dimensions or ()) - set(known))
     if unknown:
         raise SpecError(f"reorder_: no dimensions {', '.join(unknown)}; choose from {', '.join(known[:20])}")
-    labelled = _labelled(batches)
+    given: Any = [] if batches is None else batches
+    pairs = given if isinstance(given, Iterable) else [given]
+    labelled = [as_pair(batch, "reorder_") for batch in pairs]
     if measure is MEASURES["taylor"] and not labelled:
         raise SpecError('reorder_: importance="taylor" needs batches, pairs (inputs, labels); got none')
     if example is None and not labelled:
@@ -127,13 +129,6 @@ def reorder_(
             stacklevel=3,  # past the decorator
         )
     return ReorderReport({g.name: g.units for g in orders}, kept, dropped)
-
-
-def _labelled(batches: Any) -> list[tuple[Any, Any]]:
-    given: list[Any] = (
-        list(batches) if isinstance(batches, Iterable) else [] if batches is None else [batches]
-    )
-    return [as_pair(batch, "reorder_") for batch in given]
 
 
 def _measure(importance: str | Measure) -> Measure:

@@ -25,17 +25,7 @@ from subnetact.supernet.elementwise import ADDITIONS
 
 __all__ = ["block_influences", "broken_chains", "skippable_blocks", "stages_of"]
 
-TRANSPARENT_FUNCTIONS = (
-    F.relu,
-    torch.relu,
-    F.gelu,
-    F.silu,
-    F.dropout,
-    F.layer_norm,
-    "relu",
-    "relu_",
-    "clone",
-)
+TRANSPARENT_CALLS = (F.relu, torch.relu, F.gelu, F.silu, F.dropout, F.layer_norm, "relu", "relu_", "clone")
 """What may lie on the way from the input of a block to its output, beside additions and some layers."""
 
 
@@ -149,4 +139,4 @@ def _transparent(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
         module = modules.get(str(node.target))
         return module is not None and (traits_of(module).transparent or type(module).__name__ == "DropPath")
     target: str | Callable[..., Any] = node.target
-    return target in TRANSPARENT_FUNCTIONS
+    return target in TRANSPARENT_CALLS

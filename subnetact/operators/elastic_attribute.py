@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
-
-from torch import nn
 
 from subnetact.operators.base import Operator
 
@@ -28,15 +25,9 @@ class ElasticAttribute(Operator):
         >>> ElasticAttribute.on(num_heads="block0.heads", gamma="block0.width")
     """
 
-    def __init__(
-        self,
-        template: nn.Module,
-        path: str,
-        dims: Mapping[str, int],
-        segments: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
-        super().__init__(template, path, dims, segments)
-        whole = (part for part in dims if part.rpartition(".")[0] not in self.segments)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        whole = (part for part in self.dims if part.rpartition(".")[0] not in self.segments)
         self.parts = (*self.segments, *whole)
 
     def check(self) -> None:

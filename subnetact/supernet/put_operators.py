@@ -32,7 +32,8 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
         if path not in modules:
             close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
             raise InsertError(f"the network has no module {path!r}; did you mean {', '.join(close)}?")
-        if _computed(modules[path]):
+        weight = getattr(modules[path], "weight", None)
+        if isinstance(weight, Tensor) and "weight" not in modules[path]._parameters:
             raise InsertError(
                 f"{path}: its weight is computed from other parameters (a parametrization, pruning, or a "
                 "weight or spectral norm); make it permanent first, with remove_parametrizations or "
@@ -99,8 +100,3 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
                 f"the module only {operator.length(part)}"
             )
     return operator
-
-
-def _computed(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and "weight" not in module._parameters
