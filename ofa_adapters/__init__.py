@@ -13,11 +13,4 @@ elastic, and how upstream's names map to ours. Errors are those of `subnetact.er
 from ofa_adapters.features import Features
 from ofa_adapters.registry import encode, families, identify, language_models, load
 
-__all__ = [
-    "Features",
-    "encode",
-    "families",
-    "identify",
-    "language_models",
-    "load",
-]
+__all__ = ["Features", "encode", "families", "identify", "language_models", "load"]

@@ -46,25 +46,25 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            88    44     37
-    files            448    59      0
+    files            441    59      0
     device           109     9      7
     command           34     3      5
     comparison        74     4      9
     spec              78    34      6
-    space            366   160      6
-    operators       1600   570     18
-    supernet        2039   536      5
-    insertion       3022   643     11
-    ofa_adapters    2314   387      6
+    space            359   160      6
+    operators       1593   567     18
+    supernet        2018   535      5
+    insertion       2976   641     11
+    ofa_adapters    2294   387      6
     digits           138    18      7
     training         163    57      1
-    calibration      743   148      1
+    calibration      740   148      1
     latency          502   224      5
-    engine          2463   646      5
+    engine          2445   646      5
     workers         1057   128      0
-    costs            298    66      4
+    costs            294    65      4
     nas              712   199      6
-    profile         1366   237      1
+    profile         1357   237      1
     serving         7944  3798     76
     generation      1544   592     11
     export          1113   305      6
@@ -74,7 +74,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           2693   910      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            33258 10734    247
+    all            33116 10727    247
 
 The README has a glossary of the words that are used here.
 """

@@ -19,14 +19,7 @@ import numpy as np
 from subnetact.errors import ForeignSpec, IllegalChoice, SpecError
 from subnetact.spec import FLOAT32, PRECISION, PRECISIONS, SubnetSpec, Value, shown
 
-__all__ = [
-    "Axis",
-    "SizeRow",
-    "Slot",
-    "SubnetSpace",
-    "UsedWhen",
-    "make_divisible",
-]
+__all__ = ["Axis", "SizeRow", "Slot", "SubnetSpace", "UsedWhen", "make_divisible"]
 
 SizeRow: TypeAlias = tuple[int, ...]
 """The size row of a subnet: one size per dimension, in the order of `SubnetSpace.dimensions`."""

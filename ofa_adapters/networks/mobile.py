@@ -15,15 +15,7 @@ from subnetact.operators import Elastic, ElasticKernel, KernelConv2d, LayerSelec
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
 
-__all__ = [
-    "NAMES",
-    "Activation",
-    "MBConv",
-    "MobileLayout",
-    "MobileNet",
-    "MobileStage",
-    "mbconv_elastic",
-]
+__all__ = ["NAMES", "Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage", "mbconv_elastic"]
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, ElasticAttribute, LayerNormSlice, Segments, WeightSlice
 
-__all__ = [
-    "HEAD_FEATURES",
-    "TransformerBlock",
-    "VisionTransformer",
-    "transformer_elastic",
-]
+__all__ = ["HEAD_FEATURES", "TransformerBlock", "VisionTransformer", "transformer_elastic"]
 
 HEAD_FEATURES = 64
 

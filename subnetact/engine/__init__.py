@@ -24,10 +24,4 @@ from subnetact.engine.fusion_plan import PinResult
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.engine.stats import EngineStats
 
-__all__ = [
-    "Engine",
-    "EngineConfig",
-    "EngineStats",
-    "PinResult",
-    "ReadySubnet",
-]
+__all__ = ["Engine", "EngineConfig", "EngineStats", "PinResult", "ReadySubnet"]

@@ -18,14 +18,7 @@ from typing import Any, TypeVar
 from subnetact.errors import FileFormatError, MissingFile, SubnetActError
 from subnetact.files.atomic import one_version, read_regular, replacing, replacing_folder, require_regular
 
-__all__ = [
-    "DocumentFormat",
-    "FolderFormat",
-    "checksum",
-    "described",
-    "parse_json",
-    "write_json",
-]
+__all__ = ["DocumentFormat", "FolderFormat", "checksum", "described", "parse_json", "write_json"]
 
 Result = TypeVar("Result")
 

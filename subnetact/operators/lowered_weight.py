@@ -18,9 +18,6 @@ These convolutions stay float32: grouped, depthwise and transposed ones, 1d and 
 anything but zeros or with a forward of their own (`WeightSlice.low_mixin`), the first layer of a network and
 the last one, unless `last=True`, what `keep=` names, what its parent reads, modules with further parameters
 (`supernet/precision.py`), and everything in training mode.
-
-On a CPU, activations are quantised and products scaled back few rows at a time, so that what is written stays
-in the cache; for large inputs this takes a fifth of the time.
 """
 
 from __future__ import annotations
@@ -53,7 +50,8 @@ FLOAT_BITS = PRECISIONS[FLOAT32]
 SMALLEST_SCALE = 1e-30
 """The scale of rows and channels of zeros."""
 CHUNK = 2**17
-"""Numbers that are quantised, or scaled back, at a time."""
+"""Numbers that are quantised, or scaled back, at a time on a CPU; for large inputs, this takes a fifth of the
+time, because what is written stays in the cache."""
 WINDOW_ELEMENTS = 2**22
 """Numbers in the windows of the samples that are convolved at a time, unless one sample has more."""
 

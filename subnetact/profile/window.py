@@ -22,12 +22,7 @@ FEWEST_RUNS = 3
 """The least number of timed runs of a window, however long one of them takes."""
 
 
-def measure(
-    call: Callable[[], Any],
-    device: torch.device,
-    warmup_ms: float,
-    min_time_ms: float,
-) -> Window:
+def measure(call: Callable[[], Any], device: torch.device, warmup_ms: float, min_time_ms: float) -> Window:
     """Time a call for `min_time_ms` after an untimed `warmup_ms`; the host waits after every run."""
     cuda = device.type == "cuda"
     start = time.perf_counter()
@@ -40,20 +35,16 @@ def measure(
     on_device: list[float] = []
     begun = time.perf_counter()
     while len(host) < FEWEST_RUNS or (time.perf_counter() - begun) * 1e3 < min_time_ms:
-        if cuda:
-            first, last = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            )
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         start = time.perf_counter()
         if cuda:
-            first.record()
+            events[0].record()
         call()
         if cuda:
-            last.record()
+            events[1].record()
         synchronize(device)
         host.append((time.perf_counter() - start) * 1e3)
         if cuda:
-            on_device.append(first.elapsed_time(last))
+            on_device.append(events[0].elapsed_time(events[1]))
     taken = {"host_ms": np.array(host)}
     return {**taken, "device_ms": np.array(on_device)} if cuda else taken

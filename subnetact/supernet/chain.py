@@ -28,13 +28,7 @@ class Chain:
                 self._handles.append(layer.register_forward_hook(note, with_kwargs=True))
 
     def _note(
-        self,
-        name: str,
-        first: str,
-        _: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
+        self, name: str, first: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         self._given[name] = args[0] if args else kwargs.get(first, next(iter(kwargs.values()), None))
         self._returned[name] = output

@@ -15,13 +15,7 @@ from subnetact.operators.outside_modes import outside_modes
 from subnetact.space import SizeRow
 from subnetact.supernet.bind import bind, operators_in, private_buffers
 
-__all__ = [
-    "fill_unused_",
-    "masked_reference",
-    "private_copy",
-    "shared_view",
-    "structure_copy",
-]
+__all__ = ["fill_unused_", "masked_reference", "private_copy", "shared_view", "structure_copy"]
 
 
 def private_copy(network: nn.Module) -> nn.Module:
