@@ -5,7 +5,7 @@ its operators and those of its submodules follow, and the shapes of its inputs. 
 call are remembered by both, so that a new subnet runs only the blocks that no earlier subnet had. A module
 that depends on anything else, such as an attribute that another module sets, is counted as in its first call.
 
-A `FlopCounterMode` around one forward pass per subnet counts 9 subnets of OFA-ResNet50 per second, and not
+A `FlopCounterMode` around one forward pass per subnet counts 12 subnets of OFA-ResNet50 per second, and not
 a thousand (`benchmarks/search.py --parts costs`).
 """
 
