@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subnetact.engine.packed_linear import SMALLEST_ONEDNN_PRODUCT
 from subnetact.supernet.elementwise import Elementwise
 
 __all__ = ["ACTIVATIONS", "PackedConv", "can_pack", "packed_once", "plain_conv"]
@@ -17,9 +18,9 @@ __all__ = ["ACTIVATIONS", "PackedConv", "can_pack", "packed_once", "plain_conv"]
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_convolution_pointwise"
 )
-SMALL_PRODUCT, FEW_ROWS = 4 * 10**6, 1024
-"""A 1 x 1 convolution of at most so many multiplications and pixels is a product with the plain weight, which
-takes 0.2 to 0.95 times as long (`benchmarks/linear.py`): a call of oneDNN alone takes 20 us."""
+MOST_PIXELS = 1024
+"""A small product over at most so many pixels is computed with the plain weight of a 1 x 1 convolution, which
+takes 0.3 to 0.85 times as long (`benchmarks/results/linear.json`): a call of oneDNN costs more than that."""
 SHAPES = 64
 """Number of input shapes for which a convolution remembers the layout of its weight."""
 ACTIVATIONS: dict[str, tuple[str, list[float]]] = {
@@ -111,13 +112,12 @@ class PackedConv(nn.Module):
         weight = self._by_shape.get(x.shape)
         if weight is None:
             weight = self._packed(x.shape)
-        if not self._onednn:
-            padding, stride, dilation, groups = self._settings
-            y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
-            y = y if other is None else y.add_(other)
-            return y if self._then is None else self._then(y)
-        if weight.dim() == 2:
-            y = F.linear(x.permute(0, 2, 3, 1), weight, self._bias).permute(0, 3, 1, 2)
+        if not weight.is_mkldnn:
+            if weight.dim() == 2:
+                y = F.linear(x.permute(0, 2, 3, 1), weight, self._bias).permute(0, 3, 1, 2)
+            else:
+                padding, stride, dilation, groups = self._settings
+                y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
             y = y if other is None else y.add_(other)
             return y if self._activate is None else self._activate(y)
         convolve = torch.ops.mkldnn._convolution_pointwise
@@ -140,7 +140,7 @@ class PackedConv(nn.Module):
                 return self._by_shape[shape]
             # A weight in oneDNN's layout for another shape of inputs can be a hundred times slower.
             packed, layout = self._reordered(shape), b""
-            if self._onednn and packed.dim() == 4:
+            if packed.is_mkldnn:
                 layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
             found = self._by_layout.get(layout)
             if found is None:
@@ -166,7 +166,9 @@ class PackedConv(nn.Module):
     def _is_small_product(self, shape: torch.Size) -> bool:
         pixels = shape[0] * shape[2] * shape[3]
         pointwise = self._weight.shape[2:] == (1, 1) and self._settings == ([0, 0], [1, 1], [1, 1], 1)
-        return pointwise and pixels <= FEW_ROWS and pixels * self._weight.numel() <= SMALL_PRODUCT
+        return (
+            pointwise and pixels <= MOST_PIXELS and pixels * self._weight.numel() <= SMALLEST_ONEDNN_PRODUCT
+        )
 
     def _nbytes(self, weight: Tensor) -> int:
         return int(torch.ops.mkldnn._nbytes(weight)) if weight.is_mkldnn else weight.nbytes
