@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -33,6 +34,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         status = NOBODY_READS
         # Python writes what is left when it ends, and would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # The work is done: an interrupt while Python shuts down would end the process by the signal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
 
 

@@ -60,6 +60,13 @@ def test_an_interrupt_ends_a_command_quietly(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (INTERRUPTED, "")
 
 
+def test_an_interrupt_while_python_shuts_down_changes_nothing() -> None:
+    script = PRINTS + "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+    process = started(["-c", script + "run_command(lambda: 0)"])
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
 @pytest.mark.parametrize("module", ["subnetact.simulate", "ofa_adapters"])
 def test_an_interrupt_at_work_leaves_no_traceback(module: str) -> None:
     process = started(["-u", "-m", module])
