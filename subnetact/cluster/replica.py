@@ -19,7 +19,7 @@ from subnetact.errors import DeadlinePassed, FileFormatError, InvalidRequest, Re
 from subnetact.serve.rows import infer_rows
 from subnetact.serve.service import bundle_state, written_over
 from subnetact.serve.source import Source
-from subnetact.serving.live.requests import Decided
+from subnetact.serving.live.answers import Decided
 
 __all__ = ["EngineReplica", "Reply"]
 

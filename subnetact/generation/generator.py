@@ -205,7 +205,7 @@ class Generator:
         self._places = check_count(max_sequences, "max_sequences")
         check_count(step_tokens, "step_tokens")
         self._max_queue = check_count(max_queue, "max_queue")
-        self._drop = expired_rule(expired, None) == "drop"
+        self._drop = expired_rule(expired) == "drop"
         if expired == "defer":
             raise PolicyError("expired: 'defer' is not a rule for generation; choose from drop, serve")
         self._token_ms = self._policy.token_ms

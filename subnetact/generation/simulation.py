@@ -120,7 +120,7 @@ def simulate_generation(
     chooser = StepPolicy(table, token_ms, policy)
     check_count(max_sequences, "max_sequences")
     check_count(step_tokens, "step_tokens")
-    drop = expired_rule(expired, None) == "drop"
+    drop = expired_rule(expired) == "drop"
     trace = deque(sorted(map(_checked, prompts), key=lambda one: one.arrival_ms))
     asked, in_time, accuracy, dropped, steps = sum(one.answer for one in trace), 0, 0.0, 0, 0
     waiting: list[tuple[float, int, _Sequence]] = []

@@ -15,11 +15,13 @@ Which folder answers which question (each imports only from those above it):
 * `tenants/`: `TenantBatcher`, several supernets that share workers.
 """
 
-from subnetact.serving.live.batcher import Answer, Batcher, BatcherStats, Decided, Runner
+from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
+from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.corrections import Corrections, CorrectionsSnapshot
 from subnetact.serving.live.histograms import HistogramSnapshot
 from subnetact.serving.live.prometheus import Collector
-from subnetact.serving.live.requests import AnswerFuture
+from subnetact.serving.live.runner import Runner
+from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.estimate import PipelineEstimate, StageEstimate, estimate_pipeline
 from subnetact.serving.pipelines.model import PipelineModel, StageChoice, StageModel
 from subnetact.serving.pipelines.pipeline import Pipeline, PipelineStats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import threading
 import time
@@ -13,43 +12,34 @@ from functools import partial
 from math import isfinite
 from numbers import Real
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from subnetact.errors import (
-    BatcherClosed,
-    InvalidRequest,
-    PolicyError,
-    ProfileMismatch,
-)
+from subnetact.errors import BatcherClosed, PolicyError, ProfileMismatch
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.core import Core
+from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
+from subnetact.serving.live.driver import Driver, SharedWorkers
+from subnetact.serving.live.learner import Learner
 from subnetact.serving.live.prometheus import Collector
-from subnetact.serving.live.requests import (
-    Answer,
-    AnswerFuture,
-    Decided,
-    Runner,
-    settle,
-)
+from subnetact.serving.live.runner import Runner, check_runner, close_all, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
-from subnetact.serving.live.turns import WorkerTurns
-from subnetact.serving.live.workers import Workers
 from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import (
     check_count,
-    check_deadline,
     check_policy,
     check_positive,
-    check_request_number,
     check_time,
     expired_rule,
 )
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.scheduling.queue import NO_FLOOR
+from subnetact.serving.scheduling.request import Ask, AskOptions
+from subnetact.serving.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
 
@@ -118,9 +108,8 @@ class Batcher:
         shares: how the clients named by `submit(..., client=...)` share the workers' time and the queue, so
             that none takes the service from the others. If None, the most urgent request runs first,
             whoever sent it.
-        turns: what decides which of several batchers a worker serves next, and this one's name there, as
-            `TenantBatcher` gives them. If None, the workers are its own.
-        hopeless: former name of `expired`.
+        shared: the workers that several batchers use in turns, and this one's name there, as `TenantBatcher`
+            gives them. If None, the workers are its own.
 
     Raises:
         ProfileMismatch: The table is of other subnets, or of another supernet, than the engine.
@@ -155,8 +144,7 @@ class Batcher:
         shares: FairShares | None = None,
         process: bool | str = False,
         spares: int = 1,
-        turns: tuple[WorkerTurns, str] | None = None,
-        hopeless: str | None = None,
+        shared: tuple[SharedWorkers, str] | None = None,
     ) -> None:
         in_processes = _in_processes(process, spares)
         tables = _tables(table)
@@ -172,7 +160,7 @@ class Batcher:
                     f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
                 )
         slo_ms = check_time(slo_ms, "slo_ms")
-        expired = expired_rule(expired, hopeless)
+        expired = expired_rule(expired)
         tables = tables or [policy.table]
         table = tables[-1]
         for one in tables:
@@ -181,12 +169,10 @@ class Batcher:
                     "table: the policy was made for other subnets or batch sizes; make it from this table"
                 )
         check_count(max_queue, "max_queue")
-        engines = _engine_per_worker(engine, workers)
-        for runner in engines:
-            for one in tables:
-                _check_runner(runner, one, None if in_processes else threads_per_worker, check_finite)
-            _check_shapes(runner, tables)
-            _check_preemption(runner, policy, in_processes)
+        runners = runner_per_worker(engine, workers)
+        threads = None if in_processes else threads_per_worker
+        for runner in runners:
+            check_runner(runner, tables, policy, threads, finite=check_finite, in_processes=in_processes)
         if threads_per_worker is not None:
             check_count(threads_per_worker, "threads_per_worker")
         if watchdog_ms is not None:
@@ -196,7 +182,7 @@ class Batcher:
         for name, function in (("on_decision", on_decision), ("clock_ms", clock_ms)):
             if function is not None and not callable(function):
                 raise PolicyError(f"{name}: {function!r} is no function")
-        check: Any = engines[0].check
+        check: Any = runners[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self._accuracy = dict(enumerate(table.accuracy))
         self._floors = Floors(table)
@@ -204,56 +190,52 @@ class Batcher:
         now: Any = clock_ms()
         if not isinstance(now, Real) or not isfinite(now):
             raise PolicyError(f"clock_ms: must return the time in ms as a finite number, got {now!r}")
-        self._core = Core(
+        scheduler = Scheduler(
             policy,
             tables,
-            workers=len(engines),
-            max_queue=max_queue,
-            expired=expired,
+            workers=len(runners),
             slo_ms=slo_ms,
-            clock_ms=clock_ms,
+            expired=expired,
+            max_queue=max_queue,
             watchdog_ms=watchdog_ms,
-            learn=learn,
-            shape_of=getattr(engines[0], "shape_of", None),
             shares=shares,
             is_there=self._is_there if in_processes else None,
         )
         self._log: DecisionLog | None = None
         if decision_log is not None:
-            facts = {"workers": len(engines), "expired": expired, "slo_ms": slo_ms}
+            facts = {"workers": len(runners), "expired": expired, "slo_ms": slo_ms}
             header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
-            self._log = self._core.outcomes.log = DecisionLog(decision_log, header, clock_ms())
-        self._admit = self._core.admit
-        self._forked = False
-        _batchers.add(self)
+            self._log = DecisionLog(decision_log, header, clock_ms())
         pools: list[Any] = []
-        self._runners: Sequence[Any] = engines
+        self._runners: Sequence[Any] = runners
         if in_processes:
             sizes = sorted({size for one in tables for size in one.batch_sizes})
             try:
-                self._runners = _open_processes(engines, pools, threads_per_worker, sizes, spares)
+                self._runners = open_processes(runners, pools, threads_per_worker, sizes, spares)
             except BaseException:
                 if self._log is not None:
                     self._log.close()
                 raise
-        self._workers = Workers(
-            self._core,
+        self._driver = Driver(
+            scheduler,
             self._runners,
-            on_decision,
-            threads_per_worker,
-            self._log,
-            partial(_close_all, pools),
-            turns,
+            lambda lock: Learner(tables, scheduler.dispatcher, lock, clock_ms, learn),
+            table.known_accuracy(),
+            clock_ms=clock_ms,
+            max_queue=max_queue,
+            shape_of=getattr(runners[0], "shape_of", None),
+            shapes=len(tables),
+            on_decision=on_decision,
+            threads=threads_per_worker,
+            log=self._log,
+            on_end=partial(close_all, pools),
+            shared=shared,
         )
+        self._forked = False
+        _batchers.add(self)
+        self._driver.start()
 
-    def submit(
-        self,
-        x: Any,
-        deadline_ms: float,
-        min_accuracy: float | None = None,
-        priority: int | None = None,
-        client: str = "",
-    ) -> AnswerFuture:
+    def submit(self, x: Any, deadline_ms: float, **options: Unpack[AskOptions]) -> AnswerFuture:
         """Queue one input, from any thread.
 
         Cancelling the future withdraws the request: it leaves the queue, or its answer is discarded if it
@@ -264,12 +246,9 @@ class Batcher:
                 if its memory is overwritten before the answer arrives, the answer is to the new values. Give
                 `x.clone()` of a buffer that is filled again and again.
             deadline_ms: time that the request is given from now, in ms; 1e12 ms at most, more counts as that.
-            min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any
-                subnet may answer.
-            priority: a whole number, the higher the more important; 0 if None. The queue is ordered by
-                deadline alone. Only if not all deadlines can be met, requests of lower priority expire first
-                (with `expired="serve"`, priority has no effect).
-            client: name of the client; only matters if the batcher was opened with `shares`.
+            options: `min_accuracy`, the minimum profiled accuracy, in percent, of the subnet that answers;
+                `priority`, a whole number, the higher the more important; `client`, a name that matters if
+                the batcher was opened with `shares`. See `AskOptions`.
 
         Returns:
             A future of the `Answer`. Its exception is `DeadlinePassed` if the request expired, `BatchFailed`
@@ -282,29 +261,19 @@ class Batcher:
             QueueFull: `max_queue` requests wait already, or the client has its share of them.
             BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
-        deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority, client)
+        ask = self._checked(x, deadline_ms, options)
         future = AnswerFuture()
-        request = self._admit(x, deadline_ms, floor, priority or 0, future, None, client)
-        future.on_cancel(partial(self._core.withdraw, request))
+        request = self._driver.admit(x, ask, future, None)
+        future.on_cancel(partial(self._driver.withdraw, request))
         return future
 
-    async def infer(
-        self,
-        x: Any,
-        deadline_ms: float,
-        min_accuracy: float | None = None,
-        priority: int | None = None,
-        client: str = "",
-    ) -> Answer:
+    async def infer(self, x: Any, deadline_ms: float, **options: Unpack[AskOptions]) -> Answer:
         """Queue one input and wait for its answer. Cancelling the call withdraws the request.
 
         Args:
-            x: one input, without a batch dimension, as the engine's `check` accepts it. It is not copied, as
-                in `submit`.
+            x: one input, as in `submit`.
             deadline_ms: time that the request is given from now, in ms.
-            min_accuracy: minimum profiled accuracy of the answering subnet, in percent, as in `submit`.
-            priority: as in `submit`.
-            client: as in `submit`.
+            options: as in `submit`.
 
         Returns:
             The answer.
@@ -318,13 +287,13 @@ class Batcher:
             BatcherClosed: The batcher is closed or draining, or was closed before the request ran.
         """
         loop = asyncio.get_running_loop()
-        deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority, client)
+        ask = self._checked(x, deadline_ms, options)
         future: asyncio.Future[Answer] = loop.create_future()
-        request = self._admit(x, deadline_ms, floor, priority or 0, future, loop, client)
+        request = self._driver.admit(x, ask, future, loop)
         try:
             return await future
         except asyncio.CancelledError:
-            self._core.withdraw(request)
+            self._driver.withdraw(request)
             raise
 
     def stats(self) -> BatcherStats:
@@ -334,7 +303,7 @@ class Batcher:
             BatcherClosed: This process was forked from the batcher's.
         """
         self._check_process()
-        return self._core.stats()
+        return self._driver.stats()
 
     def prometheus(self) -> str:
         """Return the snapshot in Prometheus' text format, for a `/metrics` endpoint.
@@ -354,7 +323,7 @@ class Batcher:
     @property
     def corrections(self) -> Corrections:
         """The corrections of the table that were learned on this machine; they can be saved and loaded."""
-        return self._core.learner.corrections
+        return self._driver.learner.corrections
 
     def replan(self) -> bool:
         """Plan at once with what was learned so far, for example after `corrections.load(path)`.
@@ -367,7 +336,7 @@ class Batcher:
             the batcher has just done so by itself; `stats().replanned` counts both.
         """
         self._check_process()
-        return self._core.replan(at_once=True)
+        return self._driver.replan(at_once=True)
 
     def resize(self, workers: int) -> None:
         """Let fewer or more of the worker threads take batches, for example as a `Tuner` asks.
@@ -382,10 +351,10 @@ class Batcher:
             BatcherClosed: This process was forked from the batcher's.
         """
         self._check_process()
-        most = self._workers.number
+        most = len(self._runners)
         if check_count(workers, "workers") > most:
             raise PolicyError(f"workers: {workers} are more than the {most} that the batcher was opened with")
-        self._core.assign(range(workers))
+        self._driver.assign(range(workers))
 
     def assign(self, workers: Collection[int]) -> None:
         """Let only certain workers take batches; the others finish theirs and wait, as in `resize`.
@@ -398,10 +367,10 @@ class Batcher:
             BatcherClosed: This process was forked from the batcher's.
         """
         self._check_process()
-        unknown = [worker for worker in workers if worker not in range(self._workers.number)]
+        unknown = [worker for worker in workers if worker not in range(len(self._runners))]
         if unknown:
-            raise PolicyError(f"workers: {unknown[0]!r} is none; they are 0 to {self._workers.number - 1}")
-        self._core.assign(workers)
+            raise PolicyError(f"workers: {unknown[0]!r} is none; they are 0 to {len(self._runners) - 1}")
+        self._driver.assign(workers)
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -411,7 +380,7 @@ class Batcher:
     @property
     def closing(self) -> bool:
         """Whether new requests are refused because `drain` or `close` was called."""
-        return self._core.closing
+        return self._driver.scheduler.closing
 
     def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until every accepted request has its outcome.
@@ -428,8 +397,8 @@ class Batcher:
         """
         if self._forked:
             return False
-        self._core.stop_admitting()
-        return self._core.wait_until_drained(0.0 if self._workers.is_current() else timeout)
+        self._driver.stop_admitting()
+        return self._driver.wait_until_drained(0.0 if self._driver.is_current() else timeout)
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those that wait, and end the threads.
@@ -445,21 +414,16 @@ class Batcher:
         """
         if self._forked:
             return
-        self._core.stop_admitting()
+        self._driver.stop_admitting()
         if not drain:
-            outcomes = self._core.abandon_queue()
-            if outcomes:
-                try:
-                    settle(outcomes)
-                finally:
-                    self._core.delivered()
-        self._workers.join()
+            self._driver.abandon_queue()
+        self._driver.join()
         if self._log is not None:
             self._log.close()
 
     def __enter__(self) -> Batcher:
         self._check_process()
-        if self._core.closing:
+        if self._driver.scheduler.closing:
             raise BatcherClosed("the batcher is closed; open another one")
         return self
 
@@ -482,7 +446,7 @@ class Batcher:
 
     def _is_on_own_thread(self) -> bool:
         """Return whether the caller runs on a thread of the batcher, as callbacks of futures do."""
-        return self._workers.is_current()
+        return self._driver.is_current()
 
     def _check_process(self, *_: Any) -> Any:
         if self._forked:
@@ -496,32 +460,15 @@ class Batcher:
         self._forked = True
         self.__dict__["_checked"] = self._check_process  # `submit` and `infer` call it first
 
-    def _checked(
-        self, x: Any, deadline_ms: float, min_accuracy: float | None, priority: int | None, client: str
-    ) -> tuple[float, float]:
-        """Return the deadline and the floor of a request that can be accepted; refuse the others."""
+    def _checked(self, x: Any, deadline_ms: float, options: AskOptions) -> Ask:
+        """Return what a request that can be accepted asks for; refuse the others."""
         try:
-            deadline_ms = check_deadline(deadline_ms)
-            floor = NO_FLOOR
-            if min_accuracy is not None:
-                asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")
-                if not asked <= self._floors.best:
-                    raise InvalidRequest(
-                        f"min_accuracy: {min_accuracy} % is above the best subnet "
-                        f"({self._floors.best:g} %); ask for less"
-                    )
-                floor = self._floors(asked)
-            if priority is not None and type(priority) is not int:
-                raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
-            if priority is not None and not -(2**63) <= priority < 2**63:
-                raise InvalidRequest("priority: the number has more than 64 bits; give a smaller one")
-            if not isinstance(client, str):
-                raise InvalidRequest(f"client: {client!r} is no name; give a string")
+            ask = Ask.checked(self._floors, deadline_ms, **options)
             self._check(x)
         except BaseException:
-            self._core.count_refused()
+            self._driver.count_refused()
             raise
-        return deadline_ms, floor
+        return ask
 
 
 def _tables(given: Any) -> list[LatencyTable]:
@@ -550,100 +497,6 @@ def _in_processes(process: Any, spares: Any) -> bool:
     return bool(process)
 
 
-def _open_processes(
-    engines: Sequence[Any], pools: list[Any], threads: int | None, batch_sizes: Sequence[int], spares: int
-) -> list[Any]:
-    """Open one pool per distinct engine, and return one runner per worker."""
-    from subnetact.workers.pool import ProcessPool  # It imports torch, which threads do not need.
-
-    runners: list[Any] = []
-    try:
-        for engine in {id(engine): engine for engine in engines}.values():
-            count = sum(one is engine for one in engines)
-            pool = ProcessPool(engine, count, threads=threads, batch_sizes=batch_sizes, spares=spares)
-            pools.append(pool)
-            runners += pool.runners
-    except BaseException:
-        _close_all(pools)
-        raise
-    return runners
-
-
-def _close_all(pools: Iterable[Any]) -> None:
-    for pool in pools:
-        pool.close()
-
-
-def _engine_per_worker(engine: Any, workers: int) -> list[Runner]:
-    check_count(workers, "workers")
-    if isinstance(engine, str | os.PathLike):
-        from subnetact.engine.engine import Engine  # It imports torch.
-
-        engine = Engine.load(engine)
-    if isinstance(engine, (list, tuple)):
-        if not engine:
-            raise PolicyError("engine: an empty list; give one engine, or one per device")
-        if workers not in (1, len(engine)):
-            raise PolicyError(f"workers: {workers} for {len(engine)} engines; each engine is one worker")
-        return list(engine)
-    return [engine] * workers
-
-
-def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite: bool) -> None:
-    if not callable(getattr(engine, "run", None)) or not hasattr(engine, "keys"):
-        raise PolicyError(
-            f"engine: {type(engine).__name__} has no run(...) and keys; give Engine(supernet, specs), an "
-            "ExportedEngine, or a class of your own, see help(subnetact.serving.Runner)"
-        )
-    keys = tuple(engine.keys)
-    if keys != table.subnets:
-        raise ProfileMismatch(_differing_keys(keys, table.subnets))
-    stamped = table.stamp.get("supernet")
-    own = getattr(engine, "fingerprint", stamped)
-    if stamped is not None and own != stamped:
-        raise ProfileMismatch(
-            f"table: measured on supernet {stamped}, the engine's is {own}; profile this engine"
-        )
-    if threads is not None and not callable(getattr(engine, "enter_worker", None)):
-        raise PolicyError(
-            f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add it, or "
-            "leave threads_per_worker out"
-        )
-    if finite:
-        try:
-            inspect.signature(engine.check).bind(None, finite=True)
-        except TypeError as error:
-            raise PolicyError(
-                f"check_finite: {type(engine).__name__}.check(x) takes no `finite`; add it, or leave "
-                "check_finite out"
-            ) from error
-
-
-def _check_shapes(engine: Any, tables: Sequence[LatencyTable]) -> None:
-    served = len(getattr(engine, "samples", [None])) if hasattr(engine, "shape_of") else 1
-    if len(tables) > 1 and len(tables) != served:
-        raise ProfileMismatch(
-            f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or "
-            "one per shape: profile_latency(engine, shape=i)"
-        )
-
-
-def _check_preemption(engine: Any, policy: Policy, in_processes: bool) -> None:
-    if not hasattr(policy, "preempt"):
-        return
-    name = type(policy).__name__
-    if in_processes:
-        raise PolicyError(
-            f"policy: {name} interrupts batches between two blocks, which worker processes run as a whole; "
-            "use threads (process=False), or a policy that does not preempt"
-        )
-    if not callable(getattr(engine, "start", None)):
-        raise PolicyError(
-            f"policy: {name} interrupts batches between two blocks, and {type(engine).__name__} has no "
-            "start(subnet, inputs, batch_size); serve an Engine, or use a policy that does not preempt"
-        )
-
-
 def _note_forks() -> None:
     for batcher in list(_batchers):
         batcher._note_fork()
@@ -668,9 +521,3 @@ def close_elsewhere(batchers: Collection[Batcher], close: Callable[[], None]) ->
     threading.Thread(target=close, name="subnetact-closing", daemon=True).start()
     return True
 
-
-def _differing_keys(engine: Sequence[str], table: Sequence[str]) -> str:
-    for i, (mine, theirs) in enumerate(zip(engine, table, strict=False)):
-        if mine != theirs:
-            return f"table: subnet {i} is {theirs!r}, but the engine's is {mine!r}; profile this engine"
-    return f"table: {len(table)} subnets, but the engine has {len(engine)}; profile this engine"

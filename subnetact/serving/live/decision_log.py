@@ -14,8 +14,7 @@ from typing import Any, TextIO
 
 from subnetact.errors import WriteError
 from subnetact.files.documents import DocumentFormat
-from subnetact.serving.live.batch_job import BatchJob
-from subnetact.serving.live.requests import Request
+from subnetact.serving.scheduling.request import Job, Request
 
 __all__ = ["DECISION_LOG", "DecisionLog"]
 
@@ -75,7 +74,7 @@ class DecisionLog:
                 f"decision_log: {path} cannot be written ({error}); give another file"
             ) from error
 
-    def batch(self, job: BatchJob, requests: Sequence[Request], took_ms: float, met: int) -> None:
+    def batch(self, job: Job, requests: Sequence[Request], took_ms: float, met: int) -> None:
         """Record a part of a job that ran.
 
         Args:
@@ -141,8 +140,8 @@ class DecisionLog:
             "a": [r.accepted_ms - start_ms for r in requests],
             "d": [r.deadline_ms - r.accepted_ms for r in requests],
         }
-        if any(r.floor for r in requests):
-            described["f"] = [r.floor for r in requests]
-        if any(r.priority for r in requests):
-            described["p"] = [r.priority for r in requests]
+        if any(r.ask.floor for r in requests):
+            described["f"] = [r.ask.floor for r in requests]
+        if any(r.ask.priority for r in requests):
+            described["p"] = [r.ask.priority for r in requests]
         return described

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock, RLock
 from typing import Any
@@ -13,10 +12,9 @@ import numpy as np
 
 from subnetact.errors import SubnetActError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.corrections import Corrections
-from subnetact.serving.live.requests import Request
 from subnetact.serving.scheduling.dispatch import Dispatcher
+from subnetact.serving.scheduling.request import Job, Request
 
 __all__ = ["Learner"]
 
@@ -67,15 +65,13 @@ class Learner:
         self._lock = lock
         self._clock_ms = clock_ms
         self._learn = learn
-        self._heard = True  # whether what the policies observe is of use to them
         self._applied = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
-        self._messages: deque[tuple[str, tuple[object, ...], Exception | None]] = deque()
         self._batches = 0
         self._seen = 0, 0
-        self._limits_changed = False
+        self._limits: dict[int, int] = {}  # those that the policy plans with
         self._next_ms = 0.0
 
-    def observe(self, job: BatchJob, took_ms: float) -> None:
+    def observe(self, job: Job, took_ms: float) -> None:
         """Learn from a part of a job that ran. The caller holds the lock.
 
         Args:
@@ -88,40 +84,6 @@ class Learner:
         if own is not self._table:
             took_ms *= float(self._table.latency_ms[job.subnet, column] / own.latency_ms[job.subnet, column])
         self.corrections.observe(job.subnet, job.size, took_ms)
-        observe: Any = getattr(self._dispatcher.policy_of(job.shape), "observe", None)
-        if observe is not None and self._heard:
-            try:
-                observe(job.subnet, job.size, float(self._table.latency_ms[job.subnet, column]), took_ms)
-            except Exception as error:
-                self._messages.append(("the policy's observe(...) raised; it is not called again", (), error))
-                self._heard = False
-
-    def limit(self, subnet: int, size: int, count: int) -> int:
-        """Limit the batch size of a subnet that ran out of memory. The caller holds the lock.
-
-        Args:
-            subnet: id of the subnet.
-            size: the planned batch size of the batch that did not fit.
-            count: number of its requests.
-
-        Returns:
-            The largest batch size of this subnet from now on.
-        """
-        smaller = [b for b in self._table.batch_sizes if b <= size // 2]
-        most = smaller[-1] if smaller else max(1, count // 2)
-        limits = self._dispatcher.limits
-        limits[subnet] = most = min(most, limits.get(subnet, most))
-        self._limits_changed = True
-        message = "subnet %s ran out of memory at batch size %d; it gets %d from now on"
-        self._messages.append((message, (subnet, size, most), None))
-        return most
-
-    def report(self) -> None:
-        """Log the messages that were collected. The caller does not hold the lock: handlers may be slow."""
-        with self._refreshing:
-            while self._messages:
-                text, arguments, error = self._messages.popleft()
-                _log.log(logging.ERROR if error else logging.WARNING, text, *arguments, exc_info=error)
 
     def refresh(self, at_once: bool = False) -> bool:
         """Apply what was learned, if it differs by more than 5 % from what was applied before.
@@ -132,7 +94,6 @@ class Learner:
         Returns:
             Whether the policy and the dispatcher were given other latencies.
         """
-        self.report()
         with self._refreshing:
             return self._refresh(at_once)
 
@@ -142,28 +103,28 @@ class Learner:
             return False
         self._next_ms = started + _LEAST_PAUSE_MS
         learned, dropping = (self._batches, self.corrections.loads), self.dropping
-        self.dropping = False
+        self.dropping, limits = False, dict(self._dispatcher.limits)
         if dropping and learned == self._seen:
             self.corrections.relax()
-        elif learned == self._seen and not self._limits_changed:
+        elif learned == self._seen and limits == self._limits:
             return False
         self._seen = learned
         self.corrections.drift()
-        if not self._learn and not self._limits_changed:
+        if not self._learn and limits == self._limits:
             return False
-        applied = self._apply()
+        applied = self._apply(limits)
         self._next_ms += _PAUSE_OVER_COST * (self._clock_ms() - started)
         return applied
 
-    def _apply(self) -> bool:
+    def _apply(self, limits: dict[int, int]) -> bool:
         now = self.corrections.snapshot()
         ones = np.ones(now.mean.shape)
         ratios = (now.mean, now.planned) if self._learn else (ones, ones)
         logs = np.log(ratios[0]), np.log(ratios[1])
         change = max(float(np.abs(new - old).max()) for new, old in zip(logs, self._applied, strict=True))
-        if change < _LEAST_CHANGE and not self._limits_changed:
+        if change < _LEAST_CHANGE and limits == self._limits:
             return False
-        self._limits_changed = False
+        self._limits = limits
         plans = [self._plan(shape, *ratios) for shape in range(len(self._tables))]
         with self._lock:  # for the exchange only: every client and worker waits for this lock
             for shape, plan in enumerate(plans):

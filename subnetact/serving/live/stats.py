@@ -115,12 +115,10 @@ class BatcherStats:
 
 
 class Counters:
-    """The running counters behind `BatcherStats`, with the same names. The owner holds the lock."""
+    """The counters behind `BatcherStats` that the scheduler does not keep. The owner holds the lock."""
 
     def __init__(self) -> None:
-        self.submitted = self.met = self.late = self.dropped = self.failed = self.cancelled = 0
-        self.closed = self.refused = self.full = self.batches = self.bisected = self.out_of_memory = 0
-        self.hung = self.died = self.revived = self.retried = self.preempted = 0
+        self.met = self.late = self.refused = self.full = 0
         self.accuracy_sum = 0.0
         self.served_by: Counter[int] = Counter()
         self.batch_sizes: Counter[int] = Counter()
@@ -131,18 +129,8 @@ class Counters:
         self.queue_depth = Histogram(COUNTS)
         self.batch = Histogram(COUNTS)
 
-    @property
-    def unfinished(self) -> int:
-        """Number of accepted requests without an outcome."""
-        ended = self.met + self.late + self.dropped + self.failed + self.cancelled + self.closed
-        return self.submitted - ended
-
-    def snapshot(self, **more: Any) -> BatcherStats:
-        """Return a copy of the counters.
-
-        Args:
-            **more: the fields of `BatcherStats` that are not counted here.
-        """
+    def snapshot(self, scheduled: Mapping[str, int], **more: Any) -> BatcherStats:
+        """Return a copy of the counters, with those of the scheduler and the other fields."""
         values: dict[str, Any] = {
             k: v.snapshot() if isinstance(v, Histogram) else v for k, v in vars(self).items()
         }
@@ -150,4 +138,5 @@ class Counters:
         counters: dict[str, Any] = {k: v for k, v in values.items() if k not in histograms}
         counters["served_by"] = dict(sorted(self.served_by.items()))
         counters["batch_sizes"] = dict(sorted(self.batch_sizes.items()))
-        return BatcherStats(**counters, **more, histograms=histograms)
+        counts = {name: count for name, count in scheduled.items() if name != "answered"}
+        return BatcherStats(**counters, **counts, **more, histograms=histograms)

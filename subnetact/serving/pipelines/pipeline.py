@@ -27,7 +27,7 @@ from subnetact.errors import (
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
 from subnetact.serving.live.periodic_call import PeriodicCall
-from subnetact.serving.live.requests import Answer, AnswerFuture
+from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
 from subnetact.serving.pipelines.pipeline_answer import PipelineAnswer, StageTime

@@ -8,7 +8,7 @@ from typing import Any
 
 from subnetact.errors import PipelineError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.requests import Runner
+from subnetact.serving.live.runner import Runner
 from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["FunctionRunner", "Stage"]

@@ -31,20 +31,15 @@ LONGEST_MS = 1e12
 """A longer deadline, more than 31 years, counts as this one, so that sums of times stay finite."""
 
 
-def expired_rule(expired: str, hopeless: str | None = None) -> str:
-    """Return the rule for expired requests.
-
-    Args:
-        expired: `serve`, `drop` or `defer`.
-        hopeless: the former name of that argument; if given, it takes precedence.
+def expired_rule(expired: str) -> str:
+    """Return the rule for expired requests: `serve`, `drop` or `defer`.
 
     Raises:
         PolicyError: there is no such rule.
     """
-    rule = expired if hopeless is None else hopeless
-    if rule not in EXPIRED_RULES:
-        raise PolicyError(f"expired: {rule!r} is not a rule; choose from {', '.join(EXPIRED_RULES)}")
-    return rule
+    if expired not in EXPIRED_RULES:
+        raise PolicyError(f"expired: {expired!r} is not a rule; choose from {', '.join(EXPIRED_RULES)}")
+    return expired
 
 
 def unreachable(min_accuracy: float, best: float) -> PolicyError:

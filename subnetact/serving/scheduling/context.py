@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.queue import EDFQueue
 
-__all__ = ["ArrivalMeter", "Context", "Policy"]
+__all__ = ["ArrivalMeter", "Context", "Policy", "RunningBatch"]
 
 Choice = tuple[int, int]
 
@@ -87,6 +87,26 @@ class ArrivalMeter:
     def _trim(self) -> None:
         del self._times[: bisect_left(self._times, self._times[-1] - self._horizon_ms)]
         self._limit = max(8192, 2 * len(self._times))
+
+
+class RunningBatch(NamedTuple):
+    """A batch that runs on a worker, as `Flex.preempt` sees it.
+
+    Attributes:
+        worker: index of the worker.
+        subnet: index of the subnet.
+        k: number of requests in the batch.
+        started_ms: when the batch started.
+        free_at_ms: when the batch is expected to end.
+        deadlines_ms: the deadlines of its requests.
+    """
+
+    worker: int
+    subnet: int
+    k: int
+    started_ms: float
+    free_at_ms: float
+    deadlines_ms: Sequence[float] = ()
 
 
 class Context:

@@ -1,52 +1,55 @@
-"""The event loop of `simulate`: arrivals, workers, and what is counted."""
+"""The event loop of `simulate`: a heap of arrivals and of steps that end, around the scheduler."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from subnetact.errors import PolicyError
-from subnetact.serving.policies.running_batch import RunningBatch
-from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
+from subnetact.errors import PolicyError, WorkerDied
+from subnetact.serving.scheduling.request import Job, Request
+from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
 from subnetact.serving.simulation.scenario import Scenario, WorkerEvent
 
-__all__ = ["EventLoop", "Running"]
+__all__ = ["EventLoop"]
 
 _CHUNK = 32768
 _LEAST_FACTOR = 0.1
 
 
-class Running(NamedTuple):
-    """A batch that runs on a worker.
+class _Run:
+    """A job on a worker, which runs in `steps` steps.
 
     Attributes:
-        serial: number of the batch, which distinguishes it from earlier batches of the same worker.
-        batch: the batch.
-        start_ms: when the batch started, or went on after it was suspended.
-        finish_ms: when the batch ends.
-        began_ms: when the batch started first; None if it was not suspended.
-        ran_ms: how long it ran before it was suspended, ms.
+        job: the job.
+        start_ms: when it started, or went on after it was suspended.
+        finish_ms: when it ends.
+        steps: number of its steps; between two of them another job may go first.
+        done: how many of them have ended.
+        step_ms: length of a step, ms.
+        began_ms: when it started first.
     """
 
-    serial: int
-    batch: Batch
-    start_ms: float
-    finish_ms: float
-    began_ms: float | None = None
-    ran_ms: float = 0.0
+    __slots__ = ("began_ms", "done", "finish_ms", "job", "start_ms", "step_ms", "steps")
+
+    def __init__(self, job: Job, now_ms: float, took_ms: float, steps: float) -> None:
+        self.job, self.steps, self.done = job, steps, 0
+        self.start_ms = self.began_ms = now_ms
+        self.finish_ms = now_ms + took_ms
+        self.step_ms = took_ms / steps
 
 
 class EventLoop:
     """One simulation.
 
-    Time advances only when no idle worker has anything to serve. Requests are numbered by arrival.
+    Time advances only when no idle worker has anything to serve. Requests are numbered by arrival. A job of a
+    policy that preempts runs in steps of layer blocks; after each of them the scheduler may let an urgent job
+    go first, and the suspended one goes on afterwards on the same worker.
 
     Args:
         scenario: the input.
@@ -55,12 +58,7 @@ class EventLoop:
         decisions: whether to keep every decision.
         requests: whether to keep the outcome of every request.
         progress: whether to show a progress bar.
-
-    Attributes:
-        watches_arrivals: whether the loop stops at every arrival although all workers are busy.
     """
-
-    watches_arrivals = False
 
     def __init__(
         self,
@@ -73,237 +71,198 @@ class EventLoop:
         progress: bool = True,
     ) -> None:
         workers, count = scenario.workers, len(scenario.arrivals_ms)
-        self.scenario = scenario
-        self.free_at = [0.0] * workers
-        usual_slo = float(np.median(scenario.slo_ms))
-        self.dispatcher: Dispatcher[int] = Dispatcher(
-            scenario.policy, self.free_at, usual_slo, expired, self._count_dropped, scenario.table
+        self._scenario = scenario
+        self._scheduler = Scheduler(
+            scenario.policy,
+            scenario.table,
+            workers=workers,
+            slo_ms=float(np.median(scenario.slo_ms)),
+            expired=expired,
+            watchdog_ms=math.inf,
+            shares=scenario.shares,
         )
-        self.result = SimulationResult(requests=count, served_by=[0] * len(scenario.table.subnets))
+        self._result = SimulationResult(requests=count, served_by=[0] * len(scenario.table.subnets))
         if decisions:
-            self.result.decisions = []
+            self._result.decisions = []
         if requests:
-            self.result.log = RequestLog(
+            self._result.log = RequestLog(
                 np.full(count, np.nan), np.full(count, np.nan), np.full(count, -1, dtype=np.int32)
             )
-        self.now = 0.0
-        self.idle = list(range(workers))
-        self.busy: list[tuple[float, int, int]] = []
-        self.running: list[Running | None] = [None] * workers
-        self._parked: list[int] = []
+        self._accuracy = scenario.table.known_accuracy()
+        self._now = 0.0
+        self._idle = list(range(workers))
+        self._parked: list[int] = []  # idle workers whose policy waits
+        self._stacks: list[list[_Run]] = [[] for _ in range(workers)]  # what runs, on what is suspended
+        self._steps: list[tuple[float, int, int, _Run]] = []  # ends of steps
+        self._between: list[tuple[int, _Run]] = []  # jobs that are between two steps now
         self._down: set[int] = set()
         self._last_subnet = [-1] * workers
         self._serial = 0
         self._feed = ArrivalFeed(scenario)
         self._real_ms = RealLatency(scenario, rng)
-        self._observe: Any = getattr(scenario.policy, "observe", None)
         self._bar = tqdm(total=count, unit="req", unit_scale=True, delay=1, disable=not progress or None)
 
     def run(self) -> SimulationResult:
-        """Simulate until the trace and the queue are empty.
-
-        Returns:
-            What was counted.
+        """Simulate until the trace and the queue are empty, and return what was counted.
 
         Raises:
             PolicyError: the policy answered with something that cannot run, or left requests waiting forever.
         """
-        feed, busy, idle = self._feed, self.busy, self.idle
-        events = list(reversed(self.scenario.events))
+        feed, steps = self._feed, self._steps
+        in_steps = hasattr(self._scenario.policy, "preempt") and self._scenario.blocks > 1
+        events = list(reversed(self._scenario.events))
         following = min(feed.next_ms, events[-1].t_ms if events else math.inf)
         while following < math.inf:
-            self.now = now = following
-            while busy and busy[0][0] <= now:
-                self._complete(*heappop(busy))
+            self._now = now = following
+            while steps and steps[0][0] <= now:
+                self._step_ends(*heappop(steps))
             while events and events[-1].t_ms <= now:
                 self._worker_event(events.pop())
-            if feed.next_ms <= now:
-                self._arrive(now)
-            self.serve()
+            while feed.next_ms <= now:
+                requests = feed.until(now)
+                self._scheduler.submit(requests)
+                if not self._bar.disable:
+                    self._bar.update(len(requests))
+            self._serve(now)
             event_ms = events[-1].t_ms if events else math.inf
-            finish_ms = busy[0][0] if busy else math.inf
-            if self._parked or self.watches_arrivals:
-                following = min(feed.next_ms, finish_ms, event_ms)
-            elif idle:
+            step_ms = steps[0][0] if steps else math.inf
+            if self._parked or in_steps:
+                following = min(feed.next_ms, step_ms, event_ms)
+            elif self._idle:  # nothing waits
                 following = min(feed.next_ms, event_ms)
                 if following == math.inf:
-                    following = finish_ms
+                    following = step_ms
             else:
-                following = min(finish_ms, event_ms)
+                following = min(step_ms, event_ms)
         self._bar.close()
         return self._finished()
 
-    def _arrive(self, now: float) -> None:
-        feed, dispatcher = self._feed, self.dispatcher
-        while feed.next_ms <= now:
-            times, deadlines, first, floors = feed.until(now)
-            dispatcher.queue.extend(deadlines, range(first, first + len(times)), floors)
-            dispatcher.arrivals.extend(times)
-            if not self._bar.disable:
-                self._bar.update(len(times))
-
-    def serve(self) -> None:
-        """Form batches for idle workers while requests wait."""
+    def _serve(self, now: float) -> None:
+        """Give jobs to idle workers while requests wait, then to those that are between two steps."""
+        idle, scheduler = self._idle, self._scheduler
         if self._parked:
-            self.idle.extend(self._parked)
-            heapify(self.idle)
+            idle.extend(self._parked)
+            heapify(idle)
             self._parked.clear()
-        dispatcher, idle = self.dispatcher, self.idle
-        while idle and len(dispatcher):
+        while idle and len(scheduler):
             worker = heappop(idle)
-            batch = dispatcher.next_batch(self.now, worker)
-            if batch is not None:
-                self.start(worker, batch)
-            elif len(dispatcher):
+            job = scheduler.idle(worker, now)
+            if job is not None:
+                self._start(job)
+            elif len(scheduler):
                 self._parked.append(worker)
             else:
                 heappush(idle, worker)
+        between, self._between = self._between, []
+        for worker, run in between:
+            urgent = scheduler.step_done(run.job, run.done / run.steps, now)
+            if urgent is None:
+                self._plan_step(worker, run)
+            else:
+                self._result.busy_ms += now - run.start_ms
+                run.start_ms = now  # until it goes on
+                self._start(urgent)
+        scheduler.ended.clear()
 
-    def take_idle(self) -> int:
-        """Remove the idle worker with the lowest number from the idle ones and return it."""
-        return heappop(self.idle)
-
-    def return_idle(self, worker: int) -> None:
-        """Make a worker idle again that got no batch."""
-        heappush(self.idle, worker)
-
-    def running_batches(self, without: Container[int] = ()) -> list[RunningBatch]:
-        """Return the batches that run now, as a policy that preempts sees them.
-
-        Args:
-            without: workers to leave out.
-        """
-        return [
-            RunningBatch(
-                worker,
-                run.batch.subnet,
-                len(run.batch.items),
-                run.start_ms,
-                self.free_at[worker],
-                tuple(run.batch.deadlines_ms),
-            )
-            for worker, run in enumerate(self.running)
-            if run is not None and worker not in without
-        ]
-
-    def start(
-        self, worker: int, batch: Batch, remaining_ms: float | None = None, lost_ms: float = 0.0
-    ) -> None:
-        """Start a batch on a worker now.
-
-        Args:
-            worker: index of the worker.
-            batch: the batch.
-            remaining_ms: time that a preempted batch still needs, ms. If None, the batch takes its latency.
-            lost_ms: time added to that latency, ms, which the policy does not expect.
-        """
-        now, subnet = self.now, batch.subnet
-        took = remaining_ms
-        if took is None:
-            took = self._real_ms(now, subnet, batch.batch_size, batch.expected_ms) + lost_ms
+    def _start(self, job: Job) -> None:
+        now, worker, subnet = self._now, job.worker, job.subnet
+        took = self._real_ms(now, subnet, job.size, job.expected_ms)
         if self._last_subnet[worker] != subnet:
             if self._last_subnet[worker] >= 0:
-                self.result.switches += 1
-                took += self.scenario.switch_ms
+                self._result.switches += 1
+                took += self._scenario.switch_ms
             self._last_subnet[worker] = subnet
-        finish = now + took
-        self._serial = serial = self._serial + 1
-        self.free_at[worker] = now + (batch.expected_ms if remaining_ms is None else remaining_ms)
-        self.running[worker] = Running(serial, batch, now, finish)
-        heappush(self.busy, (finish, worker, serial))
-        if self.result.decisions is not None:
-            self.result.decisions.append(
-                Decision(
-                    now,
-                    worker,
-                    batch.queued,
-                    batch.slack_ms,
-                    subnet,
-                    batch.batch_size,
-                    len(batch.items),
-                    finish,
-                )
+        blocks = self._scenario.blocks
+        steps = blocks / self._scheduler.block_length(job, blocks)
+        run = _Run(job, now, took + self._scenario.look_ms * (math.ceil(steps) - 1), steps)
+        self._stacks[worker].append(run)
+        self._plan_step(worker, run)
+        if self._result.decisions is not None:
+            k = len(job.part)
+            self._result.decisions.append(
+                Decision(now, worker, job.queued, job.slack_ms, subnet, job.size, k, run.finish_ms)
             )
 
-    def _complete(self, finish: float, worker: int, serial: int) -> None:
-        running = self.running[worker]
-        if running is None or running.serial != serial:
+    def _plan_step(self, worker: int, run: _Run) -> None:
+        """Note when the next step of a job ends."""
+        self._serial += 1
+        end = self._now + run.step_ms
+        last = run.done + 1 >= run.steps or end >= run.finish_ms - 1e-9
+        heappush(self._steps, (run.finish_ms if last else end, worker, self._serial, run))
+
+    def _step_ends(self, at: float, worker: int, _: int, run: _Run) -> None:
+        stack = self._stacks[worker]
+        if not stack or stack[-1] is not run:
+            return  # the worker went down meanwhile
+        if at < run.finish_ms:
+            run.done += 1
+            self._between.append((worker, run))
             return
-        batch, start = running.batch, running.start_ms
-        self.running[worker] = None
-        heappush(self.idle, worker)
-        result, count = self.result, len(batch.items)
-        late = bisect_left(batch.deadlines_ms, finish)
+        stack.pop()
+        self._count(run)
+        self._scheduler.finished(run.job, at)
+        if stack:  # a suspended job goes on
+            before = stack[-1]
+            before.finish_ms += at - before.start_ms
+            before.start_ms = at
+            self._last_subnet[worker] = before.job.subnet
+            self._plan_step(worker, before)
+        else:
+            heappush(self._idle, worker)
+
+    def _count(self, run: _Run) -> None:
+        result, job, finish = self._result, run.job, run.finish_ms
+        count, late = len(job.part), 0
+        while late < count and job.part[late].deadline_ms < finish:
+            late += 1
         result.met += count - late
         result.late += late
-        result.accuracy_sum += (count - late) * self.scenario.table.accuracy[batch.subnet]
+        result.accuracy_sum += (count - late) * self._accuracy[job.subnet]
         result.batches += 1
-        result.busy_ms += finish - start
-        result.served_by[batch.subnet] += count
+        result.busy_ms += finish - run.start_ms
+        result.served_by[job.subnet] += count
         result.end_ms = finish
         if result.log is not None:
-            result.log.start_ms[batch.items] = start if running.began_ms is None else running.began_ms
-            result.log.finish_ms[batch.items] = finish
-            result.log.subnet[batch.items] = batch.subnet
-        if self._observe is not None:
-            took = finish - start + running.ran_ms
-            self._observe(batch.subnet, batch.batch_size, batch.expected_ms, took)
-
-    def interrupt(self, worker: int) -> Running | None:
-        """Stop the batch of a worker and return it, without returning its requests to the queue."""
-        running = self.running[worker]
-        self.running[worker] = None
-        if running is not None:
-            self.result.preempted += 1
-            self.result.busy_ms += self.now - running.start_ms
-        return running
-
-    def requeue(self, batch: Batch) -> None:
-        """Return the requests of an interrupted batch to the queue."""
-        floors = self.scenario.floors
-        for deadline, item in zip(batch.deadlines_ms, batch.items, strict=True):
-            self.dispatcher.queue.push(
-                deadline, item, floors if isinstance(floors, float) else float(floors[item])
-            )
+            numbers = [request.x for request in job.part]
+            result.log.start_ms[numbers] = run.began_ms
+            result.log.finish_ms[numbers] = finish
+            result.log.subnet[numbers] = job.subnet
 
     def _worker_event(self, event: WorkerEvent) -> None:
         worker = event.worker
-        if event.up:
-            if worker in self._down:
-                self._down.remove(worker)
-                self.free_at[worker] = self.now
-                self._last_subnet[worker] = -1
-                heappush(self.idle, worker)
+        if event.up == (worker not in self._down):
             return
-        if worker in self._down:
+        if event.up:
+            self._down.remove(worker)
+            self._scheduler.workers.started(worker, self._now)
+            self._last_subnet[worker] = -1
+            heappush(self._idle, worker)
             return
         self._down.add(worker)
-        self.free_at[worker] = math.inf
         if worker in self._parked:
             self._parked.remove(worker)
-        elif worker in self.idle:
-            self.idle.remove(worker)
-            heapify(self.idle)
-        running = self.interrupt(worker)
-        if running is not None:
-            self.requeue(running.batch)
-
-    def _count_dropped(self, items: list[int]) -> None:
-        self.result.dropped += len(items)
+        elif worker in self._idle:
+            self._idle.remove(worker)
+            heapify(self._idle)
+        if self._stacks[worker]:
+            self._result.busy_ms += self._now - self._stacks[worker][-1].start_ms
+            self._stacks[worker].clear()
+        self._scheduler.lost(worker, WorkerDied(f"worker {worker} went down"), self._now)
 
     def _finished(self) -> SimulationResult:
-        result, waiting = self.result, len(self.dispatcher)
+        result, counts, waiting = self._result, self._scheduler.counts, len(self._scheduler)
         if waiting and self._parked:
             raise PolicyError(
-                f"{type(self.scenario.policy).__name__} left {waiting} requests waiting on idle workers; "
+                f"{type(self._scenario.policy).__name__} left {waiting} requests waiting on idle workers; "
                 "decide() must answer a batch if no batch is running and no request will arrive"
             )
-        result.unserved = waiting + result.requests - self._feed.taken
+        result.preempted, result.dropped = counts["preempted"], counts["dropped"]
+        result.unserved = waiting + counts["failed"] + result.requests - self._feed.taken
         return result
 
 
 class ArrivalFeed:
-    """Hands out arrivals in order of time.
+    """Hands out requests in order of arrival.
 
     Arrays are converted to Python numbers one chunk at a time, so that memory does not grow with the trace.
 
@@ -312,14 +271,9 @@ class ArrivalFeed:
     """
 
     def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
         self._arrivals = scenario.arrivals_ms
-        self._slo_ms = scenario.slo_ms
-        self._floors = scenario.floors
-        self._some_floor = not isinstance(scenario.floors, float) or scenario.floors > 0
-        self._start = 0
-        self._at = 0
-        self._times: list[float] = []
-        self.next_ms = 0.0
+        self._start = self._at = 0
         self._load(0)
 
     @property
@@ -327,34 +281,26 @@ class ArrivalFeed:
         """Number of arrivals that have been handed out."""
         return self._start + self._at
 
-    def until(self, now_ms: float) -> tuple[list[float], list[float], int, list[float] | None]:
-        """Hand out the arrivals up to `now_ms`, at most one chunk.
-
-        Returns:
-            (times, deadlines, number of the first arrival, floors); floors are None if no request has one.
-        """
+    def until(self, now_ms: float) -> list[Request]:
+        """Hand out the arrivals up to `now_ms`, at most one chunk."""
         at, end = self._at, bisect_right(self._times, now_ms, self._at)
-        first = self._start + at
-        times, deadlines = self._times[at:end], self._deadlines[at:end]
-        floors = self._chunk_floors[at:end] if self._chunk_floors is not None else None
-        self._at = end
-        if end < len(self._times):
-            self.next_ms = self._times[end]
+        asks, times, first = self._asks, self._times, self._start
+        if isinstance(asks, list):
+            found = [Request(asks[i], times[i], first + i) for i in range(at, end)]
         else:
-            self._load(self._start + end)
-        return times, deadlines, first, floors
+            found = [Request(asks, times[i], first + i) for i in range(at, end)]
+        self._at = end
+        if end < len(times):
+            self.next_ms = times[end]
+        else:
+            self._load(first + end)
+        return found
 
     def _load(self, start: int) -> None:
         end = min(start + _CHUNK, len(self._arrivals))
-        chunk = self._arrivals[start:end]
-        slo_ms = self._slo_ms if isinstance(self._slo_ms, float) else self._slo_ms[start:end]
         self._start, self._at = start, 0
-        self._times = chunk.tolist()
-        self._deadlines: list[float] = (chunk + slo_ms).tolist()
-        self._chunk_floors: list[float] | None = None
-        if self._some_floor:
-            floors = self._floors if isinstance(self._floors, float) else self._floors[start:end]
-            self._chunk_floors = np.broadcast_to(floors, chunk.shape).tolist()
+        self._times: list[float] = self._arrivals[start:end].tolist()
+        self._asks = self._scenario.asks(start, end)
         self.next_ms = self._times[0] if self._times else math.inf
 
 

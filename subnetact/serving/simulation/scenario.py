@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from subnetact.errors import PolicyError, ProfileMismatch, SubnetActError, TraceError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_count, check_policy, too_short
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
+from subnetact.serving.scheduling.request import Ask
 
 __all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked_arrivals", "numeric_arguments"]
 
@@ -98,21 +100,13 @@ def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Validated input of one simulation.
+    """Validated input of one simulation; see `simulate` for what the fields mean.
 
     Attributes:
-        arrivals_ms: arrival times, ms, shape (n,).
-        table: the latencies that batches take.
-        policy: the policy.
-        slo_ms: time from arrival to deadline, ms, one number or shape (n,).
-        workers: number of workers.
         floors: what `Floors` makes of the minimum accuracies, percent, one number or shape (n,); 0 accepts
             any subnet.
-        noise: standard deviation of the random factor on latencies.
-        overhead_ms: time added to every latency, ms.
-        switch_ms: time added when a worker changes its subnet, ms.
-        events: workers that go down or come up, in order of time.
-        co_runners: periods in which co-runners use the devices.
+        priority: one number or shape (n,).
+        clients: name of the client of every request. If None, they have none.
     """
 
     arrivals_ms: Floats
@@ -120,12 +114,17 @@ class Scenario:
     policy: Policy
     slo_ms: float | Floats
     workers: int
-    floors: float | Floats
-    noise: float
-    overhead_ms: float
-    switch_ms: float
-    events: tuple[WorkerEvent, ...]
-    co_runners: tuple[CoRunner, ...]
+    floors: float | Floats = 0.0
+    priority: float | Floats = 0.0
+    clients: Sequence[str] | None = None
+    shares: FairShares | None = None
+    noise: float = 0.0
+    overhead_ms: float = 0.0
+    switch_ms: float = 0.0
+    events: tuple[WorkerEvent, ...] = ()
+    co_runners: tuple[CoRunner, ...] = ()
+    blocks: int = 1
+    look_ms: float = 0.0
 
     @classmethod
     @numeric_arguments()
@@ -137,58 +136,76 @@ class Scenario:
         slo_ms: float | npt.ArrayLike,
         workers: int,
         min_accuracy: float | npt.ArrayLike | None,
-        noise: float,
-        overhead_ms: float,
-        switch_ms: float,
+        priority: int | npt.ArrayLike,
+        clients: Sequence[str] | None,
+        shares: FairShares | None,
         events: Sequence[WorkerEvent],
         co_runners: Sequence[CoRunner],
+        blocks: int,
+        **times_and_noise: float,
     ) -> Scenario:
         """Validate the input; see `simulate` for arguments and errors."""
         arrivals = checked_arrivals(arrivals_ms)
+        count = len(arrivals)
         check_policy(policy)
         seen = policy.table
         if seen.subnets != table.subnets or seen.batch_sizes != table.batch_sizes:
             raise ProfileMismatch(
                 "policy: made for another table (its subnets or batch sizes differ); make it from this one"
             )
-        check_count(workers, "workers")
-        if workers > MOST_WORKERS:
+        if check_count(workers, "workers") > MOST_WORKERS:
             raise PolicyError(f"workers: {workers:.3g} are more than {MOST_WORKERS}")
-        for name, value in (("noise", noise), ("overhead_ms", overhead_ms), ("switch_ms", switch_ms)):
-            if not (math.isfinite(value) and value >= 0):
-                raise PolicyError(f"{name}: {value} must be finite and >= 0")
-        slo = _per_request(slo_ms, len(arrivals), "slo_ms")
+        amounts = {name: check_margin(value, name) for name, value in times_and_noise.items()}
+        amounts["switch_ms"] = max(amounts["switch_ms"], float(getattr(policy, "switch_ms", 0.0)))
+        slo = _per_request(slo_ms, count, "slo_ms")
         least = float(np.min(slo))
         if least < table.fastest_ms:
             raise TraceError(too_short(least, table))
-        asked = _per_request(0.0 if min_accuracy is None else min_accuracy, len(arrivals), "min_accuracy")
+        asked = _per_request(0.0 if min_accuracy is None else min_accuracy, count, "min_accuracy")
         known = Floors(table)
         if float(np.max(asked)) > known.best:
             raise TraceError(
                 f"min_accuracy: {float(np.max(asked))} % is above the best subnet ({known.best} %)"
             )
-        floors = known(asked) if isinstance(asked, float) else known.of_all(asked)
+        if clients is not None and len(clients) != count:
+            raise TraceError(f"clients: {len(clients)} names; give one per request ({count})")
         return cls(
             arrivals,
             table,
             policy,
             slo,
             workers,
-            floors,
-            float(noise),
-            float(overhead_ms),
-            max(float(switch_ms), float(getattr(policy, "switch_ms", 0.0))),
-            _checked_events(events, workers),
-            _checked_co_runners(co_runners, table),
+            known(asked) if isinstance(asked, float) else known.of_all(asked),
+            _per_request(priority, count, "priority", least=-(2.0**53)),
+            clients,
+            shares,
+            events=_checked_events(events, workers),
+            co_runners=_checked_co_runners(co_runners, table),
+            blocks=check_count(blocks, "blocks"),
+            **amounts,
         )
 
+    def asks(self, start: int, end: int) -> Ask | list[Ask]:
+        """Return what the requests from `start` to `end` ask for; one ask if all ask for the same."""
+        columns = (self.slo_ms, self.floors, self.priority)
+        if self.clients is None and all(isinstance(column, float) for column in columns):
+            return Ask(self.slo_ms, self.floors, int(self.priority))  # type: ignore[arg-type]
+        slo, floors, priority = (
+            np.broadcast_to(column if isinstance(column, float) else column[start:end], end - start).tolist()
+            for column in columns
+        )
+        clients = [""] * (end - start) if self.clients is None else self.clients[start:end]
+        return list(map(Ask, slo, floors, map(int, priority), clients))
 
-def _per_request(values: float | npt.ArrayLike, count: int, name: str) -> float | Floats:
+
+def _per_request(
+    values: float | npt.ArrayLike, count: int, name: str, least: float = 0.0
+) -> float | Floats:
     given = np.asarray(values, dtype=np.float64)
     if given.ndim > 1 or (given.ndim == 1 and len(given) != count):
         raise TraceError(f"{name}: shape {given.shape}; give one number, or one per request ({count})")
-    if not np.isfinite(given).all() or given.min() < 0:
-        raise TraceError(f"{name}: every value must be finite and >= 0")
+    if not np.isfinite(given).all() or given.min() < least:
+        raise TraceError(f"{name}: every value must be finite and >= {least:g}")
     return given if given.ndim else float(given)
 
 

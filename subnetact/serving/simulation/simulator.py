@@ -11,9 +11,8 @@ import numpy.typing as npt
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import expired_rule
 from subnetact.serving.scheduling.context import Policy
-from subnetact.serving.simulation.block_loop import BlockLoop
+from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.simulation.event_loop import EventLoop
-from subnetact.serving.simulation.preemptive_loop import PreemptiveLoop
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.scenario import CoRunner, Scenario, WorkerEvent, numeric_arguments
 
@@ -32,16 +31,17 @@ def simulate(
     min_accuracy: float | npt.ArrayLike | None = None,
     seed: int = 0,
     *,
+    priority: int | npt.ArrayLike = 0,
+    clients: Sequence[str] | None = None,
+    shares: FairShares | None = None,
     switch_ms: float = 0.0,
     events: Sequence[WorkerEvent] = (),
     co_runners: Sequence[CoRunner] = (),
-    resume: bool = False,
     blocks: int = 1,
     look_ms: float = 0.0,
     decisions: bool = False,
     requests: bool = False,
     progress: bool = True,
-    hopeless: str | None = None,
 ) -> SimulationResult:
     """Simulate a policy on a trace of arrivals.
 
@@ -69,22 +69,22 @@ def simulate(
         min_accuracy: minimum accuracy, percent, one number or shape (n,). If None or 0, requests accept any
             subnet.
         seed: seed of the noise.
+        priority: as in `AskOptions`, one number or shape (n,).
+        clients: name of the client of every request. If None, they have none.
+        shares: how clients share the workers' time. If None, they do not.
         switch_ms: time added, ms, when a worker changes its subnet. If `policy.switch_ms` is longer, that is
             used.
-        events: times at which workers go down or come up. The batch of a worker that goes down returns to
-            the queue.
+        events: times at which workers go down or come up. Every request of a worker that goes down gets a
+            second try, alone, if its deadline allows, as in `Batcher`.
         co_runners: periods in which co-runners use the devices; they need a table with a co-runner dimension.
-        resume: if True, a preempted batch stops at the end of its block, and the same worker continues it
-            after the urgent batch, as the live batcher does; if False, it stops at once, its requests return
-            to the queue, and its work is lost.
-        blocks: with `resume`, a batch consists of this many equal layer blocks.
-        look_ms: with `resume`, time that a batch loses wherever it could look at the queue, between two
-            blocks, ms. Like the overhead, it is hidden from the policy.
+        blocks: a batch consists of this many equal layer blocks. Between two of them a policy that preempts
+            may let an urgent batch go first; the same worker continues the suspended one afterwards.
+        look_ms: time that a batch of such a policy loses between two blocks, ms. Like the overhead, it is
+            hidden from the policy.
         decisions: whether to keep every decision in `result.decisions`.
         requests: whether to keep the outcome of every request in `result.log`.
         progress: if True, show a progress bar when standard error is a terminal and the simulation takes
             more than a second.
-        hopeless: former name of `expired`.
 
     Returns:
         What was counted, with SLO attainment and mean accuracy as properties.
@@ -106,26 +106,27 @@ def simulate(
         slo_ms,
         workers,
         min_accuracy,
-        noise,
-        overhead_ms,
-        switch_ms,
+        priority,
+        clients,
+        shares,
         events,
         co_runners,
+        blocks,
+        noise=noise,
+        overhead_ms=overhead_ms,
+        switch_ms=switch_ms,
+        look_ms=look_ms,
     )
     reset: Any = getattr(policy, "reset", None)
     if reset is not None:
         reset()
     with numeric_arguments():
         rng = np.random.default_rng(seed)
-    options: dict[str, Any] = {
-        "expired": expired_rule(expired, hopeless),
-        "rng": rng,
-        "decisions": decisions,
-        "requests": requests,
-        "progress": progress,
-    }
-    if hasattr(policy, "preempt"):
-        if resume:
-            return BlockLoop(scenario, blocks=blocks, look_ms=look_ms, **options).run()
-        return PreemptiveLoop(scenario, **options).run()
-    return EventLoop(scenario, **options).run()
+    return EventLoop(
+        scenario,
+        expired=expired_rule(expired),
+        rng=rng,
+        decisions=decisions,
+        requests=requests,
+        progress=progress,
+    ).run()

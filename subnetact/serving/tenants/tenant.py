@@ -10,7 +10,7 @@ import numpy as np
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.requests import Runner
+from subnetact.serving.live.runner import Runner
 from subnetact.serving.scheduling.checks import check_time
 from subnetact.serving.scheduling.context import Policy
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from subnetact.errors import PolicyError
-from subnetact.serving.live.batcher import Answer, Batcher, close_elsewhere, monotonic_ms
+from subnetact.serving.live.answers import Answer, AnswerFuture
+from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
+from subnetact.serving.live.driver import SharedWorkers
 from subnetact.serving.live.periodic_call import PeriodicCall
-from subnetact.serving.live.requests import AnswerFuture
 from subnetact.serving.live.stats import BatcherStats
-from subnetact.serving.live.turns import WorkerTurns
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
 from subnetact.serving.scheduling.checks import check_count, check_positive
 from subnetact.serving.tenants.tenant import Tenant
@@ -119,7 +119,7 @@ class TenantBatcher:
         if clock_ms is not None and not callable(clock_ms):
             raise PolicyError(f"clock_ms: {clock_ms!r} is no function")
         self._clock_ms = clock_ms or monotonic_ms
-        self._turns = WorkerTurns({tenant.name: tenant.share for tenant in given}, self._clock_ms)
+        self._shared = SharedWorkers({tenant.name: tenant.share for tenant in given})
         self._arrivals: dict[str, list[float]] = {name: [] for name in self.tenants}
         self._serves = dict.fromkeys(self.tenants, frozenset(range(workers)))
         self._started_ms = self._planned_ms = self._clock_ms()
@@ -136,7 +136,7 @@ class TenantBatcher:
                     table=tenant.table,
                     slo_ms=tenant.slo_ms,
                     max_queue=tenant.max_queue,
-                    turns=(self._turns, tenant.name),
+                    shared=(self._shared, tenant.name),
                     **{"clock_ms": self._clock_ms, **tenant.options},
                 )
         except BaseException:
@@ -206,7 +206,7 @@ class TenantBatcher:
         errors = 0 if self._planner is None else self._planner.errors
         return {
             name: TenantStats(
-                batcher.stats(), tuple(sorted(self._serves[name])), self._turns.used_ms[name], errors
+                batcher.stats(), tuple(sorted(self._serves[name])), self._shared.turns.used_ms[name], errors
             )
             for name, batcher in self._batchers.items()
         }

@@ -11,12 +11,12 @@ from subnetact.errors import (
     WorkerHung,
     failure_text,
 )
-from subnetact.serving.live.batch_job import BatchJob
-from subnetact.serving.live.requests import Request
+from subnetact.serving.scheduling.request import Job, Request
 
 __all__ = [
     "alone_failed",
     "deadline_passed",
+    "is_out_of_memory",
     "never_ran",
     "policy_failed",
     "queue_full",
@@ -41,6 +41,11 @@ def share_full(max_queue: int) -> QueueFull:
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that torch or Python ran out of memory; its class name tells."""
+    return any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
+
+
 def deadline_passed(request: Request, now_ms: float, fastest_ms: float) -> DeadlinePassed:
     """The error of a dropped request, whose fastest subnet needs `fastest_ms`."""
     given_ms = request.deadline_ms - request.accepted_ms
@@ -50,7 +55,7 @@ def deadline_passed(request: Request, now_ms: float, fastest_ms: float) -> Deadl
     )
 
 
-def alone_failed(job: BatchJob, cause: BaseException) -> BatchFailed:
+def alone_failed(job: Job, cause: BaseException) -> BatchFailed:
     """The error of a request on which the engine raised although the request was alone in its batch."""
     error = BatchFailed(
         f"subnet {job.subnet} failed on this request, alone in its batch: {failure_text(cause)}; look at the "
@@ -76,7 +81,7 @@ def worker_died(cause: BaseException) -> WorkerDied:
     return error
 
 
-def worker_hung(job: BatchJob, now_ms: float) -> WorkerHung:
+def worker_hung(job: Job, now_ms: float) -> WorkerHung:
     """The error of a request with which a second worker hung."""
     return WorkerHung(
         f"subnet {job.subnet}: a worker hung over this request, twice; the last was replaced after "

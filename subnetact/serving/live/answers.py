@@ -1,4 +1,4 @@
-"""Requests, their answers, and the way an answer gets from a worker's thread to the client that waits."""
+"""Answers, and the way an answer gets from a worker's thread to the client that waits."""
 
 # Annotations are not postponed here, so that tools can read the fields of the named tuples elsewhere.
 
@@ -7,52 +7,13 @@ import concurrent.futures
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-__all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "Request", "Runner", "settle"]
+from subnetact.serving.scheduling.request import Request
 
-
-class Runner(Protocol):
-    """What the batcher needs of an engine. `Engine` and `ExportedEngine` are runners.
-
-    `check` is called by the thread that submits a request, `run` by the worker threads. A runner may have
-    two more members: `fingerprint`, which must equal the fingerprint in the table's stamp, and
-    `enter_worker(threads)`, which is called once in every worker thread and which `threads_per_worker` needs.
-    """
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """The key of every subnet, in the order of the subnet ids."""
-        ...
-
-    def check(self, x: Any) -> None:
-        """Refuse one input that cannot run, before it is queued.
-
-        If the batcher was opened with `check_finite=True`, the call is `check(x, finite=True)`.
-
-        Args:
-            x: one input, without a batch dimension.
-
-        Raises:
-            InvalidRequest: The input cannot run.
-        """
-        ...
-
-    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
-        """Run one batch.
-
-        Args:
-            subnet: id of the subnet.
-            inputs: the inputs of the batch, each without a batch dimension.
-            batch_size: the planned batch size, at least `len(inputs)`. A runner that is compiled for fixed
-                batch sizes pads to it.
-
-        Returns:
-            One output per input, in the same order.
-        """
-        ...
+__all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "settle"]
 
 
 class Answer(NamedTuple):
@@ -95,65 +56,6 @@ class Decided(NamedTuple):
     subnet: int
     batch_size: int
     k: int
-
-
-class Request:
-    """One accepted input and the future of its client.
-
-    Attributes:
-        x: the input. It is None once the request has its outcome.
-        accepted_ms: time of the submission on the batcher's clock, in ms.
-        deadline_ms: time by which the answer is due on the same clock, in ms.
-        floor: the minimum accuracy, in percent; 0 accepts every subnet.
-        priority: the higher, the more important.
-        future: an `AnswerFuture`, or the future of an event loop. It is None once the request has its
-            outcome.
-        loop: the event loop of `future`. If None, `future` is an `AnswerFuture`.
-        open: whether the request has no outcome yet. It becomes False exactly once, under the batcher's lock.
-        retried: whether a worker has hung or died with this request before.
-        shape: position of the input's shape among the latency tables; -1 if there is one table.
-        client: name of the client, if clients share the workers' time.
-        charge_ms: worker time that was taken from the client's share for the request and not used yet.
-    """
-
-    __slots__ = (
-        "accepted_ms",
-        "charge_ms",
-        "client",
-        "deadline_ms",
-        "floor",
-        "future",
-        "loop",
-        "open",
-        "priority",
-        "retried",
-        "shape",
-        "x",
-    )
-
-    def __init__(
-        self,
-        x: Any,
-        accepted_ms: float,
-        deadline_ms: float,
-        floor: float,
-        priority: int,
-        future: Any,
-        loop: asyncio.AbstractEventLoop | None,
-        client: str = "",
-    ) -> None:
-        self.x = x
-        self.accepted_ms = accepted_ms
-        self.deadline_ms = deadline_ms
-        self.floor = floor
-        self.priority = priority
-        self.future = future
-        self.loop = loop
-        self.open = True
-        self.retried = False
-        self.shape = -1
-        self.client = client
-        self.charge_ms = 0.0
 
 
 class AnswerFuture(concurrent.futures.Future[Answer]):

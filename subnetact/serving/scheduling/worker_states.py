@@ -15,7 +15,7 @@ _HOPELESS_LOSSES = 6
 
 
 class WorkerStates:
-    """The workers of one batcher, by number. The owner holds the lock.
+    """The workers of one scheduler, by number.
 
     A worker that hung or died is started again at once the first time. After every further loss without a
     successful batch in between, the pause before the restart doubles, from 0.1 s to at most 10 s. A worker
@@ -53,40 +53,26 @@ class WorkerStates:
         return any(not self._losses[worker] for worker in self._starting)
 
     def starting(self, worker: int) -> None:
-        """Note that a worker starts, and cannot take a batch until `started`.
-
-        Args:
-            worker: number of the worker.
-        """
+        """Note that a worker starts, and cannot take a batch until `started`."""
         self._starting.add(worker)
         self.free_at_ms[worker] = math.inf
 
     def started(self, worker: int, now_ms: float) -> None:
-        """Note that a worker can take batches.
-
-        Args:
-            worker: number of the worker.
-            now_ms: the time, in ms.
-        """
+        """Note that a worker can take batches."""
         self._starting.discard(worker)
-        self.free_at_ms[worker] = math.inf if worker in self._parked else now_ms
+        self._back_at_ms.pop(worker, None)
+        self.book(worker, now_ms)
+
+    def book(self, worker: int, until_ms: float) -> None:
+        """Note until when a worker is expected to be busy."""
+        self.free_at_ms[worker] = math.inf if worker in self._parked else until_ms
 
     def is_parked(self, worker: int) -> bool:
-        """Return whether a worker takes no further batch, because fewer workers are wanted.
-
-        Args:
-            worker: number of the worker.
-        """
+        """Return whether a worker takes no further batch, because fewer workers are wanted."""
         return worker in self._parked
 
     def park_all_but(self, wanted: Collection[int], now_ms: float, busy: Collection[int]) -> None:
-        """Park all workers but those that are wanted, and bring back those of them that were parked.
-
-        Args:
-            wanted: the workers that take batches.
-            now_ms: the time, in ms.
-            busy: the workers that run a batch now; they finish it.
-        """
+        """Park all workers but those that are wanted, and bring back those of them that were parked."""
         parked = set(range(len(self.free_at_ms))).difference(wanted)
         for worker in self._parked ^ parked:
             if worker in parked:
@@ -108,20 +94,11 @@ class WorkerStates:
         )
 
     def succeeded(self, worker: int) -> None:
-        """Note that a worker finished a batch.
-
-        Args:
-            worker: number of the worker.
-        """
+        """Note that a worker finished a batch."""
         self._losses[worker] = 0
 
     def died(self, worker: int, now_ms: float) -> None:
-        """Note that a worker's thread ended; the worker is down until `restart` returns it.
-
-        Args:
-            worker: number of the worker.
-            now_ms: the time, in ms.
-        """
+        """Note that a worker's thread ended; the worker is down until `restart` returns it."""
         losses = self._losses[worker]
         pause_ms = min(_FIRST_PAUSE_MS * 2.0 ** (losses - 1), _LONGEST_PAUSE_MS) if losses else 0.0
         self._losses[worker] = losses + 1
@@ -130,40 +107,20 @@ class WorkerStates:
         self.free_at_ms[worker] = math.inf
 
     def hung(self, worker: int, now_ms: float) -> None:
-        """Note that a worker's thread hangs; the worker is down until `restart` returns it.
-
-        Args:
-            worker: number of the worker.
-            now_ms: the time, in ms.
-        """
+        """Note that a worker's thread hangs; the worker is down until `restart` returns it."""
         self._hung_threads[worker] += 1
         self.died(worker, now_ms)
 
     def hangs(self, worker: int) -> bool:
-        """Return whether a worker is down and one of its threads hangs.
-
-        Args:
-            worker: number of the worker.
-        """
+        """Return whether a worker is down and one of its threads hangs."""
         return worker in self._back_at_ms and self._hung_threads[worker] > 0
 
     def hung_thread_ended(self, worker: int) -> None:
-        """Note that a thread of a worker that hung has ended after all.
-
-        Args:
-            worker: number of the worker.
-        """
+        """Note that a thread of a worker that hung has ended after all."""
         self._hung_threads[worker] -= 1
 
     def restart(self, now_ms: float) -> list[int]:
-        """Let the workers whose pause is over start.
-
-        Args:
-            now_ms: the time, in ms.
-
-        Returns:
-            The numbers of these workers; the caller starts their threads, and calls `started`.
-        """
+        """Let the workers whose pause is over start, and return their numbers; `started` follows for each."""
         back = [
             worker
             for worker, back_at_ms in self._back_at_ms.items()

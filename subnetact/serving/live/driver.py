@@ -1,0 +1,654 @@
+"""`Driver`: the lock, the clock and the threads around the scheduler of a batcher.
+
+One thread per worker runs the jobs. Three more do what no worker has to wait for: the watchdog replaces
+workers that hang or died; it calls nobody else's code and waits for no disk, so that it notices a hang in
+time whatever the others do. The messenger delivers outcomes that no worker delivers, and the planner lets the
+policy plan and writes the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from subnetact.errors import BatcherClosed, InvalidRequest, QueueFull, WorkerDied, failure_text
+from subnetact.serving.live.answers import Answer, Decided, Outcome, settle
+from subnetact.serving.live.decision_log import DecisionLog
+from subnetact.serving.live.interpreter_exit import computing
+from subnetact.serving.live.learner import Learner
+from subnetact.serving.live.runner import Runner
+from subnetact.serving.live.stats import BatcherStats, Counters
+from subnetact.serving.scheduling.failures import deadline_passed
+from subnetact.serving.scheduling.request import Ask, Job, Request
+from subnetact.serving.scheduling.scheduler import Scheduler
+from subnetact.serving.scheduling.turns import Turn, Turns
+
+__all__ = ["Driver", "SharedWorkers"]
+
+_log = logging.getLogger(__name__)
+_new = tuple.__new__  # takes half the time of calling a named tuple's class
+_ROOM = 64
+"""Clients that add a request without the lock leave room for this many others that do so at the same time."""
+_TICK_S = 0.02
+_PAUSE_S = 0.05
+"""After this time an idle worker asks again, if requests wait that the policy does not run yet."""
+
+
+class SharedWorkers:
+    """Lets several drivers use the same workers in turns, under one lock.
+
+    Args:
+        shares: the share of every driver's scheduler, > 0, by its name.
+    """
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        self.turns = Turns(shares)
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+
+
+class Driver:
+    """Runs the jobs of a scheduler on threads. Any thread may call the methods.
+
+    Clients take the lock only if a thread has to be woken or the queue is nearly full: a new request lands in
+    an inbox, and the methods that look at the queue under the lock empty the inbox into the queue first. A
+    client that waited for the lock while it holds Python's global lock would stop the workers and all other
+    clients.
+
+    Whoever takes outcomes delivers them without the lock; `wait_until_drained` waits for that too.
+
+    Args:
+        scheduler: decides what runs.
+        runners: one per worker; several workers may share one.
+        learner: makes its corrected latencies the policy's.
+        accuracy: profiled accuracy of every subnet, in percent.
+        clock_ms: a monotonic clock, in ms.
+        max_queue: number of waiting requests from which on requests are refused.
+        shape_of: returns the position among the tables of an input's shape. If None, there is one table.
+        shapes: number of the tables.
+        on_decision: called with a `Decided` before every batch runs.
+        threads: argument of `runner.enter_worker(threads)`, which is called once in every worker thread.
+        log: the decision log; the planner flushes it after every tick.
+        on_end: called when all has ended but the workers' threads.
+        shared: what the driver shares with others, and its name there. If None, its workers are its own.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runners: Sequence[Runner],
+        learner: Callable[[threading.Lock], Learner],
+        accuracy: Sequence[float],
+        *,
+        clock_ms: Callable[[], float],
+        max_queue: int,
+        shape_of: Callable[[Any], int] | None,
+        shapes: int,
+        on_decision: Callable[[Decided], None] | None,
+        threads: int | None,
+        log: DecisionLog | None,
+        on_end: Callable[[], None],
+        shared: tuple[SharedWorkers, str] | None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.clock_ms = clock_ms
+        self.counters = Counters()
+        self.lock = threading.Lock() if shared is None else shared[0].lock
+        self.learner = learner(self.lock)
+        self._runners, self._accuracy, self._max_queue = runners, accuracy, max_queue
+        self._shape_of, self._shapes = (shape_of if shapes > 1 else None), shapes
+        self._on_decision, self._threads_each = on_decision, threads
+        self._log, self._on_end = log, on_end
+        self._turns: Turns | None = None
+        self._turned = threading.Condition(self.lock)  # somebody's turn has ended
+        if shared is not None:
+            self._turns, self._name, self._turned = shared[0].turns, shared[1], shared[0].changed
+            self._turns.schedulers[self._name] = scheduler
+            scheduler.shares_workers = True
+        self._guarded = scheduler.gate is not None or scheduler.dispatcher.expired == "defer"
+        self._inbox: deque[Request] = deque()
+        self._work = threading.Condition(self.lock)
+        self._wanted = threading.Condition(self.lock)
+        self._watch = threading.Condition(self.lock)
+        self._drained = threading.Condition(self.lock)
+        self._idle = self._undelivered = 0
+        self._waking = self._watchdog_sleeps = self._was_calm = False
+        self._running: dict[int, tuple[Job, Turn | None]] = {}  # what the watchdog ends if it hangs
+        self._current: dict[int, threading.Thread] = {}
+        self._owed: SimpleQueue[list[Outcome] | None] = SimpleQueue()
+        self._ticked = threading.Event()
+        self._ended = False
+        self._helpers = [
+            threading.Thread(target=target, name=f"subnetact-batcher-{name}", daemon=True)
+            for name, target in (("watchdog", self._guard), ("messenger", self._send), ("planner", self._plan))
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for worker, runner in enumerate(self._runners):
+            if hasattr(runner, "enter_worker"):
+                self.scheduler.workers.starting(worker)
+            self._start(worker)
+        for thread in self._helpers:
+            thread.start()
+
+    # -- clients ---------------------------------------------------------------------------------
+
+    def admit(self, x: Any, ask: Ask, future: Any, loop: Any) -> Request:
+        """Queue one request; `loop` is None if the future is an `AnswerFuture`.
+
+        Raises:
+            QueueFull: there is no room for the request.
+            BatcherClosed: The batcher is closed or draining.
+        """
+        request = Request(ask, self.clock_ms(), x)
+        request.future, request.loop = future, loop
+        if self._shape_of is not None:
+            request.shape = self._shape(x)
+        inbox = self._inbox
+        if not self._guarded and len(self.scheduler.dispatcher.queue) + len(inbox) + _ROOM < self._max_queue:
+            inbox.append(request)
+        else:
+            self._admit_carefully(request)
+        # The flags are read after the request was added, and the threads that set them look into the inbox
+        # afterwards; so one of both sides notices the other.
+        if self.scheduler.closing or (self._idle and not self._waking) or self._watchdog_sleeps:
+            self._wake_for(request)
+        return request
+
+    def _shape(self, x: Any) -> int:
+        shape: Any = self._shape_of(x) if self._shape_of is not None else 0
+        if type(shape) is not int or not 0 <= shape < self._shapes:
+            raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {self._shapes} tables")
+        return shape
+
+    def _admit_carefully(self, request: Request) -> None:
+        """Queue a request if there is room for one more, which only the owner of the lock can tell."""
+        with self.lock:
+            self._empty_inbox()
+            if not self.scheduler.closing:
+                try:
+                    self.scheduler.make_room(request.ask.client)
+                except QueueFull:
+                    self.counters.refused += 1
+                    self.counters.full += 1
+                    if self._log is not None:
+                        self._log.outcome("full", request)
+                    raise
+            self._inbox.append(request)
+
+    def _wake_for(self, request: Request) -> None:
+        """Wake a worker and the watchdog for a new request; refuse the request if no worker will come."""
+        with self.lock:
+            if self.scheduler.closing and request in self._inbox:
+                self._inbox.remove(request)
+                raise BatcherClosed("the batcher is closed or draining; open another one")
+            self._empty_inbox()
+            if self._idle and not self._waking:
+                self._wake_a_worker()
+            if self._watchdog_sleeps:
+                self._watchdog_sleeps = False
+                self._watch.notify()
+
+    def _wake_a_worker(self) -> None:
+        """Wake one idle worker. Until it runs, no client has to wake it again."""
+        self._waking = True
+        self._work.notify()
+
+    def _empty_inbox(self) -> None:
+        """Move new requests into the queue, unless the batcher is closing: then their clients take them back."""
+        if self._inbox and not self.scheduler.closing:
+            inbox = self._inbox  # clients append meanwhile
+            self.scheduler.submit([inbox.popleft() for _ in range(len(inbox))])
+
+    def count_refused(self) -> None:
+        """Count a request that is refused because its arguments are invalid."""
+        with self.lock:
+            self.counters.refused += 1
+
+    def withdraw(self, request: Request) -> bool:
+        """Close a request that its client has cancelled; return whether it had no outcome yet."""
+        with self.lock:
+            self._empty_inbox()
+            withdrawn = self.scheduler.withdraw(request)
+            self._outcomes()
+            self._wake_if_settled()
+            return withdrawn
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def _start(self, worker: int) -> None:
+        thread = threading.Thread(
+            target=self._work_on, args=(worker,), name=f"subnetact-batcher-{worker}", daemon=True
+        )
+        thread.start()
+        self._current[worker] = thread
+
+    def _work_on(self, worker: int) -> None:
+        job: Job | None = None
+        turn = None if self._turns is None else Turn(worker, self._name)
+        try:
+            enter: Any = getattr(self._runners[worker], "enter_worker", None)
+            if enter is not None:
+                enter(self._threads_each)
+            with self.lock:
+                self.scheduler.workers.started(worker, self.clock_ms())
+            while (found := self._next(worker, turn)) is not None:
+                job, outcomes = found
+                try:
+                    with computing():
+                        self._deliver(outcomes)
+                        if job is not None:
+                            self._run(job, turn)
+                        if job is None or not job.abandoned:
+                            job, outcomes, found = None, [], None  # frees tensors here, a computation
+                finally:
+                    self._end_turn(turn)
+                if job is not None:  # its call returned although the worker was replaced
+                    with self.lock:
+                        self.scheduler.workers.hung_thread_ended(worker)
+                        self._wake_all()
+                    return
+        except BaseException as error:  # for example SystemExit from a runner; the worker is started again
+            with self.lock:
+                if job is not None and job.abandoned:
+                    self.scheduler.workers.hung_thread_ended(worker)
+                else:
+                    self.scheduler.lost(worker, error, self.clock_ms())
+                outcomes = self._outcomes()
+                self._wake_all()
+            self._deliver(outcomes)
+            _log.warning("batcher worker %d died: %s", worker, failure_text(error))
+
+    def _next(self, worker: int, turn: Turn | None) -> tuple[Job | None, list[Outcome]] | None:
+        """Wait for a job of an idle worker, or for outcomes to deliver; None if the worker ends."""
+        with self.lock:
+            while True:
+                self._waking = False  # before the inbox is read, so that later requests wake somebody again
+                self._empty_inbox()
+                if self.scheduler.is_over:
+                    self._give_up(turn)
+                    return None
+                if self.scheduler.workers.is_parked(worker):
+                    self._give_up(turn)
+                    self._wanted.wait()
+                    continue
+                waiting = len(self.scheduler)
+                if waiting and turn is not None and not self._begin(turn):
+                    self._turned.wait()
+                    continue
+                job = self._decide(worker) if waiting else None
+                outcomes = self._outcomes()
+                if job is not None or outcomes:
+                    if self._idle and len(self.scheduler):
+                        self._wake_a_worker()  # for the requests that came while this worker was woken
+                    return job, outcomes
+                self._end_turn(turn, locked=True)
+                if self.scheduler.is_over:
+                    return None
+                self._idle += 1
+                if not self._inbox:
+                    self._work.wait(timeout=_PAUSE_S if len(self.scheduler) else None)
+                self._idle -= 1
+
+    def _decide(self, worker: int) -> Job | None:
+        """Ask the scheduler; the requests of a policy that raises fail, and the batcher goes on."""
+        now = self.clock_ms()
+        try:
+            job = self.scheduler.idle(worker, now)
+        except Exception as error:
+            self.scheduler.policy_failed(error)
+            return None
+        if job is not None:
+            self._note(job, now)
+        return job
+
+    def _note(self, job: Job, now_ms: float) -> None:
+        counters = self.counters
+        counters.slack_ms.add(job.slack_ms)
+        counters.queue_depth.add(job.queued)
+        counters.batch.add(len(job.part))
+        counters.decision_ms.add(self.clock_ms() - now_ms)
+
+    def _run(self, job: Job, turn: Turn | None) -> None:
+        if job.preempted is None:  # it is abandoned together with what preempts it
+            self._running[job.worker] = job, turn
+        if self._on_decision is not None:
+            self._tell(self._on_decision, job)
+        while job.part and not job.abandoned:
+            try:
+                outputs: Any = self._outputs(job, turn)
+                if isinstance(outputs, Mapping):
+                    raise TypeError("the engine returned a mapping; run() returns one output per input")
+                outputs = list(outputs)  # a generator that raises makes the batch fail, not the worker
+                if len(outputs) != len(job.part):
+                    raise ValueError(
+                        f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "
+                        "run() returns one for each"
+                    )
+            except WorkerDied:
+                raise
+            except Exception as error:
+                with self.lock:
+                    self.scheduler.failed(job, error, self.clock_ms())
+                    outcomes = self._outcomes()
+            else:
+                outcomes = self._answer(job, outputs)
+            self._deliver(outcomes)
+
+    def _outputs(self, job: Job, turn: Turn | None) -> Any:
+        """Run the current part of a job, and between its blocks what is more urgent."""
+        runner: Any = self._runners[job.worker]
+        inputs = [request.x for request in job.part]
+        if not (hasattr(runner, "start") and self.scheduler.runs_in_blocks(job)):
+            return runner.run(job.subnet, inputs, job.size)
+        run = runner.start(job.subnet, inputs, job.size)
+        length = self.scheduler.block_length(job, run.blocks)
+        while not run.step(length, partial(self._goes_on, job)) and not job.abandoned:
+            done = run.position / run.blocks
+            if turn is not None and self._turns is not None:
+                self._give_way(job, done, turn, self._turns)
+            urgent, outcomes = self._urgent(job, done)
+            self._deliver(outcomes)
+            if urgent is not None:
+                self._run(urgent, turn)
+        return [None] * len(inputs) if job.abandoned else run.outputs()
+
+    def _goes_on(self, job: Job, done: float) -> bool:
+        """Return, without the lock, whether a job runs its next block without a look at the queues."""
+        if self._inbox or job.abandoned or (self._turns is not None and self._turns.is_wanted(job.worker)):
+            return False
+        now = self.clock_ms()
+        return now + job.left_after(done, now) <= job.unpreempted_until_ms
+
+    def _urgent(self, job: Job, done: float) -> tuple[Job | None, list[Outcome]]:
+        """Return the job that goes first between two blocks of another, and outcomes to deliver."""
+        if not (self._inbox or len(self.scheduler.dispatcher.queue)):
+            return None, []  # without the lock: the next block looks again
+        with self.lock:
+            self._empty_inbox()
+            now, urgent = self.clock_ms(), None
+            try:
+                urgent = self.scheduler.step_done(job, done, now)
+            except Exception as error:
+                self.scheduler.policy_failed(error, waiting=False)
+            if urgent is not None:
+                self._note(urgent, now)
+            return urgent, self._outcomes()
+
+    def _answer(self, job: Job, outputs: Sequence[Any]) -> list[Outcome]:
+        """Answer the part of a job that ran."""
+        now, counters = self.clock_ms(), self.counters
+        with self.lock:
+            if job.abandoned:
+                return []
+            subnet, size, took_ms = job.subnet, job.size, now - job.started_ms - job.paused_ms
+            accuracy, part, started_ms = self._accuracy[subnet], job.part, job.started_ms
+            outcomes: list[Outcome] = []
+            latencies: list[float] = []
+            met = 0
+            for request, output in zip(part, outputs, strict=True):
+                if request.open:
+                    in_time = now <= request.deadline_ms
+                    met += in_time
+                    latency_ms = now - request.accepted_ms
+                    latencies.append(latency_ms)
+                    waited_ms = started_ms - request.accepted_ms
+                    answer = _new(Answer, (output, subnet, accuracy, latency_ms, in_time, size, waited_ms))
+                    outcomes.append((request, answer, None))
+            counters.latency_ms.add_all(latencies)
+            counters.met += met
+            counters.late += len(outcomes) - met
+            counters.accuracy_sum += met * accuracy
+            counters.served_by[subnet] += len(outcomes)
+            counters.batch_sizes[size] += 1
+            counters.run_ms.add(took_ms)
+            if self._log is not None:
+                self._log.batch(job, [request for request, _, _ in outcomes], now - started_ms, met)
+            self.learner.observe(job, took_ms)
+            self.scheduler.finished(job, now)
+            if outcomes:
+                self._undelivered += 1
+            return outcomes
+
+    def _tell(self, tell: Callable[[Decided], None], job: Job) -> None:
+        try:
+            tell(Decided(job.started_ms, job.queued, job.slack_ms, job.subnet, job.size, len(job.part)))
+        except Exception:
+            _log.exception("on_decision raised; it is not called again")
+            self._on_decision = None
+
+    # -- turns of several drivers ------------------------------------------------------------------
+
+    def _begin(self, turn: Turn) -> bool:
+        if self._turns is None:
+            return True
+        self._turns.want(turn)
+        return self._turns.begin(turn, self.clock_ms())
+
+    def _give_up(self, turn: Turn | None) -> None:
+        if turn is not None and self._turns is not None:
+            self._turns.give_up(turn)
+
+    def _end_turn(self, turn: Turn | None, locked: bool = False) -> None:
+        if turn is None or self._turns is None:
+            return
+        if not locked:
+            with self.lock:
+                return self._end_turn(turn, locked=True)
+        self._turns.end(turn, self.clock_ms())
+        self._turned.notify_all()
+
+    def _give_way(self, job: Job, done: float, turn: Turn, turns: Turns) -> None:
+        """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
+        with self.lock:
+            if not turns.gives_way(turn, job, done, self.clock_ms()):
+                return
+            self._end_turn(turn, locked=True)
+            while not self._begin(turn):
+                self._turned.wait()
+            self.scheduler.resume(job, self.clock_ms())
+
+    # -- outcomes ----------------------------------------------------------------------------------
+
+    def _outcomes(self) -> list[Outcome]:
+        """Return what ended without an answer, for the caller to deliver. The caller holds the lock."""
+        ended, outcomes = self.scheduler.ended, []
+        if not ended:
+            return []
+        now = self.clock_ms()
+        for request, how, error in ended:
+            if self._log is not None:
+                self._log.outcome(how, request)
+            if how == "dropped":
+                self.learner.dropping = True
+                error = deadline_passed(request, now, self.scheduler.least_ms(request))
+            if how != "cancelled":
+                outcomes.append((request, None, error))
+        ended.clear()
+        if outcomes:
+            self._undelivered += 1
+        return outcomes
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        if not outcomes:
+            return
+        try:
+            settle(outcomes)
+        finally:
+            with self.lock:
+                self._undelivered -= 1
+                self._wake_if_settled()
+
+    @property
+    def _settled(self) -> bool:
+        """Whether every accepted request has its outcome and every outcome was delivered."""
+        return not self.scheduler.unfinished and not self._undelivered
+
+    def _wake_if_settled(self) -> None:
+        if self._settled:
+            self._drained.notify_all()
+            if self.scheduler.closing:
+                self._wake_all()
+
+    def _wake_all(self) -> None:
+        for condition in (self._work, self._wanted, self._watch, self._drained, self._turned):
+            condition.notify_all()
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _guard(self) -> None:
+        """Run the watchdog until the batcher is closed and everything has ended."""
+        while self._wait_until_watched():
+            try:
+                self._tick()
+            except Exception:
+                _log.exception("the batcher's watchdog goes on after an error")
+            self._ticked.set()
+        self._ended = True
+        self._ticked.set()
+        self._owed.put(None)
+
+    def _wait_until_watched(self) -> bool:
+        """Sleep for a tick, or until there is something to watch; return whether the watchdog goes on."""
+        with self.lock:
+            self._empty_inbox()
+            scheduler = self.scheduler
+            if scheduler.is_over and not scheduler.jobs:
+                return False
+            calm = not (len(scheduler) or scheduler.ended or scheduler.jobs or scheduler.workers.any_down())
+            # one more tick follows the last batch, so that what it taught is applied
+            self._watchdog_sleeps, self._was_calm = calm and self._was_calm, calm
+            if not (self._watchdog_sleeps and self._inbox):
+                self._watch.wait(None if self._watchdog_sleeps else _TICK_S)
+            self._watchdog_sleeps = False
+            return not scheduler.is_over or bool(scheduler.jobs)
+
+    def _tick(self) -> None:
+        with self.lock:
+            self._empty_inbox()
+            revived = self.scheduler.tick(self.clock_ms())
+            outcomes = self._outcomes()
+            hung = [worker for worker, (job, _) in self._running.items() if job.abandoned]
+            for worker in hung:
+                self._end_turn(self._running.pop(worker)[1], locked=True)
+            if hung:
+                self._wake_all()
+        if outcomes:
+            self._owed.put(outcomes)
+        for worker in hung:
+            abandon: Any = getattr(self._runners[worker], "abandon", None)
+            if abandon is not None:
+                with suppress(Exception):  # the worker is replaced in any case
+                    abandon()
+        for worker in revived:
+            try:
+                self._start(worker)
+            except RuntimeError as error:  # the system has no thread left; try again after a pause
+                with self.lock:
+                    self.scheduler.lost(worker, error, self.clock_ms())
+
+    def _send(self) -> None:
+        while (outcomes := self._owed.get()) is not None:
+            try:
+                self._deliver(outcomes)
+            except Exception:
+                _log.exception("the batcher's messenger goes on after an error")
+
+    def _plan(self) -> None:
+        while True:
+            self._ticked.wait()
+            self._ticked.clear()  # before the end is asked for, which sets both
+            if self._ended:
+                break
+            try:
+                self.replan()
+                if self._log is not None:
+                    self._log.flush()
+            except Exception:
+                _log.exception("the batcher's planner goes on after an error")
+        self._report()
+        self._on_end()
+
+    def replan(self, at_once: bool = False) -> bool:
+        """Let the policy plan with what was learned; return whether it was given other latencies."""
+        self._report()
+        return self.learner.refresh(at_once)
+
+    def _report(self) -> None:
+        """Log what the scheduler warns of, without the lock, because handlers may be slow."""
+        with self.lock:
+            warnings, self.scheduler.warnings = self.scheduler.warnings, []
+        for text, arguments, error in warnings:
+            _log.log(logging.ERROR if error else logging.WARNING, text, *arguments, exc_info=error)
+
+    # -- at any time, and the end --------------------------------------------------------------------
+
+    def stats(self) -> BatcherStats:
+        """Return a consistent snapshot of the counters and histograms."""
+        correction, drifted = self.learner.corrections.drift()
+        with self.lock:
+            self._empty_inbox()
+            scheduler = self.scheduler
+            return self.counters.snapshot(
+                scheduler.counts,
+                queued=len(scheduler),
+                running=scheduler.running,
+                replanned=self.learner.replanned,
+                workers=len(self._runners),
+                workers_up=scheduler.workers.up(),
+                batch_limits=dict(scheduler.dispatcher.limits),
+                correction=correction,
+                drifted=drifted,
+            )
+
+    def assign(self, workers: Collection[int]) -> None:
+        """Let only some workers take jobs; the others finish theirs and wait."""
+        with self.lock:
+            self.scheduler.assign(workers, self.clock_ms())
+            self._wake_all()
+
+    def stop_admitting(self) -> None:
+        """Refuse all further requests."""
+        with self.lock:
+            if not self.scheduler.closing:
+                self._empty_inbox()
+                self.scheduler.closing = True
+                self.scheduler.assign(range(len(self._runners)), self.clock_ms())
+            self._wake_all()
+
+    def abandon_queue(self) -> None:
+        """Close every request that waits."""
+        with self.lock:
+            self.scheduler.close_all()
+            outcomes = self._outcomes()
+            self._wake_all()
+        self._deliver(outcomes)
+
+    def wait_until_drained(self, timeout_s: float | None) -> bool:
+        """Wait at most some seconds; return whether every accepted request has its outcome delivered."""
+        with self.lock:
+            return self._drained.wait_for(lambda: self._settled, timeout_s)
+
+    def join(self) -> None:
+        """Wait until all threads end, except those that hang. The scheduler has to be closing."""
+        if self.is_current():
+            return  # a callback closed the batcher, and the thread that it runs on cannot wait for itself
+        for thread in self._helpers:
+            thread.join()
+        for worker, thread in list(self._current.items()):
+            with self.lock:
+                hangs = self.scheduler.workers.hangs(worker)
+            if not hangs:
+                thread.join()
+
+    def is_current(self) -> bool:
+        """Return whether the caller runs on one of these threads, as callbacks of futures do."""
+        return threading.current_thread() in (*self._helpers, *self._current.values())

@@ -1,0 +1,184 @@
+"""`Runner`: what a batcher runs batches with, and the checks that one fits the table and the policy."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from subnetact.errors import PolicyError, ProfileMismatch
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import check_count
+from subnetact.serving.scheduling.context import Policy
+
+__all__ = ["Runner", "check_runner", "close_all", "open_processes", "runner_per_worker"]
+
+
+class Runner(Protocol):
+    """What the batcher needs of an engine. `Engine` and `ExportedEngine` are runners.
+
+    `check` is called by the thread that submits a request, `run` by the worker threads. A runner may have
+    two more members: `fingerprint`, which must equal the fingerprint in the table's stamp, and
+    `enter_worker(threads)`, which is called once in every worker thread and which `threads_per_worker` needs.
+    """
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The key of every subnet, in the order of the subnet ids."""
+        ...
+
+    def check(self, x: Any) -> None:
+        """Refuse one input that cannot run, before it is queued.
+
+        If the batcher was opened with `check_finite=True`, the call is `check(x, finite=True)`.
+
+        Args:
+            x: one input, without a batch dimension.
+
+        Raises:
+            InvalidRequest: The input cannot run.
+        """
+        ...
+
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
+        """Run one batch.
+
+        Args:
+            subnet: id of the subnet.
+            inputs: the inputs of the batch, each without a batch dimension.
+            batch_size: the planned batch size, at least `len(inputs)`. A runner that is compiled for fixed
+                batch sizes pads to it.
+
+        Returns:
+            One output per input, in the same order.
+        """
+        ...
+
+
+def runner_per_worker(engine: Any, workers: int) -> list[Runner]:
+    """Return one runner per worker for what a user gave as the engine."""
+    check_count(workers, "workers")
+    if isinstance(engine, str | os.PathLike):
+        from subnetact.engine.engine import Engine  # It imports torch.
+
+        engine = Engine.load(engine)
+    if isinstance(engine, (list, tuple)):
+        if not engine:
+            raise PolicyError("engine: an empty list; give one engine, or one per device")
+        if workers not in (1, len(engine)):
+            raise PolicyError(f"workers: {workers} for {len(engine)} engines; each engine is one worker")
+        return list(engine)
+    return [engine] * workers
+
+
+def check_runner(
+    engine: Any,
+    tables: Sequence[LatencyTable],
+    policy: Policy,
+    threads: int | None,
+    *,
+    finite: bool,
+    in_processes: bool,
+) -> None:
+    """Refuse a runner that cannot do what a batcher needs of it.
+
+    Args:
+        engine: the runner.
+        tables: the latency tables, one per input shape.
+        policy: the policy.
+        threads: the number of CPU threads that each worker is to set. If None, it sets none.
+        finite: whether inputs are checked for values that are not finite.
+        in_processes: whether the workers are processes.
+
+    Raises:
+        PolicyError: the runner lacks a method, or cannot run in blocks as the policy needs.
+        ProfileMismatch: a table is of other subnets or shapes.
+    """
+    if not callable(getattr(engine, "run", None)) or not hasattr(engine, "keys"):
+        raise PolicyError(
+            f"engine: {type(engine).__name__} has no run(...) and keys; give Engine(supernet, specs), an "
+            "ExportedEngine, or a class of your own, see help(subnetact.serving.Runner)"
+        )
+    keys = tuple(engine.keys)
+    for table in tables:
+        if keys != table.subnets:
+            raise ProfileMismatch(_differing_keys(keys, table.subnets))
+        stamped = table.stamp.get("supernet")
+        own = getattr(engine, "fingerprint", stamped)
+        if stamped is not None and own != stamped:
+            raise ProfileMismatch(
+                f"table: measured on supernet {stamped}, the engine's is {own}; profile this engine"
+            )
+    if threads is not None and not callable(getattr(engine, "enter_worker", None)):
+        raise PolicyError(
+            f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add it, or "
+            "leave threads_per_worker out"
+        )
+    if finite:
+        try:
+            inspect.signature(engine.check).bind(None, finite=True)
+        except TypeError as error:
+            raise PolicyError(
+                f"check_finite: {type(engine).__name__}.check(x) takes no `finite`; add it, or leave "
+                "check_finite out"
+            ) from error
+    _check_shapes(engine, tables)
+    _check_preemption(engine, policy, in_processes)
+
+
+def _check_shapes(engine: Any, tables: Sequence[LatencyTable]) -> None:
+    served = len(getattr(engine, "samples", [None])) if hasattr(engine, "shape_of") else 1
+    if len(tables) > 1 and len(tables) != served:
+        raise ProfileMismatch(
+            f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or "
+            "one per shape: profile_latency(engine, shape=i)"
+        )
+
+
+def _check_preemption(engine: Any, policy: Policy, in_processes: bool) -> None:
+    if not hasattr(policy, "preempt"):
+        return
+    name = type(policy).__name__
+    if in_processes:
+        raise PolicyError(
+            f"policy: {name} interrupts batches between two blocks, which worker processes run as a whole; "
+            "use threads (process=False), or a policy that does not preempt"
+        )
+    if not callable(getattr(engine, "start", None)):
+        raise PolicyError(
+            f"policy: {name} interrupts batches between two blocks, and {type(engine).__name__} has no "
+            "start(subnet, inputs, batch_size); serve an Engine, or use a policy that does not preempt"
+        )
+
+
+def open_processes(
+    engines: Sequence[Any], pools: list[Any], threads: int | None, batch_sizes: Sequence[int], spares: int
+) -> list[Any]:
+    """Open one pool per distinct engine, and return one runner per worker."""
+    from subnetact.workers.pool import ProcessPool  # It imports torch, which threads do not need.
+
+    runners: list[Any] = []
+    try:
+        for engine in {id(engine): engine for engine in engines}.values():
+            count = sum(one is engine for one in engines)
+            pool = ProcessPool(engine, count, threads=threads, batch_sizes=batch_sizes, spares=spares)
+            pools.append(pool)
+            runners += pool.runners
+    except BaseException:
+        close_all(pools)
+        raise
+    return runners
+
+
+def close_all(pools: Iterable[Any]) -> None:
+    """Close pools of worker processes."""
+    for pool in pools:
+        pool.close()
+
+
+def _differing_keys(engine: Sequence[str], table: Sequence[str]) -> str:
+    for i, (mine, theirs) in enumerate(zip(engine, table, strict=False)):
+        if mine != theirs:
+            return f"table: subnet {i} is {theirs!r}, but the engine's is {mine!r}; profile this engine"
+    return f"table: {len(table)} subnets, but the engine has {len(engine)}; profile this engine"

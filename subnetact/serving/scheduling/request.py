@@ -1,0 +1,184 @@
+"""What a client asks for (`Ask`), an accepted request (`Request`), and the requests on a worker (`Job`).
+
+A new field of requests is three edits: in `AskOptions`, in `Ask` with its check, and where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from subnetact.errors import InvalidRequest
+from subnetact.serving.scheduling.checks import check_deadline, check_request_number
+from subnetact.serving.scheduling.floors import Floors
+from subnetact.serving.scheduling.queue import NO_FLOOR
+
+__all__ = ["Ask", "AskOptions", "Job", "Request"]
+
+
+class AskOptions(TypedDict, total=False):
+    """What a request may ask for besides its deadline, as keyword arguments.
+
+    Attributes:
+        min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any subnet
+            may answer.
+        priority: a whole number, the higher the more important; 0 if None. The queue is ordered by deadline
+            alone. Only if not all deadlines can be met, requests of lower priority expire first (with
+            `expired="serve"`, priority has no effect).
+        client: name of the client; only matters if the batcher was opened with `shares`.
+    """
+
+    min_accuracy: float | None
+    priority: int | None
+    client: str
+
+
+class Ask(NamedTuple):
+    """What one request asks for, checked.
+
+    Attributes:
+        deadline_ms: time that the request is given, in ms.
+        floor: accuracy of the least accurate subnet that may answer, in percent; 0 accepts every subnet.
+        priority: the higher, the more important.
+        client: name of the client.
+    """
+
+    deadline_ms: float
+    floor: float = NO_FLOOR
+    priority: int = 0
+    client: str = ""
+
+    @classmethod
+    def checked(
+        cls,
+        floors: Floors,
+        deadline_ms: object,
+        *,
+        min_accuracy: float | None = None,
+        priority: int | None = None,
+        client: str = "",
+    ) -> Ask:
+        """Return what a client asks for.
+
+        Args:
+            floors: the accuracies that answers may have.
+            deadline_ms: time that the request is given, in ms; more than 1e12 counts as that.
+            min_accuracy: as in `AskOptions`.
+            priority: as in `AskOptions`.
+            client: as in `AskOptions`.
+
+        Raises:
+            InvalidRequest: the deadline is not finite and > 0, no subnet reaches the minimum accuracy, the
+                priority is no whole number of 64 bits, or the client is no string.
+        """
+        time_ms, floor = check_deadline(deadline_ms), NO_FLOOR
+        if min_accuracy is not None:
+            asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")
+            if not asked <= floors.best:
+                raise InvalidRequest(
+                    f"min_accuracy: {min_accuracy} % is above the best subnet ({floors.best:g} %); ask for less"
+                )
+            floor = floors(asked)
+        if priority is not None and type(priority) is not int:
+            raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
+        if priority is not None and not -(2**63) <= priority < 2**63:
+            raise InvalidRequest("priority: the number has more than 64 bits; give a smaller one")
+        if not isinstance(client, str):
+            raise InvalidRequest(f"client: {client!r} is no name; give a string")
+        return cls(time_ms, floor, priority or 0, client)
+
+
+class Request:
+    """One accepted input.
+
+    Attributes:
+        ask: what its client asks for.
+        x: the input. It is None once the request has its outcome.
+        accepted_ms: time of the submission, in ms.
+        deadline_ms: time by which the answer is due, in ms.
+        future: where the outcome goes: an `AnswerFuture`, or the future of an event loop.
+        loop: the event loop of `future`. If None, `future` is an `AnswerFuture`.
+        open: whether the request has no outcome yet. The scheduler sets it to False exactly once.
+        retried: whether a worker has hung or died with this request before.
+        shape: position of the input's shape among the latency tables; -1 if there is one table.
+        charge_ms: worker time that was taken from the client's share for the request and not used yet.
+    """
+
+    future: Any = None
+    loop: Any = None
+    open = True
+    retried = False
+    shape = -1
+    charge_ms = 0.0
+
+    def __init__(self, ask: Ask, accepted_ms: float, x: Any = None) -> None:
+        self.ask = ask
+        self.accepted_ms = accepted_ms
+        self.deadline_ms = accepted_ms + ask.deadline_ms
+        self.x = x
+
+
+class Job:
+    """One batch on a worker. It runs in one step or in several, between which another job may go first.
+
+    A job has one part, unless that part raises and is split into parts, which run one after the other.
+
+    Attributes:
+        worker: number of the worker that runs the batch.
+        subnet: id of the subnet.
+        part: the requests that run now, the most urgent first; empty when the job is done.
+        size: the planned batch size of the part (a compiled engine pads to it).
+        started_ms: start of the part, in ms. The first part starts at the decision.
+        expected_ms: expected latency of the part, in ms.
+        limit_ms: time after which the worker is taken to hang, in ms.
+        queued: number of requests that waited at the decision.
+        slack_ms: time that was left at the decision until the deadline of the most urgent one, in ms.
+        shape: position of the requests' input shape among the latency tables; -1 if there is one table.
+        abandoned: whether the worker was replaced; the outputs that it still returns are discarded.
+        preempted: the job that is suspended while this one runs; None if this one preempted no other.
+        paused_ms: time that the current part was suspended, in ms.
+        unpreempted_until_ms: the job need not look for urgent requests while it should end before this time,
+            in ms, and no request arrives.
+        suspended_ms: when the job was suspended last, in ms.
+        left_ms: how long the part was expected to run on at that time, in ms.
+    """
+
+    def __init__(
+        self, worker: int, subnet: int, requests: list[Request], queued: int, slack_ms: float
+    ) -> None:
+        self.worker = worker
+        self.subnet = subnet
+        self.part = requests
+        self.shape = requests[0].shape if requests else -1
+        self.queued = queued
+        self.slack_ms = slack_ms
+        self.size = 0
+        self.started_ms = self.expected_ms = self.limit_ms = 0.0
+        self.abandoned = False
+        self.preempted: Job | None = None
+        self.unpreempted_until_ms = -math.inf
+        self.paused_ms = self.suspended_ms = self.left_ms = 0.0
+        self._todo: list[list[Request]] = []
+
+    def split(self, requests: Sequence[Request], most: int) -> None:
+        """Run requests of the part that failed again, in parts of at most `most`."""
+        self._todo += reversed([list(requests[i : i + most]) for i in range(0, len(requests), most)])
+
+    def advance(self) -> None:
+        """Go on to the next part with a request that has no outcome yet."""
+        self.part = []
+        while self._todo and not self.part:
+            self.part = [r for r in self._todo.pop() if r.open]
+
+    def requests(self) -> list[Request]:
+        """Return all requests of the job that have no outcome yet, without those of the suspended one."""
+        return [r for part in (self.part, *reversed(self._todo)) for r in part if r.open]
+
+    def on_worker(self) -> list[Job]:
+        """Return the job and, if it preempted one, the suspended job."""
+        return [self] if self.preempted is None else [self, self.preempted]
+
+    def left_after(self, done: float, now_ms: float) -> float:
+        """Return how long the part still runs, in ms, if the share `done` (> 0) of its steps has run."""
+        return (now_ms - self.started_ms - self.paused_ms) * (1.0 - done) / done

@@ -1,0 +1,550 @@
+"""`Scheduler`: every transition of a request and of a worker, without a lock, a thread, a future or a clock.
+
+Whoever drives it calls its methods one at a time and tells it the time. The live batcher is a lock, threads
+and a clock around it (`live/driver`), the simulator is a heap of events around it (`simulation/simulator`).
+
+A request either waits or belongs to one job. A job runs in one step or in several: `idle` hands it out,
+`step_done` may hand out a more urgent job that goes first on the same worker, and `finished`, `failed` or
+`lost` end it. Requests that end without an answer are collected in `ended`, for the driver to take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
+from typing import Any
+
+from subnetact.errors import BatchFailed, RequestError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.context import Policy, RunningBatch
+from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
+from subnetact.serving.scheduling.failures import (
+    alone_failed,
+    is_out_of_memory,
+    never_ran,
+    policy_failed,
+    queue_full,
+    share_full,
+    worker_died,
+    worker_hung,
+)
+from subnetact.serving.scheduling.fair_shares import FairShares
+from subnetact.serving.scheduling.request import Job, Request
+from subnetact.serving.scheduling.worker_states import WorkerStates
+
+__all__ = ["Ended", "Scheduler"]
+
+Ended = tuple[Request, str, RequestError | None]
+"""A request without an answer, how it ended, and its error; that of a dropped one is made when it is told."""
+
+_MANY_BLOCKS = 10**6
+"""More layer blocks than any subnet has."""
+
+
+class Scheduler:
+    """Decides which requests run when, on which worker and on which subnet.
+
+    Args:
+        policy: chooses the subnet and the batch size.
+        table: the profile, or one profile per input shape, the largest shape last.
+        workers: number of workers.
+        slo_ms: the usual time that a request is given, in ms.
+        expired: what becomes of expired requests: `drop`, `defer` or `serve`, as in `Batcher`.
+        max_queue: number of waiting requests from which on `make_room` refuses further ones.
+        watchdog_ms: time after which a batch's worker is taken to hang, in ms; if None, 20 times the expected
+            latency, but at least 1 s, and 30 s if the worker has not run this subnet at this size before.
+        shares: how clients share the workers' time. If None, they do not.
+        is_there: returns whether a worker has what it runs batches with. If None, every worker has.
+
+    Attributes:
+        dispatcher: holds the requests that wait, and forms batches.
+        workers: the states of the workers.
+        jobs: the job that every busy worker runs now.
+        closing: whether no further request comes.
+        ended: the requests that ended without an answer since the driver emptied the list.
+        counts: how often what happened, under the names of `BatcherStats`.
+        shares_workers: whether other schedulers use the same workers.
+        warnings: what the driver should log: text, arguments, exception.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        table: LatencyTable | Sequence[LatencyTable],
+        *,
+        workers: int,
+        slo_ms: float,
+        expired: str = "drop",
+        max_queue: float = math.inf,
+        watchdog_ms: float | None = None,
+        shares: FairShares | None = None,
+        is_there: Callable[[int], bool] | None = None,
+    ) -> None:
+        tables = [table] if isinstance(table, LatencyTable) else list(table)
+        self.workers = WorkerStates(workers, is_there)
+        self.dispatcher: Dispatcher[Request] = Dispatcher(
+            policy,
+            self.workers.free_at_ms,
+            slo_ms,
+            expired,
+            self._drop_all,
+            tables,
+            priority=attrgetter("ask.priority"),
+            shape=attrgetter("shape"),
+        )
+        self.gate = None if shares is None else self.dispatcher.share(shares)
+        self.jobs: dict[int, Job] = {}
+        self.closing = self.shares_workers = False
+        self.ended: list[Ended] = []
+        self.counts: Counter[str] = Counter()
+        self.warnings: list[tuple[str, tuple[object, ...], Exception | None]] = []
+        self._tables = tables
+        self._max_queue = max_queue
+        self._watchdog_ms = watchdog_ms
+        self._queue = self.dispatcher.queue
+        self._suspects: list[tuple[Request, int, int]] = []
+        self._ran: set[tuple[int, int, int]] = set()
+        self._last_arrival_ms = -math.inf
+        self._heard = True  # whether what the policies observe is of use to them
+
+    def __len__(self) -> int:
+        """Return the number of requests that wait."""
+        return len(self.dispatcher) + len(self._suspects)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def make_room(self, client: str) -> None:
+        """Make room for one more request of a client; a deferred request may be dropped for it.
+
+        Raises:
+            QueueFull: `max_queue` requests wait already, or the client has its share of them.
+        """
+        waiting = len(self) if self.dispatcher.expired == "defer" else len(self._queue)
+        if self.gate is not None:
+            if not self.gate.has_room(client, self._max_queue, waiting):
+                raise share_full(int(self._max_queue))
+        elif waiting >= self._max_queue:
+            if not self.dispatcher.deferred:
+                raise queue_full(int(self._max_queue))
+            self._drop_all(self.dispatcher.deferred.take(1)[1])
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests to those that wait, in the order in which they arrived."""
+        last = self._last_arrival_ms  # threads may read the clock in another order than they add requests
+        times = [last := max(last, request.accepted_ms) for request in requests]
+        self._last_arrival_ms = last
+        self.counts["submitted"] += len(requests)
+        self.dispatcher.arrivals.extend(times)
+        if self.gate is None:
+            deadlines = [request.deadline_ms for request in requests]
+            self._queue.extend(deadlines, requests, [request.ask.floor for request in requests])
+        else:
+            for request, now in zip(requests, times, strict=True):
+                self.gate.push(now, request.deadline_ms, request, request.ask.floor)
+        for job in self.jobs.values():  # one of the new requests may be urgent
+            job.unpreempted_until_ms = -math.inf
+
+    def withdraw(self, request: Request) -> bool:
+        """End a request that its client has cancelled; return whether it had no outcome yet."""
+        if not request.open:
+            return False
+        self._remove(request)
+        self._end(request, "cancelled")
+        return True
+
+    def close_all(self) -> None:
+        """End every request that waits with `BatcherClosed`."""
+        for request in self._take_all():
+            self._end(request, "closed", never_ran())
+
+    def policy_failed(self, error: Exception, waiting: bool = True) -> None:
+        """End requests with `BatchFailed` because the policy raised: those taken, and all that wait if so."""
+        taken, self.dispatcher.taken = self.dispatcher.taken, []
+        for request in taken + (self._take_all() if waiting else []):
+            self._end(request, "failed", policy_failed(error))
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    def idle(self, worker: int, now_ms: float) -> Job | None:
+        """Return the job that an idle worker runs next, or None if there is nothing to do now.
+
+        Raises:
+            PolicyError: the policy answered with something that cannot run. What else it raises passes too.
+        """
+        job = self._second_try(worker, now_ms)
+        if job is not None or not len(self.dispatcher):
+            return job
+        batch = self.dispatcher.next_batch(now_ms, worker)
+        if batch is None and self.closing and not self.jobs:
+            batch = self.dispatcher.cheapest_batch(now_ms)  # the policy waits for requests that cannot come
+        return None if batch is None else self._job_of(batch, worker, now_ms)
+
+    def block_length(self, job: Job, layer_blocks: int) -> int:
+        """Return after how many of its layer blocks a job asks `step_done`; all of them if never."""
+        policy: Any = self.dispatcher.policy_of(job.shape)
+        if job.preempted is not None or not hasattr(policy, "preempt"):
+            return layer_blocks
+        length = getattr(policy, "block_length", None)
+        return 1 if length is None else max(1, int(length(layer_blocks, job.expected_ms)))
+
+    def runs_in_blocks(self, job: Job) -> bool:
+        """Return whether a job may be suspended between two layer blocks."""
+        return self.block_length(job, _MANY_BLOCKS) < _MANY_BLOCKS
+
+    def step_done(self, job: Job, done: float, now_ms: float) -> Job | None:
+        """Return the urgent job that goes first on the worker of a job, or None.
+
+        Args:
+            job: the job, between two of its steps; it is suspended until the returned one has ended.
+            done: share of its steps that have run, > 0. The end of the job is expected from it.
+            now_ms: the time.
+
+        Raises:
+            PolicyError: as in `idle`.
+        """
+        if job.abandoned or not len(self._queue) or self._has_idle_worker(now_ms):
+            return None
+        left_ms = job.left_after(done, now_ms)
+        self.workers.book(job.worker, now_ms + left_ms)
+        if not self._is_urgent(job, now_ms):
+            return None
+        batch = self.dispatcher.next_batch(now_ms, job.worker)
+        if batch is None:
+            return None
+        self._suspend(job, left_ms, now_ms)
+        return self._job_of(batch, job.worker, now_ms, job)
+
+    def finished(self, job: Job, now_ms: float) -> list[Request]:
+        """Close the requests of the part of a job that ran, and go on to its next part.
+
+        Returns:
+            The requests that are answered, the most urgent first.
+        """
+        if job.abandoned:
+            return []
+        answered = [request for request in job.part if request.open]
+        for request in answered:
+            request.open = False
+            if self.gate is not None:
+                self.gate.ended(request)
+        self.counts["answered"] += len(answered)
+        self._observe(job, now_ms - job.started_ms - job.paused_ms)
+        self.workers.succeeded(job.worker)
+        self._ran.add((job.worker, job.subnet, job.size))
+        self._advance(job, now_ms)
+        return answered
+
+    def failed(self, job: Job, error: Exception, now_ms: float) -> None:
+        """Split the part of a job that raised, or fail its request if it had only one."""
+        if job.abandoned:
+            return
+        part = [request for request in job.part if request.open]
+        most = (len(part) + 1) // 2
+        exhausted = is_out_of_memory(error)
+        if exhausted:
+            self.counts["out_of_memory"] += 1
+            most = self._limit(job.subnet, job.size, len(part))
+        if len(part) > 1:
+            self.counts["bisected"] += not exhausted
+            job.split(part, most)
+        elif part:
+            self._end(part[0], "failed", alone_failed(job, error))
+        self._advance(job, now_ms)
+
+    def lost(self, worker: int, error: BaseException, now_ms: float) -> None:
+        """Give the requests of a worker that died a second try."""
+        self.counts["died"] += 1
+        self.workers.died(worker, now_ms)
+        job = self.jobs.pop(worker, None)
+        for one in [] if job is None else job.on_worker():
+            one.abandoned = True
+            for request in one.requests():
+                self._retry(request, one, now_ms, worker_died(error))
+
+    def tick(self, now_ms: float) -> list[int]:
+        """Do what the passage of time alone requires.
+
+        Workers that ran past their limit are taken to hang, expired requests are dropped although no worker
+        is idle or up, and workers whose pause is over are brought back.
+
+        Returns:
+            The numbers of the workers to start again; `workers.started` follows for each.
+        """
+        for job in list(self.jobs.values()):
+            if now_ms > job.limit_ms:
+                self._abandon(job, now_ms)
+            elif now_ms > job.started_ms + max(50.0, 5.0 * job.expected_ms):
+                self.workers.free_at_ms[job.worker] = math.inf
+        revived = [] if self.is_over else self.workers.restart(now_ms)
+        self.counts["revived"] += len(revived)
+        if self.dispatcher.expired == "drop":
+            self.dispatcher.remove_expired(now_ms)
+        for request, subnet, _ in list(self._suspects):
+            if self._is_too_late(request, subnet, now_ms):
+                self._remove(request)
+                self._end(request, "dropped")
+        if len(self) and not self.workers.up() and not self.workers.is_opening():
+            self._end_those_without_worker(now_ms)
+        return revived
+
+    # -- between schedulers that share workers -------------------------------------------------------
+
+    def urgent(self, wait_ms: float, now_ms: float) -> tuple[int, float]:
+        """Return how many requests meet their deadlines now but not after a wait, and the time they take.
+
+        At most one batch counts; the time is the least of any subnet, in ms.
+        """
+        queue, dispatcher = self._queue, self.dispatcher
+        found = 0
+        for i in range(min(len(queue), self._tables[-1].batch_sizes[-1])):
+            least_ms = dispatcher.least_ms(queue.floor(i), queue.item(i).shape)
+            if queue.deadline(i) >= now_ms + wait_ms + least_ms:
+                break
+            found += queue.deadline(i) >= now_ms + least_ms
+        if not found:
+            return 0, 0.0
+        takes = [dispatcher.expected_ms(subnet, found) for subnet in range(len(self._tables[-1].subnets))]
+        return found, min((ms for ms in takes if ms == ms), default=0.0)
+
+    def suspend_for(self, other: Scheduler, job: Job, done: float, now_ms: float) -> bool:
+        """Suspend a job until `resume` if more requests of another scheduler are saved than become late here.
+
+        Returns:
+            Whether the job is suspended.
+        """
+        left_ms = job.left_after(done, now_ms)
+        saved, takes_ms = other.urgent(left_ms, now_ms)
+        ends_ms = now_ms + left_ms
+        late = sum(ends_ms <= r.deadline_ms < ends_ms + takes_ms for r in job.part if r.open)
+        factor: float = getattr(self.dispatcher.policy_of(job.shape), "factor", 1.0)
+        if not saved or job.abandoned or saved <= factor * late:
+            return False
+        self._suspend(job, left_ms, now_ms)
+        job.limit_ms = math.inf
+        return True
+
+    def resume(self, job: Job, now_ms: float) -> None:
+        """Book a job again that was suspended."""
+        job.paused_ms += now_ms - job.suspended_ms
+        job.unpreempted_until_ms = -math.inf
+        job.limit_ms = now_ms + self._patience_ms(job)
+        self.jobs[job.worker] = job
+        self.workers.book(job.worker, now_ms + job.left_ms)
+
+    # -- at any time ---------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests without an outcome."""
+        counts = self.counts
+        ended = sum(counts[how] for how in ("answered", "dropped", "failed", "cancelled", "closed"))
+        return counts["submitted"] - ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no request is left, and none comes."""
+        return self.closing and not self.unfinished
+
+    @property
+    def running(self) -> int:
+        """Number of requests that are on a worker."""
+        return sum(len(one.requests()) for job in self.jobs.values() for one in job.on_worker())
+
+    def least_ms(self, request: Request) -> float:
+        """Return the least latency of a subnet that a request accepts, in ms."""
+        return self.dispatcher.least_ms(request.ask.floor, request.shape)
+
+    def assign(self, workers: Collection[int], now_ms: float) -> None:
+        """Let only some workers take jobs; the others finish theirs."""
+        self.workers.park_all_but(workers, now_ms, self.jobs)
+
+    # -- within --------------------------------------------------------------------------------------
+
+    def _end(self, request: Request, how: str, error: RequestError | None = None) -> None:
+        request.open = False
+        if self.gate is not None:
+            self.gate.ended(request)
+        self.counts[how] += 1
+        self.ended.append((request, how, error))
+
+    def _drop_all(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._end(request, "dropped")
+
+    def _remove(self, request: Request) -> None:
+        """Remove a request from wherever it waits."""
+        at_ms = request.deadline_ms
+        held = self.gate is not None and self.gate.remove(at_ms, request)
+        if not held and not self._queue.remove(at_ms, request):
+            self.dispatcher.deferred.remove(at_ms, request)
+        self._suspects = [entry for entry in self._suspects if entry[0] is not request]
+
+    def _waiting(self) -> list[Request]:
+        queue, deferred = self._queue, self.dispatcher.deferred
+        entries = queue.entries(len(queue)) + deferred.entries(len(deferred))
+        held = [] if self.gate is None else self.gate.items()
+        return [request for _, request in entries] + held + [request for request, _, _ in self._suspects]
+
+    def _take_all(self) -> list[Request]:
+        requests = self._waiting()
+        self._queue.take(len(self._queue))
+        self.dispatcher.deferred.take(len(self.dispatcher.deferred))
+        if self.gate is not None:
+            self.gate.take_all()
+        self._suspects.clear()
+        return requests
+
+    def _job_of(self, batch: Batch, worker: int, now_ms: float, preempted: Job | None = None) -> Job:
+        self.counts["batches"] += 1
+        job = Job(worker, batch.subnet, batch.items, batch.queued, batch.slack_ms)
+        job.preempted = preempted
+        self._start(job, now_ms)
+        return job
+
+    def _start(self, job: Job, now_ms: float) -> None:
+        """Book the job's current part on its worker."""
+        count = len(job.part)
+        job.size = self.dispatcher.padded(job.subnet, count, job.shape)
+        expected_ms = self.dispatcher.expected_ms(job.subnet, count, job.shape)
+        if not math.isnan(expected_ms):
+            job.expected_ms = expected_ms
+        job.started_ms, job.paused_ms, job.unpreempted_until_ms = now_ms, 0.0, -math.inf
+        job.limit_ms = now_ms + self._patience_ms(job)
+        left_ms = 0.0 if job.preempted is None else job.preempted.left_ms
+        self.workers.book(job.worker, now_ms + job.expected_ms + left_ms)
+        self.jobs[job.worker] = job
+
+    def _patience_ms(self, job: Job) -> float:
+        if self._watchdog_ms is not None:
+            return self._watchdog_ms
+        known = (job.worker, job.subnet, job.size) in self._ran
+        return max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
+
+    def _advance(self, job: Job, now_ms: float) -> None:
+        job.advance()
+        if job.part:
+            self._start(job, now_ms)
+        elif job.preempted is not None:
+            self.resume(job.preempted, now_ms)
+        else:
+            del self.jobs[job.worker]
+            self.workers.book(job.worker, now_ms)
+
+    def _has_idle_worker(self, now_ms: float) -> bool:
+        if self.shares_workers:
+            return False
+        free = self.workers.free_at_ms
+        return any(ms <= now_ms and worker not in self.jobs for worker, ms in enumerate(free))
+
+    def _suspend(self, job: Job, left_ms: float, now_ms: float) -> None:
+        self.counts["preempted"] += 1
+        job.suspended_ms, job.left_ms = now_ms, left_ms
+
+    def _is_urgent(self, job: Job, now_ms: float) -> bool:
+        """Return whether the policy lets the requests that wait go before the rest of a job."""
+        policy: Any = self.dispatcher.policy_of(job.shape)
+        if self.dispatcher.expired != "serve":
+            self.dispatcher.remove_expired(now_ms)
+        if not len(self._queue) or not hasattr(policy, "preempt"):
+            return False
+        context = self.dispatcher.look(now_ms, job.worker)
+        calm_until = getattr(policy, "calm_until", None)
+        if calm_until is not None:
+            until_ms = calm_until(context)
+            if self.gate is None:
+                job.unpreempted_until_ms = until_ms
+            if max(now_ms, min(context.free_at_ms)) <= until_ms:
+                return False
+        running = [
+            RunningBatch(
+                worker,
+                other.subnet,
+                len(other.part),
+                other.started_ms,
+                self.workers.free_at_ms[worker],
+                tuple(request.deadline_ms for request in other.part),
+            )
+            for worker, other in self.jobs.items()
+            if other.preempted is None
+        ]
+        urgent: bool = policy.preempt(context, running) == job.worker
+        return urgent
+
+    def _second_try(self, worker: int, now_ms: float) -> Job | None:
+        """Return the job of a request whose worker was lost: alone, the same subnet, another worker.
+
+        So a request that breaks its worker harms no other. If no other worker is up, the same one does.
+        """
+        if not self._suspects:
+            return None
+        free = self.workers.free_at_ms
+        others = any(ms < math.inf for other, ms in enumerate(free) if other != worker)
+        for entry in list(self._suspects):
+            request, subnet, lost_worker = entry
+            if lost_worker != worker or not others:
+                self._suspects.remove(entry)
+                if self._is_too_late(request, subnet, now_ms):
+                    self._end(request, "dropped")
+                    continue
+                batch = Batch(subnet, 1, [request], [], 0.0, len(self) + 1, request.deadline_ms - now_ms)
+                return self._job_of(batch, worker, now_ms)
+        return None
+
+    def _retry(self, request: Request, job: Job, now_ms: float, failure: BatchFailed) -> None:
+        """Give a request whose worker was lost a second try, if this is its first loss and time is left."""
+        if self._is_too_late(request, job.subnet, now_ms):
+            self._end(request, "dropped")
+        elif request.retried:
+            self._end(request, "failed", failure)
+        else:
+            request.retried = True
+            self.counts["retried"] += 1
+            self._suspects.append((request, job.subnet, job.worker))
+
+    def _is_too_late(self, request: Request, subnet: int, now_ms: float) -> bool:
+        """Return whether a request whose worker was lost cannot be answered in time by a second try."""
+        return request.deadline_ms < now_ms + self.dispatcher.expected_ms(subnet, 1, request.shape)
+
+    def _abandon(self, job: Job, now_ms: float) -> None:
+        del self.jobs[job.worker]
+        self.counts["hung"] += 1
+        self.workers.hung(job.worker, now_ms)
+        for one in job.on_worker():
+            one.abandoned = True
+            for request in one.requests():
+                self._retry(request, one, now_ms, worker_hung(job, now_ms))
+
+    def _end_those_without_worker(self, now_ms: float) -> None:
+        """End requests while no worker is up: those past their deadline, or all if closing is in vain."""
+        if self.closing and not self.workers.any_helps():
+            self.close_all()
+            return
+        for request in self._waiting():
+            if request.deadline_ms < now_ms:
+                self._remove(request)
+                self._end(request, "dropped")
+
+    def _observe(self, job: Job, took_ms: float) -> None:
+        """Tell the policy how long a part of a job took, if it wants to know."""
+        observe: Any = getattr(self.dispatcher.policy_of(job.shape), "observe", None)
+        if observe is None or not self._heard:
+            return
+        table = self._tables[job.shape]
+        profiled_ms = float(table.latency_ms[job.subnet, table.pad_index[job.size]])
+        try:
+            observe(job.subnet, job.size, profiled_ms, took_ms)
+        except Exception as error:
+            self.warnings.append(("the policy's observe(...) raised; it is not called again", (), error))
+            self._heard = False
+
+    def _limit(self, subnet: int, size: int, count: int) -> int:
+        """Limit the batch size of a subnet that ran out of memory with `count` requests; return the limit."""
+        smaller = [b for b in self._tables[-1].batch_sizes if b <= size // 2]
+        most = smaller[-1] if smaller else max(1, count // 2)
+        limits = self.dispatcher.limits
+        limits[subnet] = most = min(most, limits.get(subnet, most))
+        message = "subnet %s ran out of memory at batch size %d; it gets %d from now on"
+        self.warnings.append((message, (subnet, size, most), None))
+        return most
