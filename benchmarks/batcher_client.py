@@ -39,7 +39,7 @@ async def ask_batcher(
 
     async def send(i: int, left_ms: float) -> Reply:
         try:
-            answer = await batcher.infer(images[i % len(images)], left_ms, min_accuracy)
+            answer = await batcher.infer(images[i % len(images)], left_ms, min_accuracy=min_accuracy)
         except RequestError as error:
             raise Refused(type(error).__name__) from error
         if read is not None:

@@ -46,7 +46,8 @@ class ElasticAPI(litserve.LitAPI):  # type: ignore[misc]
     async def predict(self, asked: tuple[Any, float, float | None]) -> Answer:
         """Wait for the answer; requests that wait at the same time share batches."""
         try:
-            return await self._batcher.infer(*asked)
+            x, deadline_ms, floor = asked
+            return await self._batcher.infer(x, deadline_ms, min_accuracy=floor)
         except RequestError as error:
             refusal = refusal_of(error)
             raise HTTPException(refusal.status, str(refusal), refusal.headers or None) from None

@@ -26,7 +26,6 @@ class VirtualTime:
     def __init__(self) -> None:
         self.now = 0.0
         self._watched: list[Any] = []
-        self._turns: list[Any] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._sleepers: list[tuple[float, int, threading.Event]] = []
@@ -38,8 +37,7 @@ class VirtualTime:
     def watch(self, batcher: Any) -> Any:
         """Note a Batcher, TenantBatcher or Pipeline whose threads `run` waits for, and return it."""
         inner = batcher._batchers.values() if hasattr(batcher, "_batchers") else [batcher]
-        self._watched += [one._core for one in inner]
-        self._turns += [batcher._turns] if hasattr(batcher, "_turns") else []
+        self._watched += [one._driver for one in inner]
         return batcher
 
     def sleep(self, ms: float) -> None:
@@ -90,19 +88,18 @@ class VirtualTime:
         with self._lock:
             resting = len(self._sleepers)
         threads = 0
-        for core in self._watched:
-            with core.lock:
-                states = core.worker_states
+        for driver in self._watched:
+            with driver.lock:
+                states = driver.scheduler.workers
                 threads += len(states.free_at_ms)
-                if core._inbox or core.outcomes.undelivered or (core._idle and len(core.pending)):
+                if driver._inbox or driver._undelivered or (driver._idle and len(driver.scheduler)):
                     return False
-                resting += core._idle - sum(states._hung_threads)
-                resting += sum(worker not in core._jobs for worker in states._parked)
-        for turns in self._turns:
-            with turns._changed:
-                if any(names and worker not in turns._holders for worker, names in turns._waiting.items()):
+                resting += driver._resting - sum(states._hung_threads)
+                turns = driver._turns
+                if turns is not None and any(
+                    waiting and worker not in turns._holders for worker, waiting in turns._waiting.items()
+                ):
                     return False
-                resting += sum(sum(names.values()) for names in turns._waiting.values())
         return resting == threads
 
     def send(self, arrivals: Iterable[tuple[float, Callable[[], Any]]]) -> list[Any]:

@@ -13,8 +13,8 @@ from subnetact.cluster.arrays import to_arrays, to_tensors
 from subnetact.cluster.deadline import Deadline
 from subnetact.cluster.replica import Reply
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
-from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.answers import Answer
+from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.stats import BatcherStats, Counters
 
 __all__ = ["Call", "ReplicaClient"]

@@ -61,7 +61,9 @@ class TritonPythonModel:
         queued: list[Future[Any]] = []
         try:
             for sample in samples:
-                queued.append(self.batcher.submit(sample, deadline_ms, asked.get("min_accuracy")))
+                queued.append(
+                    self.batcher.submit(sample, deadline_ms, min_accuracy=asked.get("min_accuracy"))
+                )
         except Exception:
             for earlier in queued:
                 earlier.cancel()

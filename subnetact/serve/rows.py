@@ -77,8 +77,17 @@ async def infer_rows(
         RequestError: a row was refused or dropped, or it failed. The other rows are withdrawn.
     """
     if len(xs) == 1:
-        return [await batcher.infer(xs[0], deadline_ms, min_accuracy=min_accuracy, priority=priority, client=client)]
-    tasks = [asyncio.ensure_future(batcher.infer(x, deadline_ms, min_accuracy=min_accuracy, priority=priority, client=client)) for x in xs]
+        return [
+            await batcher.infer(
+                xs[0], deadline_ms, min_accuracy=min_accuracy, priority=priority, client=client
+            )
+        ]
+    tasks = [
+        asyncio.ensure_future(
+            batcher.infer(x, deadline_ms, min_accuracy=min_accuracy, priority=priority, client=client)
+        )
+        for x in xs
+    ]
     try:
         answers: Sequence[Answer] = await asyncio.gather(*tasks)
         return answers

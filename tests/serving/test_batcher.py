@@ -302,7 +302,7 @@ def test_foreign_tables_are_refused(a40, engine):
         Batcher(engine, policy=SlackFit(a40.select([0, 1]), slo_ms=36.0), table=a40)
     with pytest.raises(PolicyError, match="give a policy"):
         Batcher(engine)
-    for changes in ({"workers": 0}, {"max_queue": 0}, {"expired": "pray"}, {"hopeless": "pray"}):
+    for changes in ({"workers": 0}, {"max_queue": 0}, {"expired": "pray"}):
         with pytest.raises(PolicyError):
             Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), **changes)
     with pytest.raises(PolicyError, match="slo_ms: Fixed has none"):

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scheduled import Scheduled
 
-from subnetact.errors import BatcherClosed
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.core import Core
 from subnetact.serving.policies import CheapestFeasible, Fixed, HullFit, MaxAcc, MaxBatch, SlackFit
 from subnetact.serving.scheduling import dispatch
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
@@ -153,31 +152,19 @@ def test_hullfit_gets_other_latencies_while_another_thread_decides(monkeypatch: 
     assert (made.table.latency_ms == 2.0 * SMALL.latency_ms).all()
 
 
-def core_of(policy: Any, clock: list[float], expired: str = "drop") -> Core:
-    return Core(
-        policy,
-        policy.table,
-        workers=1,
-        max_queue=10_000,
-        expired=expired,
-        slo_ms=100.0,
-        clock_ms=lambda: clock[0],
-        watchdog_ms=None,
-        learn=True,
-    )
+def opened(policy: Any) -> Scheduled:
+    return Scheduled(policy, slo_ms=100.0)
 
 
-def serve(core: Core, clock: list[float], slower: float = 1.0) -> int:
+def serve(live: Scheduled, slower: float = 1.0) -> int:
     """Run every batch that there is, each `slower` times as long as planned; return how many."""
     batches = 0
-    while True:
-        job, outcomes = core.next_job(0, wait=False)
-        if job is not None:
-            clock[0] += slower * job.expected_ms
-            outcomes += core.answered(job, [None] * len(job.part))
-            batches += 1
-        elif not outcomes:
-            return batches
+    while (job := live.idle()) is not None:
+        live.now += slower * job.expected_ms
+        live.finish(job)
+        batches += 1
+    live.scheduler.ended.clear()
+    return batches
 
 
 class Hears:
@@ -201,18 +188,17 @@ class Hears:
 
 def test_the_policy_of_other_latencies_hears_what_follows() -> None:
     Hears.made = []
-    clock = [0.0]
-    core = core_of(Hears(SMALL), clock)
+    live = opened(Hears(SMALL))
     for expected in ([3], [3, 3]):
         for _ in range(3):
-            core.admit("x", 1e6, 0.0, 0, None, None)
-            assert serve(core, clock, slower=3.0) == 1
+            live.admit("x", 1e6)
+            assert serve(live, slower=3.0) == 1
         assert [policy.heard for policy in Hears.made] == expected
         if len(expected) == 1:
-            assert core.replan(at_once=True)
+            assert live.learner.refresh(at_once=True)
 
 
-def test_a_policy_that_cannot_observe_is_not_asked_again_after_a_plan(caplog: Any) -> None:
+def test_a_policy_that_cannot_observe_is_not_asked_again_after_a_plan() -> None:
     class Deaf(Hears):
         def retabled(self, table: LatencyTable) -> Deaf:
             return Deaf(table)
@@ -222,14 +208,15 @@ def test_a_policy_that_cannot_observe_is_not_asked_again_after_a_plan(caplog: An
             raise RuntimeError("no ears")
 
     Hears.made = []
-    clock = [0.0]
-    core = core_of(Deaf(SMALL), clock)
+    live = opened(Deaf(SMALL))
     for _ in range(2):
-        core.admit("x", 1e6, 0.0, 0, None, None)
-        assert serve(core, clock, slower=3.0) == 1
-        core.replan(at_once=True)
+        live.admit("x", 1e6)
+        assert serve(live, slower=3.0) == 1
+        live.learner.refresh(at_once=True)
     assert [policy.heard for policy in Hears.made] == [1, 0, 0]
-    assert "observe(...) raised" in caplog.text
+    [(text, _, error)] = live.scheduler.warnings
+    assert "observe(...) raised" in text
+    assert isinstance(error, RuntimeError)
 
 
 def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> None:
@@ -238,31 +225,29 @@ def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> N
             raise ZeroDivisionError("in the user's policy")
 
     Hears.made = []
-    clock = [0.0]
     policy = Fails(SMALL)
-    core = core_of(policy, clock)
-    core.admit("x", 1e6, 0.0, 0, None, None)
-    serve(core, clock, slower=3.0)
-    assert core.replan(at_once=True), "the dispatcher plans with what was learned all the same"
-    assert core._dispatcher.policy_of() is policy
-    assert core._dispatcher.expected_ms(0, 1) > 1.2 * SMALL.latency_ms[0, 0]
+    live = opened(policy)
+    live.admit("x", 1e6)
+    serve(live, slower=3.0)
+    assert live.learner.refresh(at_once=True), "the dispatcher plans with what was learned all the same"
+    assert live.scheduler.dispatcher.policy_of() is policy
+    assert live.scheduler.dispatcher.expected_ms(0, 1) > 1.2 * SMALL.latency_ms[0, 0]
     assert "in the user's policy" in caplog.text
 
 
 def test_plans_are_made_without_the_lock(monkeypatch: Any) -> None:
-    clock = [0.0]
-    core = core_of(HullFit(SMALL, 100.0), clock)
+    live = opened(HullFit(SMALL, 100.0))
     held: list[bool] = []
 
     class Watched(dispatch._Plan):
         def __init__(self, *arguments: Any) -> None:
-            held.append(core.lock.locked())
+            held.append(live.learner._lock.locked())
             super().__init__(*arguments)
 
     monkeypatch.setattr(dispatch, "_Plan", Watched)
-    core.admit("x", 1e6, 0.0, 0, None, None)
-    serve(core, clock, slower=3.0)
-    assert core.replan(at_once=True)
+    live.admit("x", 1e6)
+    serve(live, slower=3.0)
+    assert live.learner.refresh(at_once=True)
     assert held == [False]
 
 
@@ -279,29 +264,25 @@ def test_priorities_are_weighed_only_while_a_request_with_one_waits(monkeypatch:
         return original(queue, *arguments)
 
     monkeypatch.setattr(dispatch, "unaffordable", counted)
-    clock = [0.0]
-    core = core_of(Fixed(SMALL, 0), clock)
+    live = opened(Fixed(SMALL, 0))
 
     def overload() -> None:
         for _ in range(9):
-            core.admit("x", 20.0, 0.0, 0, None, None)
+            live.admit("x", 20.0)
 
     overload()
-    serve(core, clock)
+    serve(live)
     assert not looked, "nobody has a priority"
     overload()
-    important = core.admit("x", 20.0, 0.0, 5, None, None)
+    important = live.admit("x", 20.0, priority=5)
     if leaves == "cancelled":
-        core.withdraw(important)
+        live.scheduler.withdraw(important)
     elif leaves == "expired":
-        clock[0] += 1000.0
-    serve(core, clock)
+        live.now += 1000.0
+    serve(live)
     assert bool(looked) == (leaves == "served")
     assert not important.open
     looked.clear()
     overload()
-    serve(core, clock)
+    serve(live)
     assert not looked, "nobody has a priority any more"
-    core.stop_admitting()
-    with pytest.raises(BatcherClosed):
-        core.admit("x", 20.0, 0.0, 0, None, None)

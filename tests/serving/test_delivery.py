@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from subnetact.serving.live.requests import Answer, Request, settle
+from subnetact.serving.live.answers import Answer, settle
+from subnetact.serving.scheduling.request import Ask, Request
 
 
 class Loop:
@@ -31,7 +32,8 @@ class Loop:
 
 def outcome(loop: Any, error: Exception | None = None) -> tuple[Any, Future[Any]]:
     future: Future[Any] = Future()
-    request = Request("x", 0.0, 1.0, 0.0, 0, future, loop)
+    request = Request(Ask(1.0), 0.0, "x")
+    request.future, request.loop = future, loop
     return (request, None if error else Answer("y", 0, 70.0, 1.0, True, 1), error), future
 
 

@@ -295,7 +295,9 @@ def test_many_clients_lose_nothing_under_every_rule(expired):
         futures = []
         for _ in range(300):
             floor = rng.choice([None, 80.0])
-            futures.append(batcher.submit("x", rng.uniform(2, 40), floor, client=rng.choice("abcde")))
+            futures.append(
+                batcher.submit("x", rng.uniform(2, 40), min_accuracy=floor, client=rng.choice("abcde"))
+            )
             if rng.random() < 0.2:
                 rng.choice(futures).cancel()
             if rng.random() < 0.3:
@@ -305,6 +307,6 @@ def test_many_clients_lose_nothing_under_every_rule(expired):
     ended = stats.met + stats.late + stats.dropped + stats.cancelled
     assert ended == stats.submitted == 300
     assert not stats.queued
-    gate_ = batcher._core._gate
+    gate_ = batcher._driver.scheduler.gate
     gate_.release(gate_._now_ms + 1e6)
     assert gate_.clients == 0

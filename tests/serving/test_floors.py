@@ -122,7 +122,7 @@ def test_a_batcher_and_its_tenants_queue_floors_and_not_what_clients_wrote() -> 
             assert request == (50.0, floor)
         for beyond in (75.1, 80.0, math.nan):
             with pytest.raises(InvalidRequest, match="above the best subnet"):
-                batcher.submit("x", 50.0, beyond)
+                batcher.submit("x", 50.0, min_accuracy=beyond)
     tenants = TenantBatcher([Tenant("t", Echo(), 36.0, TABLE)])
     with tenants:
         assert tenants.batcher("t")._checked("x", 50, 70.1, None, "") == (50.0, 75.0)

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scheduled import Scheduled
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit
 from subnetact.errors import DeadlinePassed, ProfileMismatch
 from subnetact.serving import Fixed
-from subnetact.serving.live.core import Core
 from subnetact.serving.scheduling.dispatch import Dispatcher
 
 SIZES = (1, 2, 4)
@@ -89,46 +89,32 @@ def test_fewer_requests_of_the_shape_than_planned_get_a_better_subnet() -> None:
     assert subnet == 2
 
 
-def core_of(policy: Any, clock: list[float], slo_ms: float) -> Core:
-    return Core(
-        policy,
-        [SHORT, LONG],
-        workers=1,
-        max_queue=100,
-        expired="drop",
-        slo_ms=slo_ms,
-        clock_ms=lambda: clock[0],
-        watchdog_ms=None,
-        learn=True,
-        shape_of=Strings().shape_of,
-    )
+def opened(policy: Any, slo_ms: float) -> Scheduled:
+    return Scheduled(policy, [SHORT, LONG], slo_ms=slo_ms, shape_of=Strings().shape_of)
 
 
 def test_a_request_expires_by_the_latencies_of_its_shape() -> None:
-    clock = [0.0]
-    core = core_of(Fixed(LONG, 0), clock, slo_ms=50.0)
-    core.admit("a long string", 5.0, 0.0, 0, None, None)
-    short = core.admit("ab", 5.0, 0.0, 0, None, None)
-    job, outcomes = core.next_job(0, wait=False)
-    assert [(r.x, type(error)) for r, _, error in outcomes] == [("a long string", DeadlinePassed)]
+    live = opened(Fixed(LONG, 0), slo_ms=50.0)
+    live.admit("a long string", 5.0)
+    short = live.admit("ab", 5.0)
+    job = live.idle()
+    assert live.ended() == {"a long string": DeadlinePassed}
     assert job is not None
     assert job.requests() == [short]
     assert job.expected_ms == 1.0
 
 
 def test_what_one_shape_teaches_is_applied_to_the_others_in_proportion() -> None:
-    clock = [0.0]
-    core = core_of(SlackFit(LONG, slo_ms=500.0), clock, slo_ms=500.0)
+    live = opened(SlackFit(LONG, slo_ms=500.0), slo_ms=500.0)
     for _ in range(64):  # short requests take three times as long as their table says
-        core.admit("ab", 400.0, 0.0, 0, None, None)
-        job, _ = core.next_job(0, wait=False)
+        live.admit("ab", 400.0)
+        job = live.idle()
         assert job is not None
-        clock[0] += 3.0 * float(SHORT.latency_ms[job.subnet, 0])
-        core.answered(job, ["ab"])
-        core.delivered()
-    assert core.replan(at_once=True)
-    core.admit("a long string", 400.0, 0.0, 0, None, None)
-    job, _ = core.next_job(0, wait=False)
+        live.now += 3.0 * float(SHORT.latency_ms[job.subnet, 0])
+        live.finish(job)
+    assert live.learner.refresh(at_once=True)
+    live.admit("a long string", 400.0)
+    job = live.idle()
     assert job is not None
     assert job.expected_ms == pytest.approx(3.0 * float(LONG.latency_ms[job.subnet, 0]), rel=0.2)
 

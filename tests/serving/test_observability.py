@@ -27,8 +27,8 @@ from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.histograms import Histogram
 from subnetact.serving.live.prometheus import Collector
-from subnetact.serving.live.requests import Request
 from subnetact.serving.policies import Fixed
+from subnetact.serving.scheduling.request import Ask, Request
 from subnetact.serving.simulation.cli import main
 from subnetact.serving.simulation.replay import LiveRun
 
@@ -269,9 +269,9 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytes
     assert log._file is not None
     log._file.close()
     log._file = open("/dev/full", "w")  # noqa: SIM115
-    log.outcome("dropped", Request(None, 0.0, 1.0, 0.0, 0, None, None))
+    log.outcome("dropped", Request(Ask(1.0), 0.0))
     log.flush()
-    log.outcome("dropped", Request(None, 0.0, 1.0, 0.0, 0, None, None))
+    log.outcome("dropped", Request(Ask(1.0), 0.0))
     log.close()
     log.close()
     assert [record.message for record in caplog.records if "ends here" in record.message]
@@ -289,7 +289,7 @@ def test_an_entry_that_json_cannot_hold_loses_no_other(
 ) -> None:
     log = DecisionLog(tmp_path / "log.jsonl", {}, 0.0)
     for priority in (1, 10**5000, 2):
-        log.outcome("dropped", Request(None, 0.0, 1.0, 0.0, priority, None, None))
+        log.outcome("dropped", Request(Ask(1.0, priority=priority), 0.0))
     log.close()
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["p"] for line in lines[1:]] == [[1], [2]]

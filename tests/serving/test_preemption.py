@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scheduled import Scheduled
 from virtual_time import VirtualTime
 
 from subnetact.errors import BatchFailed, DeadlinePassed, PolicyError
@@ -26,7 +27,6 @@ from subnetact.serving import (
     poisson,
     simulate,
 )
-from subnetact.serving.live.core import Core
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue
 
@@ -111,8 +111,8 @@ def test_blocks_are_long_alone_and_short_beside_others() -> None:
         lambda: Preemptive(SlackFit(TABLE, 50.0), block_ms=-1.0),
         lambda: Preemptive(SlackFit(TABLE, 50.0), block_ms=float("nan")),
         lambda: Preemptive(SlackFit(TABLE, 50.0), block_ms="long"),  # type: ignore[arg-type]
-        lambda: simulate([0.0], TABLE, preemptive(), 50.0, resume=True, blocks=5, look_ms=-1.0),
-        lambda: simulate([0.0], TABLE, Preemptive(Fixed(TABLE, 0)), 50.0, resume=True, blocks=0),
+        lambda: simulate([0.0], TABLE, preemptive(), 50.0, blocks=5, look_ms=-1.0),
+        lambda: simulate([0.0], TABLE, Preemptive(Fixed(TABLE, 0)), 50.0, blocks=0),
     ],
 )
 def test_bad_arguments(make: Any) -> None:
@@ -145,7 +145,6 @@ def test_a_batch_stops_at_the_end_of_its_block_and_continues() -> None:
         TABLE,
         Preemptive(Fixed(TABLE, 1)),
         slo,
-        resume=True,
         blocks=BLOCKS,
         requests=True,
     )
@@ -166,7 +165,6 @@ def test_looks_between_blocks_cost_what_the_simulator_is_told() -> None:
         TABLE,
         Preemptive(Fixed(TABLE, 1), block_ms=8.0),
         [100.0] * 16 + [22.0],
-        resume=True,
         blocks=BLOCKS,
         look_ms=0.5,
         requests=True,
@@ -175,10 +173,10 @@ def test_looks_between_blocks_cost_what_the_simulator_is_told() -> None:
     assert long.log.start_ms[16] == pytest.approx(8.4)  # a fifth of 42 ms
     assert long.log.finish_ms.tolist() == pytest.approx([50.0] * 16 + [16.4])
     assert long.log.start_ms[0] == 0.0, "a batch that was suspended began before"
-    whole = simulate([0.0] * 16, TABLE, preemptive(), 50.0, resume=True, blocks=BLOCKS, look_ms=0.5)
+    whole = simulate([0.0] * 16, TABLE, preemptive(), 50.0, blocks=BLOCKS, look_ms=0.5)
     assert whole.end_ms == pytest.approx(44.5)  # one look after every layer block but the last
     policy = Preemptive(Fixed(TABLE, 0), block_ms=2.0)
-    short = simulate([0.0], TABLE, policy, 50.0, resume=True, blocks=BLOCKS, look_ms=0.5)
+    short = simulate([0.0], TABLE, policy, 50.0, blocks=BLOCKS, look_ms=0.5)
     assert short.end_ms == pytest.approx(2.0), "a batch of at most 2 ms is one block"
 
 
@@ -190,11 +188,11 @@ def test_a_policy_is_told_how_long_a_suspended_batch_ran_in_all() -> None:
             seen.append((batch_size, measured_ms))
 
     policy = Watching(Fixed(TABLE, 1))
-    simulate([0.0] * 16 + [5.0], TABLE, policy, [100.0] * 16 + [20.0], resume=True, blocks=BLOCKS)
+    simulate([0.0] * 16 + [5.0], TABLE, policy, [100.0] * 16 + [20.0], blocks=BLOCKS)
     assert seen == [(1, 8.0), (16, 40.0)]
 
 
-def test_a_worker_that_goes_down_returns_both_batches() -> None:
+def test_a_worker_that_goes_down_gives_both_batches_a_second_try() -> None:
     from subnetact.serving import WorkerEvent
 
     result = simulate(
@@ -202,12 +200,11 @@ def test_a_worker_that_goes_down_returns_both_batches() -> None:
         TABLE,
         Preemptive(Fixed(TABLE, 1)),
         [200.0] * 16 + [20.0],
-        resume=True,
         blocks=BLOCKS,
         expired="serve",
         events=[WorkerEvent(10.0, 0, False), WorkerEvent(30.0, 0, True)],
     )
-    assert (result.met, result.late, result.unserved) == (16, 1, 0)
+    assert (result.met, result.dropped, result.unserved) == (16, 1, 0)
 
 
 # -- live ------------------------------------------------------------------------------------------------
@@ -450,32 +447,20 @@ def test_a_worker_that_hangs_in_one_of_two_nested_batches_is_replaced(
         time.wake_all()
 
 
-def test_a_request_that_the_watchdog_took_in_is_looked_at_between_blocks() -> None:
-    now = [0.0]
-    core = Core(
-        preemptive(),
-        TABLE,
-        workers=1,
-        max_queue=100,
-        expired="drop",
-        slo_ms=500.0,
-        clock_ms=lambda: now[0],
-        watchdog_ms=None,
-        learn=False,
-    )
+def test_a_new_request_is_looked_at_between_blocks() -> None:
+    live = Scheduled(preemptive(), slo_ms=500.0, learn=False)
     for _ in range(16):
-        core.admit("x", FOREVER, 0.0, 0, None, None)
-    job, _ = core.next_job(0, wait=False)
+        live.admit("x", FOREVER)
+    job = live.idle()
     assert job is not None
-    core.admit("patient", 300.0, 0.0, 0, None, None)
-    now[0] = 4.0
-    assert core.urgent_job(job, 0.1)[0] is None
-    assert core.is_calm(job, 0.1)
-    core.admit("urgent", 20.0, 0.0, 0, None, None)
-    core.tick()
-    now[0] = 8.0
-    assert not core.is_calm(job, 0.2)
-    urgent, _ = core.urgent_job(job, 0.2)
+    live.admit("patient", 300.0)
+    live.now = 4.0
+    assert live.scheduler.step_done(job, 0.1, live.now) is None
+    assert live.now + job.left_after(0.1, live.now) <= job.unpreempted_until_ms
+    live.admit("urgent", 20.0)
+    live.now = 8.0
+    assert job.unpreempted_until_ms < live.now
+    urgent = live.scheduler.step_done(job, 0.2, live.now)
     assert urgent is not None
     assert "urgent" in [request.x for request in urgent.part]
 
@@ -487,7 +472,7 @@ def test_the_simulator_predicts_the_live_batcher(look_ms: float, seconds: float,
     arrivals = poisson(250, seconds, seed=3)
     slo = np.where(rng.random(len(arrivals)) < 0.15, 22.0, 180.0)
     policy = Preemptive(SlackFit(TABLE, 180.0))
-    found = simulate(arrivals, TABLE, policy, slo, resume=True, blocks=BLOCKS, look_ms=look_ms)
+    found = simulate(arrivals, TABLE, policy, slo, blocks=BLOCKS, look_ms=look_ms)
     without = simulate(arrivals, TABLE, SlackFit(TABLE, 180.0), slo)
     assert found.preempted > 10
     assert found.attainment > without.attainment + 0.02

@@ -89,7 +89,7 @@ def test_a_usual_time_that_is_no_time_is_refused(slo_ms: Any) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_is_told_that_the_batcher_stayed_behind() -> None:
     with Batcher(Echo(), policy=SlackFit(TABLE, slo_ms=20.0)) as batcher:
-        with batcher._core.lock:  # the child inherits a lock that nobody there releases
+        with batcher._driver.lock:  # the child inherits a lock that nobody there releases
             child = os.fork()
             if child == 0:
                 told = 0

@@ -10,7 +10,6 @@ from subnetact.errors import PolicyError, ProfileMismatch, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import (
     Fixed,
-    Flex,
     HullFit,
     ModelSwitching,
     SlackFit,
@@ -33,7 +32,7 @@ def arrivals(draw, most=60):
     return np.cumsum(np.round(gaps, 2))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "fixed:5", "flex:0"])
+@pytest.mark.parametrize("name", [*NAMES, "fixed:5"])
 @settings(max_examples=25)
 @given(times=arrivals(), data=st.data())
 def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times, data):
@@ -179,7 +178,7 @@ def test_a_dead_worker_gives_its_batch_back(a40):
     table = one_subnet([10.0])
     events = [WorkerEvent(4.0, 0, False), WorkerEvent(50.0, 0, True)]
     result = simulate([0.0], table, Fixed(table, 0), 100.0, 1, events=events, requests=True, expired="serve")
-    assert (result.met, result.preempted) == (1, 1)
+    assert (result.met, result.preempted) == (1, 0)
     assert result.log.start_ms[0] == 50.0
     never = simulate([0.0, 60.0], table, Fixed(table, 0), 100.0, 1, events=events[:1], expired="serve")
     assert (never.met, never.unserved) == (0, 2)
@@ -192,7 +191,8 @@ def test_a_dead_worker_gives_its_batch_back(a40):
         workers=8,
         expired="serve",
     )
-    assert fewer.met + fewer.late == fewer.requests
+    assert fewer.met + fewer.late + fewer.dropped == fewer.requests
+    assert fewer.dropped <= 6 * 16, "of the batches that were lost"
 
 
 def test_noise_and_overhead_are_real_but_hidden(a40):
@@ -262,37 +262,6 @@ def test_co_runners_slow_what_runs_beside_them():
     assert [d.finish_ms - d.t_ms for d in result.decisions] == pytest.approx([5.0, 9.0, 5.0])
 
 
-def test_flex_preempts_for_a_batch_worth_more():
-    table = one_subnet([10.0, 10.0], (1, 8))
-    trace = [0.0, 2.0, 2.0, 2.0, 2.0]
-    lost = simulate(
-        trace,
-        table,
-        Flex(table, 0),
-        slo_ms=[30.0, 11.0, 11.0, 11.0, 11.0],
-        workers=1,
-        requests=True,
-        expired="serve",
-    )
-    assert lost.preempted == 1
-    assert lost.log.start_ms.tolist() == [12.0, 2.0, 2.0, 2.0, 2.0]
-    assert lost.met == 5
-    kept = simulate(
-        trace,
-        table,
-        Flex(table, 0),
-        slo_ms=[30.0, 11.0, 11.0, 11.0, 11.0],
-        workers=1,
-        requests=True,
-        resume=True,
-        blocks=10,
-        expired="serve",
-    )
-    assert kept.log.finish_ms.tolist() == [20.0, 12.0, 12.0, 12.0, 12.0]
-    patient = simulate(trace, table, Flex(table, 0), slo_ms=30.0, workers=1, expired="serve")
-    assert patient.preempted == 0
-
-
 def test_a_policy_may_leave_workers_idle_but_not_for_ever(a40):
     policy = ModelSwitching(a40, replicas=[1, 1, 1, 1, 1, 1], slo_ms=36.0)
     result = simulate(
@@ -336,7 +305,6 @@ def test_bad_arrivals_are_refused(a40, times, message):
         ({"min_accuracy": -1.0}, TraceError, "min_accuracy"),
         ({"workers": 0}, PolicyError, "workers"),
         ({"expired": "shrug"}, PolicyError, "serve, drop, defer"),
-        ({"hopeless": "shrug"}, PolicyError, "serve, drop, defer"),
         ({"noise": -0.1}, PolicyError, "noise"),
         ({"overhead_ms": math.nan}, PolicyError, "overhead_ms"),
         ({"events": [WorkerEvent(0.0, 8, False)]}, TraceError, "worker from 0 to 7"),
@@ -354,14 +322,6 @@ def test_bad_settings_are_refused_before_the_start(a40, changes, error, message)
     } | changes
     with pytest.raises(error, match=message):
         simulate(**arguments)
-
-
-def test_the_former_name_of_the_rule_for_expired_requests_is_accepted(a40):
-    for rule, dropped in (("drop", 1), ("serve", 0)):
-        times, policy = [0.0] * 21, Fixed(a40, 5)
-        result = simulate(times, a40, policy, 12.0, hopeless=rule)
-        assert result.summary() == simulate(times, a40, policy, 12.0, expired=rule).summary()
-        assert result.dropped == dropped
 
 
 def test_a_policy_for_another_table_is_refused(a40):

@@ -29,7 +29,7 @@ from subnetact.errors import (
 )
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import Fixed, Preemptive, Tenant, TenantBatcher, Veltair
-from subnetact.serving.live.turns import WorkerTurns
+from subnetact.serving.scheduling.turns import Turn, Turns
 
 TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
 OTHER = LatencyTable(["x"], [90.0], [1, 2], [[5.0, 8.0]])
@@ -77,41 +77,36 @@ def opened(time: VirtualTime, given: list[Tenant], workers: int = 1, **options: 
 # -- turns -----------------------------------------------------------------------------------------------
 
 
-def test_turns_go_to_whoever_used_the_least_of_its_share(wait_for: Any) -> None:
-    now, shares = [0.0], {"a": 3.0, "b": 1.0}
-    turns = WorkerTurns(shares, lambda: now[0])
-    got: list[str] = []
-
-    def use(name: str) -> None:
-        for _ in range(60):
-            turn = turns.take(0, name)
-            if len(got) < 40:
-                wait_for(lambda: turns.is_wanted(0))  # both always want the worker
-            got.append(name)
-            now[0] += 2.0
-            turns.end(turn)
-
-    threads = [threading.Thread(target=use, args=(name,)) for name in shares]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got[:40].count("a") == pytest.approx(30, abs=1)
-    assert turns.used_ms == {"a": 120.0, "b": 120.0}
+def test_turns_go_to_whoever_used_the_least_of_its_share() -> None:
+    turns, got, now = Turns({"a": 3.0, "b": 1.0}), [], 0.0
+    wanted = {name: Turn(0, name) for name in "ab"}
+    for _ in range(120):
+        for turn in wanted.values():  # both always want the worker
+            turns.want(turn)
+        began = [turn for turn in wanted.values() if turns.begin(turn, now)]
+        assert len(began) == 1
+        got.append(began[0].name)
+        now += 2.0
+        turns.end(began[0], now)
+    assert got.count("a") == pytest.approx(90, abs=1)
+    assert turns.used_ms == {name: 2.0 * got.count(name) for name in "ab"}
 
 
 def test_nobody_saves_up_a_claim() -> None:
-    now = [0.0]
-    turns = WorkerTurns({"a": 1.0, "b": 1.0}, lambda: now[0])
-    for _ in range(20):
-        turn = turns.take(0, "a")
-        now[0] += 2.0
-        turns.end(turn)
-    first = turns.take(0, "b")  # b was away, and starts where a is now
-    turns.end(first)
-    assert turns._virtual["b"] > turns._virtual["a"] / 2
-    turns.end(first)  # a second end changes nothing
-    assert 0 not in turns._holders
+    turns, now, began = Turns({"a": 1.0, "b": 1.0}), 0.0, []
+    own, other = Turn(0, "a"), Turn(0, "b")
+    for step in range(40):
+        if step >= 20:  # b was away, and starts where a is now
+            turns.want(other)
+        turns.want(own)
+        turn = next(turn for turn in (own, other) if turns.begin(turn, now))
+        now += 2.0
+        turns.end(turn, now)
+        turns.end(turn, now + 100.0)  # a second end changes nothing
+        began.append(turn.name)
+    assert began[:20] == ["a"] * 20
+    assert began[20:].count("a") == pytest.approx(10, abs=1)
+    assert sum(turns.used_ms.values()) == now
 
 
 # -- bad input -------------------------------------------------------------------------------------------
@@ -247,7 +242,7 @@ def test_a_suspended_batch_does_not_count_as_hanging() -> None:
         time.run(25.0)
         urgent = batcher.submit("second", lambda: time.sleep(400.0), 150.0)
         time.run(350.0)
-        batcher.batcher("slow")._core.tick()
+        batcher.batcher("slow")._driver._tick()
         time.run()
         assert urgent.exception(0) is None
         assert long.result(0).met

@@ -161,7 +161,7 @@ def test_a_hang_is_noticed_whatever_else_takes_its_time(
             doomed.add_done_callback(block)
             clock.now = 20.0
         elif busy == "planning":
-            monkeypatch.setattr(batcher._core.learner, "refresh", block)
+            monkeypatch.setattr(batcher._driver.learner, "refresh", block)
         else:
             monkeypatch.setattr(batcher._log, "flush", block)
         assert stuck.wait(60)
@@ -327,21 +327,21 @@ def test_values_that_are_not_finite_are_refused_on_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    ("arguments", "options", "match"),
     [
-        ((1, True), "deadline_ms: True is not a number"),
-        ((1, 10**400), "deadline_ms: an int beyond"),
-        ((1, 36.0, 10**400), "min_accuracy: an int beyond"),
-        ((1, "36"), "deadline_ms: '36' is not a number"),
-        ((1, 36.0, "high"), "min_accuracy: 'high' is not a number"),
-        ((1, 36.0, None, 1.5), "priority: 1.5 is not an int"),
-        ((1, 36.0, None, True), "priority: True is not an int"),
+        ((1, True), {}, "deadline_ms: True is not a number"),
+        ((1, 10**400), {}, "deadline_ms: an int beyond"),
+        ((1, 36.0), {"min_accuracy": 10**400}, "min_accuracy: an int beyond"),
+        ((1, "36"), {}, "deadline_ms: '36' is not a number"),
+        ((1, 36.0), {"min_accuracy": "high"}, "min_accuracy: 'high' is not a number"),
+        ((1, 36.0), {"priority": 1.5}, "priority: 1.5 is not an int"),
+        ((1, 36.0), {"priority": True}, "priority: True is not an int"),
     ],
 )
-def test_the_door_names_what_is_wrong(arguments: Any, match: str) -> None:
+def test_the_door_names_what_is_wrong(arguments: Any, options: Any, match: str) -> None:
     with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         with pytest.raises(InvalidRequest, match=match):
-            batcher.submit(*arguments)
+            batcher.submit(*arguments, **options)
         assert batcher.stats().refused == 1
 
 
@@ -644,7 +644,7 @@ class EndsBetween(threading.Event):
 
 def test_the_planner_ends_whenever_the_watchdog_does() -> None:
     with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=FOREVER) as batcher:
-        workers = batcher._workers
+        workers = batcher._driver
         ended = EndsBetween(workers)
         workers._ticked, former = ended, workers._ticked
         former.set()  # The planner waits on the new event from now on.

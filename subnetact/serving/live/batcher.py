@@ -520,4 +520,3 @@ def close_elsewhere(batchers: Collection[Batcher], close: Callable[[], None]) ->
         return False
     threading.Thread(target=close, name="subnetact-closing", daemon=True).start()
     return True
-

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -118,7 +117,7 @@ class Driver:
         self._wanted = threading.Condition(self.lock)
         self._watch = threading.Condition(self.lock)
         self._drained = threading.Condition(self.lock)
-        self._idle = self._undelivered = 0
+        self._idle = self._resting = self._undelivered = 0
         self._waking = self._watchdog_sleeps = self._was_calm = False
         self._running: dict[int, tuple[Job, Turn | None]] = {}  # what the watchdog ends if it hangs
         self._current: dict[int, threading.Thread] = {}
@@ -127,7 +126,11 @@ class Driver:
         self._ended = False
         self._helpers = [
             threading.Thread(target=target, name=f"subnetact-batcher-{name}", daemon=True)
-            for name, target in (("watchdog", self._guard), ("messenger", self._send), ("planner", self._plan))
+            for name, target in (
+                ("watchdog", self._guard),
+                ("messenger", self._send),
+                ("planner", self._plan),
+            )
         ]
 
     def start(self) -> None:
@@ -203,7 +206,7 @@ class Driver:
         self._work.notify()
 
     def _empty_inbox(self) -> None:
-        """Move new requests into the queue, unless the batcher is closing: then their clients take them back."""
+        """Move new requests into the queue; if the batcher is closing, their clients take them back."""
         if self._inbox and not self.scheduler.closing:
             inbox = self._inbox  # clients append meanwhile
             self.scheduler.submit([inbox.popleft() for _ in range(len(inbox))])
@@ -250,7 +253,9 @@ class Driver:
                         if job is None or not job.abandoned:
                             job, outcomes, found = None, [], None  # frees tensors here, a computation
                 finally:
-                    self._end_turn(turn)
+                    if turn is not None:
+                        with self.lock:
+                            self._end_turn(turn)
                 if job is not None:  # its call returned although the worker was replaced
                     with self.lock:
                         self.scheduler.workers.hung_thread_ended(worker)
@@ -278,11 +283,11 @@ class Driver:
                     return None
                 if self.scheduler.workers.is_parked(worker):
                     self._give_up(turn)
-                    self._wanted.wait()
+                    self._rest(self._wanted)
                     continue
                 waiting = len(self.scheduler)
                 if waiting and turn is not None and not self._begin(turn):
-                    self._turned.wait()
+                    self._rest(self._turned)
                     continue
                 job = self._decide(worker) if waiting else None
                 outcomes = self._outcomes()
@@ -290,13 +295,19 @@ class Driver:
                     if self._idle and len(self.scheduler):
                         self._wake_a_worker()  # for the requests that came while this worker was woken
                     return job, outcomes
-                self._end_turn(turn, locked=True)
+                self._end_turn(turn)
                 if self.scheduler.is_over:
                     return None
                 self._idle += 1
                 if not self._inbox:
-                    self._work.wait(timeout=_PAUSE_S if len(self.scheduler) else None)
+                    self._rest(self._work, _PAUSE_S if len(self.scheduler) else None)
                 self._idle -= 1
+
+    def _rest(self, condition: threading.Condition, timeout_s: float | None = None) -> None:
+        """Let a worker's thread wait."""
+        self._resting += 1
+        condition.wait(timeout_s)
+        self._resting -= 1
 
     def _decide(self, worker: int) -> Job | None:
         """Ask the scheduler; the requests of a policy that raises fail, and the batcher goes on."""
@@ -437,30 +448,27 @@ class Driver:
         if turn is not None and self._turns is not None:
             self._turns.give_up(turn)
 
-    def _end_turn(self, turn: Turn | None, locked: bool = False) -> None:
-        if turn is None or self._turns is None:
-            return
-        if not locked:
-            with self.lock:
-                return self._end_turn(turn, locked=True)
-        self._turns.end(turn, self.clock_ms())
-        self._turned.notify_all()
+    def _end_turn(self, turn: Turn | None) -> None:
+        if turn is not None and self._turns is not None:
+            self._turns.end(turn, self.clock_ms())
+            self._turned.notify_all()
 
     def _give_way(self, job: Job, done: float, turn: Turn, turns: Turns) -> None:
         """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
         with self.lock:
             if not turns.gives_way(turn, job, done, self.clock_ms()):
                 return
-            self._end_turn(turn, locked=True)
+            self._end_turn(turn)
             while not self._begin(turn):
-                self._turned.wait()
+                self._rest(self._turned)
             self.scheduler.resume(job, self.clock_ms())
 
     # -- outcomes ----------------------------------------------------------------------------------
 
     def _outcomes(self) -> list[Outcome]:
         """Return what ended without an answer, for the caller to deliver. The caller holds the lock."""
-        ended, outcomes = self.scheduler.ended, []
+        ended = self.scheduler.ended
+        outcomes: list[Outcome] = []
         if not ended:
             return []
         now = self.clock_ms()
@@ -538,7 +546,7 @@ class Driver:
             outcomes = self._outcomes()
             hung = [worker for worker, (job, _) in self._running.items() if job.abandoned]
             for worker in hung:
-                self._end_turn(self._running.pop(worker)[1], locked=True)
+                self._end_turn(self._running.pop(worker)[1])
             if hung:
                 self._wake_all()
         if outcomes:

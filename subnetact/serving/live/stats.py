@@ -138,5 +138,5 @@ class Counters:
         counters: dict[str, Any] = {k: v for k, v in values.items() if k not in histograms}
         counters["served_by"] = dict(sorted(self.served_by.items()))
         counters["batch_sizes"] = dict(sorted(self.batch_sizes.items()))
-        counts = {name: count for name, count in scheduled.items() if name != "answered"}
+        counts: dict[str, Any] = {name: count for name, count in scheduled.items() if name != "answered"}
         return BatcherStats(**counters, **counts, **more, histograms=histograms)

@@ -204,7 +204,14 @@ def _stage_run(
         result = SimulationResult(requests=0, served_by=[0] * len(table.subnets))
         return StageEstimate(arrivals, arrivals, arrivals, float("nan"), result), arrivals
     scenario = Scenario(
-        arrivals, table, policy, slo_ms, choice.workers, choice.min_accuracy, noise=noise, overhead_ms=overhead_ms
+        arrivals,
+        table,
+        policy,
+        slo_ms,
+        choice.workers,
+        choice.min_accuracy,
+        noise=noise,
+        overhead_ms=overhead_ms,
     )
     reset: Any = getattr(policy, "reset", None)
     if reset is not None:

@@ -24,10 +24,10 @@ from subnetact.errors import (
     QueueFull,
     failure_text,
 )
+from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
 from subnetact.serving.live.periodic_call import PeriodicCall
-from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
 from subnetact.serving.pipelines.pipeline_answer import PipelineAnswer, StageTime
@@ -390,7 +390,9 @@ class Pipeline:
                 if name in self._seen:
                     self._seen[name].append(now)
                 try:
-                    future: Future[Answer] = batcher.submit(x, max(left, 1e-3), stage.min_accuracy)
+                    future: Future[Answer] = batcher.submit(
+                        x, max(left, 1e-3), min_accuracy=stage.min_accuracy
+                    )
                 except Exception as error:
                     return self._fail(trip, error)
                 trip.open[name, len(futures)] = future

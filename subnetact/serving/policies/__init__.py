@@ -15,9 +15,9 @@ from subnetact.serving.policies.hullfit import HullFit, Tuning
 from subnetact.serving.policies.model_switching import Coarse, ModelSwitching
 from subnetact.serving.policies.preemptive import Preemptive
 from subnetact.serving.policies.registry import POLICIES, make_policy, policy_names
-from subnetact.serving.scheduling.context import RunningBatch
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.serving.policies.veltair import Veltair
+from subnetact.serving.scheduling.context import RunningBatch
 
 __all__ = [
     "POLICIES",

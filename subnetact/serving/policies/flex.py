@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fixed_subnet import batch_limits, largest_within
-from subnetact.serving.scheduling.context import RunningBatch
 from subnetact.serving.scheduling.checks import check_accuracy
-from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.context import Context, RunningBatch
 from subnetact.serving.scheduling.frontier import cheapest
 
 __all__ = ["Flex"]

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from subnetact.errors import PolicyError
-from subnetact.serving.scheduling.context import RunningBatch
 from subnetact.serving.scheduling.checks import check_margin, check_policy
-from subnetact.serving.scheduling.context import Context, Policy
+from subnetact.serving.scheduling.context import Context, Policy, RunningBatch
 
 __all__ = ["Preemptive"]
 

@@ -1,3 +1,5 @@
 """Moved."""
+
 from subnetact.serving.scheduling.context import RunningBatch as RunningBatch
-__all__=["RunningBatch"]
+
+__all__ = ["RunningBatch"]

@@ -65,12 +65,15 @@ class Owned(Protocol):
     """A request that has a client.
 
     Attributes:
-        client: name of the client.
         charge_ms: worker time that was taken from the client's bucket for the request and was not used yet.
     """
 
-    client: str
     charge_ms: float
+
+    @property
+    def client(self) -> str:
+        """Name of the client."""
+        ...
 
 
 Item = TypeVar("Item", bound=Owned)
@@ -132,7 +135,7 @@ class ShareGate(Generic[Item]):
         """Number of clients that have open requests, or whose bucket is not full."""
         return len(self._clients)
 
-    def has_room(self, client: str, max_queue: int, waiting: int) -> bool:
+    def has_room(self, client: str, max_queue: float, waiting: int) -> bool:
         """Return whether a client may have one more open request.
 
         A client may have `max_queue` times its part of the weights of all clients with open requests and of

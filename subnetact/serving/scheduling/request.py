@@ -77,7 +77,8 @@ class Ask(NamedTuple):
             asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")
             if not asked <= floors.best:
                 raise InvalidRequest(
-                    f"min_accuracy: {min_accuracy} % is above the best subnet ({floors.best:g} %); ask for less"
+                    f"min_accuracy: {min_accuracy} % is above the best subnet "
+                    f"({floors.best:g} %); ask for less"
                 )
             floor = floors(asked)
         if priority is not None and type(priority) is not int:
@@ -117,6 +118,11 @@ class Request:
         self.accepted_ms = accepted_ms
         self.deadline_ms = accepted_ms + ask.deadline_ms
         self.x = x
+
+    @property
+    def client(self) -> str:
+        """Name of the client."""
+        return self.ask.client
 
 
 class Job:

@@ -63,7 +63,7 @@ class Turns:
             self._waiting[turn.worker].remove(turn)
 
     def begin(self, turn: Turn, now_ms: float) -> bool:
-        """Begin a turn that waits, if its worker is free and no other one goes first; return whether it did."""
+        """Begin a turn that waits if its worker is free and it goes first; return whether it began."""
         waiting = self._waiting[turn.worker]
         first = min(waiting, key=lambda one: (self._virtual[one.name], one.name))
         if turn.worker in self._holders or first.name != turn.name:

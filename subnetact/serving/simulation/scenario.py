@@ -198,9 +198,7 @@ class Scenario:
         return list(map(Ask, slo, floors, map(int, priority), clients))
 
 
-def _per_request(
-    values: float | npt.ArrayLike, count: int, name: str, least: float = 0.0
-) -> float | Floats:
+def _per_request(values: float | npt.ArrayLike, count: int, name: str, least: float = 0.0) -> float | Floats:
     given = np.asarray(values, dtype=np.float64)
     if given.ndim > 1 or (given.ndim == 1 and len(given) != count):
         raise TraceError(f"{name}: shape {given.shape}; give one number, or one per request ({count})")

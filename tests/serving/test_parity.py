@@ -1,0 +1,114 @@
+"""The live batcher and the simulator drive the same scheduler: on one trace they do the same, run by run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from virtual_time import VirtualTime
+
+from subnetact.latency.table import LatencyTable
+from subnetact.serving import Batcher, FairShares, Preemptive, SlackFit, make_policy, poisson, simulate
+
+BLOCKS = 8
+TABLE = LatencyTable(
+    ["a", "b", "c"], [70.0, 75.0, 80.0], [1, 2, 4], [[2.0, 3.0, 4.0], [4.0, 6.0, 9.0], [8.0, 13.0, 20.0]]
+)
+
+
+class Runs:
+    """An engine that takes the table's latency of virtual time, in blocks, and notes what runs when."""
+
+    keys = TABLE.subnets
+
+    def __init__(self) -> None:
+        self.time = VirtualTime()
+        self.found: dict[int, tuple[float, float, int]] = {}
+
+    def check(self, x: Any) -> None:
+        pass
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        run = self.start(subnet, inputs, batch_size)
+        run.step(BLOCKS)
+        return run.outputs()
+
+    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        return Run(self, subnet, list(inputs), float(TABLE.latency_ms[subnet, TABLE.pad_index[batch_size]]))
+
+
+class Run:
+    blocks = BLOCKS
+
+    def __init__(self, engine: Runs, subnet: int, inputs: list[int], takes_ms: float) -> None:
+        self.engine, self.subnet, self.inputs = engine, subnet, inputs
+        self.began_ms, self.block_ms, self.position = engine.time.now, takes_ms / BLOCKS, 0
+
+    def step(self, blocks: int = 1, go_on: Any = None) -> bool:
+        while self.position < BLOCKS:
+            number = min(blocks, BLOCKS - self.position)
+            self.position += number
+            self.engine.time.sleep(self.block_ms * number)
+            if go_on is None or not go_on(self.position / BLOCKS):
+                break
+        return self.position == BLOCKS
+
+    def outputs(self) -> list[int]:
+        for x in self.inputs:
+            self.engine.found[x] = self.began_ms, self.engine.time.now, self.subnet
+        return self.inputs
+
+
+@pytest.mark.parametrize("shares", [None, FairShares(burst_ms=5.0, weights={"a": 2.0})])
+@pytest.mark.parametrize("expired", ["drop", "defer", "serve"])
+@pytest.mark.parametrize("name", ["slackfit", "hullfit", "maxbatch", "preemptive"])
+def test_the_simulator_does_what_the_live_batcher_does(name: str, expired: str, shares: Any) -> None:
+    rng = np.random.default_rng(len(name))
+    arrivals = poisson(420, 0.2, seed=2)
+    arrivals = np.round(arrivals - arrivals[0], 3)
+    count = len(arrivals)
+    slo = rng.choice([15.0, 40.0, 90.0], count)
+    floors, priority = rng.choice([0.0, 0.0, 75.0, 80.0], count), rng.choice([0, 0, 2], count)
+    clients = rng.choice(["a", "b", "c"], count).tolist()
+
+    def policy() -> Any:
+        return Preemptive(SlackFit(TABLE, 40.0)) if name == "preemptive" else make_policy(name, TABLE, 40.0)
+
+    predicted = simulate(
+        arrivals,
+        TABLE,
+        policy(),
+        slo,
+        workers=1,
+        expired=expired,
+        min_accuracy=floors,
+        priority=priority,
+        clients=clients,
+        shares=shares,
+        blocks=BLOCKS,
+        requests=True,
+    )
+    engine = Runs()
+    options: Any = {"slo_ms": float(np.median(slo)), "learn": False, "clock_ms": engine.time}
+    with Batcher(engine, policy=policy(), expired=expired, shares=shares, **options) as batcher:
+        engine.time.watch(batcher)
+        engine.time.send(
+            (at, partial(batcher.submit, i, given, min_accuracy=floor, priority=int(p), client=client))
+            for i, (at, given, floor, p, client) in enumerate(
+                zip(arrivals.tolist(), slo.tolist(), floors.tolist(), priority, clients, strict=True)
+            )
+        )
+        stats = batcher.stats()
+    log = predicted.log
+    assert log is not None
+    expected = {
+        i: (log.start_ms[i], log.finish_ms[i], log.subnet[i]) for i in range(count) if log.subnet[i] >= 0
+    }
+    assert set(engine.found) == set(expected)
+    for i, seen in engine.found.items():
+        assert seen == pytest.approx(expected[i], abs=1e-6)
+    assert (stats.met, stats.late, stats.dropped) == (predicted.met, predicted.late, predicted.dropped)
+    assert stats.preempted == predicted.preempted
+    assert (name != "preemptive") or shares is not None or stats.preempted > 0
