@@ -423,6 +423,7 @@ class Driver:
             counters.run_ms.add(took_ms)
             if self._log is not None:
                 self._log.batch(job, [request for request, _, _ in outcomes], now - started_ms, met)
+            self._empty_inbox()  # what arrived before the end is in the queue before it
             self.learner.observe(job, took_ms)
             self.scheduler.finished(job, now)
             if outcomes:

@@ -114,15 +114,17 @@ class EventLoop:
         following = min(feed.next_ms, events[-1].t_ms if events else math.inf)
         while following < math.inf:
             self._now = now = following
-            while steps and steps[0][0] <= now:
+            while steps and steps[0][0] < now:
                 self._step_ends(*heappop(steps))
-            while events and events[-1].t_ms <= now:
-                self._worker_event(events.pop())
             while feed.next_ms <= now:
                 requests = feed.until(now)
                 self._scheduler.submit(requests)
                 if not self._bar.disable:
                     self._bar.update(len(requests))
+            while steps and steps[0][0] <= now:
+                self._step_ends(*heappop(steps))
+            while events and events[-1].t_ms <= now:
+                self._worker_event(events.pop())
             self._serve(now)
             event_ms = events[-1].t_ms if events else math.inf
             step_ms = steps[0][0] if steps else math.inf
