@@ -118,14 +118,12 @@ def test_the_priced_fronts_of_a_floor_are_those_of_the_subnets_that_meet_it(
 def test_a_batcher_and_its_tenants_queue_floors_and_not_what_clients_wrote() -> None:
     with Batcher(Echo(), policy=Fixed(TABLE, 1), slo_ms=36.0) as batcher:
         for asked_for, floor in ((None, 0.0), (12.5, 0.0), (70, 0.0), (70.1, 75.0), (75, 75.0)):
-            request = batcher._checked("x", 50, asked_for, None, "")
-            assert request == (50.0, floor)
+            assert batcher._checked("x", 50, {"min_accuracy": asked_for}) == (50.0, floor, 0, "")
         for beyond in (75.1, 80.0, math.nan):
             with pytest.raises(InvalidRequest, match="above the best subnet"):
                 batcher.submit("x", 50.0, min_accuracy=beyond)
     tenants = TenantBatcher([Tenant("t", Echo(), 36.0, TABLE)])
     with tenants:
-        assert tenants.batcher("t")._checked("x", 50, 70.1, None, "") == (50.0, 75.0)
         assert tenants.submit("t", "x", 5000.0, min_accuracy=70.1).result(20).subnet == 1
 
 

@@ -221,15 +221,6 @@ def test_a_replay_under_the_same_policy_repeats_the_live_run(tmp_path: Path, cap
     assert json.loads(target.read_text())["policies"]["fixed:0"]["requests"] == 60
 
 
-def test_a_log_with_the_former_name_of_the_rule_is_read(tmp_path: Path) -> None:
-    batcher, _ = served(decision_log=tmp_path / "log.jsonl", hopeless="drop")
-    batcher.close()
-    text = (tmp_path / "log.jsonl").read_text()
-    assert '"expired": "drop"' in text
-    (tmp_path / "former.jsonl").write_text(text.replace('"expired"', '"hopeless"'))
-    assert LiveRun.load(tmp_path / "former.jsonl").expired == "drop"
-
-
 def test_a_log_that_was_cut_off_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
     batcher, _ = served(decision_log=tmp_path / "log.jsonl")
     batcher.close()

@@ -166,30 +166,16 @@ class Dispatcher(Generic[Item]):
         )
 
     def plan(self, policy: Policy, table: LatencyTable) -> _Plan:
-        """Return what `adopt` takes; this costs time and changes nothing, so it needs no lock.
-
-        Args:
-            policy: the policy to ask.
-            table: the latencies to plan with, of the same subnets and batch sizes as before.
-        """
+        """Return what `adopt` takes; this costs time and changes nothing, so it needs no lock."""
         return _Plan(policy, table, self._accuracy)
 
     def adopt(self, plan: _Plan, shape: int = -1) -> None:
-        """Continue with another policy and other latencies.
-
-        Args:
-            plan: what `plan` made of them.
-            shape: the input shape that they are of.
-        """
+        """Continue with another policy and other latencies."""
         self._plans[shape] = plan
         self._plan = self._plans[-1]
 
     def share(self, shares: FairShares) -> ShareGate[Any]:
-        """Hold back requests of clients beyond their shares; the owner gives new requests to the gate.
-
-        Args:
-            shares: the settings.
-        """
+        """Hold back requests of clients beyond their shares; the owner gives new requests to the gate."""
         context = self.context
         self.gate = ShareGate(
             shares, context.slo_ms, self.queue, context.free_at_ms, self._least_work_ms, self._sizes[-1]
@@ -238,18 +224,7 @@ class Dispatcher(Generic[Item]):
         return len(self.queue) + len(self.deferred) + held
 
     def next_batch(self, now_ms: float, worker: int) -> Batch | None:
-        """Form the batch for an idle worker.
-
-        Args:
-            now_ms: the time.
-            worker: index of the worker.
-
-        Returns:
-            The batch, whose requests have left the queue, or None if the policy waits or nothing is left.
-
-        Raises:
-            PolicyError: the policy answered with something else than a subnet and a batch size that can run.
-        """
+        """Form the batch for an idle worker."""
         queue = self.queue
         if self.expired != "serve":
             self.remove_expired(now_ms)
@@ -290,14 +265,7 @@ class Dispatcher(Generic[Item]):
         return context
 
     def cheapest_batch(self, now_ms: float) -> Batch | None:
-        """Form the largest batch on the cheapest subnet, without asking the policy.
-
-        Args:
-            now_ms: the time.
-
-        Returns:
-            The batch, whose requests have left the queue, or None if no request waits.
-        """
+        """Form the largest batch on the cheapest subnet, without asking the policy."""
         queue = self.queue if len(self.queue) else self.deferred
         if not len(queue):
             return None
@@ -315,16 +283,10 @@ class Dispatcher(Generic[Item]):
         plan = self._plan
         if self.limits:
             size = min(size, self.limits.get(subnet, size))
-        if self._shape is not None:
-            subnet, deadlines, items = self._take_shape(queue, self._shape, subnet, size)
-        elif queue.demanding:
-            deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
-            if not items:
-                _, subnet = self._cost_of(plan, queue.floor())
-                size = min(size, plan.largest[subnet], self.limits.get(subnet, size))
-                deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
-        else:
+        if self._shape is None and not queue.demanding:
             deadlines, items = queue.take(min(size, len(queue)))
+        else:
+            subnet, deadlines, items = self._take_alike(queue, subnet, size)
         column = self._column(plan, subnet, len(items))
         expected = plan.latency[subnet][column]
         if expected != expected:
@@ -337,20 +299,22 @@ class Dispatcher(Generic[Item]):
             self.gate.spend(items, expected)
         return Batch(subnet, self._sizes[column], items, deadlines, expected, queued, slack_ms)
 
-    def _take_shape(
-        self, queue: EDFQueue[Item], shape_of: Callable[[Item], int], subnet: int, size: int
+    def _take_alike(
+        self, queue: EDFQueue[Item], subnet: int, size: int
     ) -> tuple[int, list[float], list[Item]]:
-        """Take requests of the most urgent one's shape; return the subnet, the deadlines and the items."""
-        plan, shape = self._plan, shape_of(queue.item())
-
-        def alike(item: Item) -> bool:
-            return shape_of(item) == shape
-
+        """Take what one subnet may answer, of the most urgent one's shape; return the subnet and the rest."""
+        plan, shape_of = self._plan, self._shape
+        alike: Callable[[Item], bool] | None = None
+        if shape_of is not None:
+            shape = shape_of(queue.item())
+            alike = lambda item: shape_of(item) == shape  # noqa: E731
         deadlines, items = queue.take_satisfied(size, self._accuracy[subnet], alike)
         if not items:
             _, subnet = self._cost_of(plan, queue.floor())
             size = min(size, plan.largest[subnet], self.limits.get(subnet, size))
             deadlines, items = queue.take_satisfied(size, self._accuracy[subnet], alike)
+        if alike is None:
+            return subnet, deadlines, items
         planned = plan.latency[subnet][self._column(plan, subnet, size)]
         better = [
             (accuracy, -row[column], other)

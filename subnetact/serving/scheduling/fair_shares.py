@@ -140,11 +140,6 @@ class ShareGate(Generic[Item]):
 
         A client may have `max_queue` times its part of the weights of all clients with open requests and of
         one client more. So no client fills the queue, and there is room for a new one.
-
-        Args:
-            client: name of the client.
-            max_queue: number of requests that may wait.
-            waiting: number of requests in the queue.
         """
         state = self._clients.get(client)
         if state is None or not state.open:
@@ -153,14 +148,7 @@ class ShareGate(Generic[Item]):
         return state.open < most and waiting < max_queue
 
     def push(self, now_ms: float, deadline_ms: float, item: Item, floor: float) -> None:
-        """Add a request to the queue, or hold it back.
-
-        Args:
-            now_ms: the time.
-            deadline_ms: deadline of the request.
-            item: the request.
-            floor: its minimum accuracy, percent.
-        """
+        """Add a request to the queue, or hold it back."""
         self._advance(now_ms)
         client = self._clients.get(item.client)
         if client is None:
@@ -178,11 +166,7 @@ class ShareGate(Generic[Item]):
             self._hold(client, deadline_ms, item, floor)
 
     def release(self, now_ms: float) -> None:
-        """Let in what the shares allow now, and what an idle worker has time for; a worker is idle.
-
-        Args:
-            now_ms: the time.
-        """
+        """Let in what the shares allow now, and what an idle worker has time for; a worker is idle."""
         self._advance(now_ms)
         if not self._held:
             return
@@ -201,12 +185,7 @@ class ShareGate(Generic[Item]):
                 heapq.heappush(waiting, (client.finish, name))
 
     def spend(self, items: list[Item], expected_ms: float) -> None:
-        """Take what a batch really costs from its clients' buckets.
-
-        Args:
-            items: the requests of the batch.
-            expected_ms: its latency, in ms.
-        """
+        """Take what a batch really costs from its clients' buckets."""
         each_ms = expected_ms / len(items)
         for item in items:
             client = self._clients.get(item.client)
@@ -215,11 +194,7 @@ class ShareGate(Generic[Item]):
             item.charge_ms = 0.0
 
     def ended(self, item: Item) -> None:
-        """Forget a request that has its outcome; if it never ran, its client gets the time back.
-
-        Args:
-            item: the request.
-        """
+        """Forget a request that has its outcome; if it never ran, its client gets the time back."""
         client = self._clients.get(item.client)
         if client is None:
             return
@@ -235,15 +210,7 @@ class ShareGate(Generic[Item]):
     def expire(
         self, now_ms: float, least_ms: Callable[[float, Item], float]
     ) -> tuple[list[float], list[Item], list[float]]:
-        """Remove the requests that were held back until they expired.
-
-        Args:
-            now_ms: the time.
-            least_ms: returns the least latency, in ms, of a request with a floor.
-
-        Returns:
-            Their deadlines, the requests and their floors.
-        """
+        """Remove the requests that were held back until they expired."""
         deadlines: list[float] = []
         items: list[Item] = []
         floors: list[float] = []
@@ -257,15 +224,7 @@ class ShareGate(Generic[Item]):
         return deadlines, items, floors
 
     def remove(self, deadline_ms: float, item: Item) -> bool:
-        """Remove one request that is held back.
-
-        Args:
-            deadline_ms: its deadline.
-            item: the request.
-
-        Returns:
-            Whether the request was held back.
-        """
+        """Remove one request that is held back."""
         client = self._holding.get(item.client)
         if client is None or not client.held.remove(deadline_ms, item):
             return False

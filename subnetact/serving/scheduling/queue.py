@@ -53,13 +53,7 @@ class EDFQueue(Generic[Item]):
         return len(self._deadlines) - self._head
 
     def push(self, deadline_ms: float, item: Item, floor: float = NO_FLOOR) -> None:
-        """Add one request, behind those with the same deadline.
-
-        Args:
-            deadline_ms: its deadline.
-            item: the request.
-            floor: its minimum accuracy, percent.
-        """
+        """Add one request, behind those with the same deadline."""
         deadlines = self._deadlines
         if floor > NO_FLOOR:
             self.demanding += 1
@@ -78,13 +72,7 @@ class EDFQueue(Generic[Item]):
     def extend(
         self, deadlines_ms: Sequence[float], items: Sequence[Item], floors: Sequence[float] | None = None
     ) -> None:
-        """Add several requests in order of arrival.
-
-        Args:
-            deadlines_ms: their deadlines, at least one, in any order.
-            items: the requests.
-            floors: their minimum accuracies, percent. If None, they accept any subnet.
-        """
+        """Add several requests in order of arrival."""
         mine = self._deadlines
         last = mine[-1] if len(self) else deadlines_ms[0]
         ascending = deadlines_ms[0] >= last and (
@@ -150,14 +138,6 @@ class EDFQueue(Generic[Item]):
 
         Only the 1024 most urgent requests are examined, or 2 k if that is more. So a decision takes the same
         time behind any number of requests that demand more.
-
-        Args:
-            k: the largest number of requests.
-            accuracy: percent.
-            alike: tells which requests may be taken. If None, all of them.
-
-        Returns:
-            Their deadlines and the requests, most urgent first.
         """
         if alike is None:
             return self._take_where(k, lambda at: self._floors[at] <= accuracy, max(LOOK, 2 * k))
@@ -173,15 +153,7 @@ class EDFQueue(Generic[Item]):
         return self._take_where(len(wanted), wanted.__contains__)
 
     def remove(self, deadline_ms: float, item: Item) -> bool:
-        """Remove one request, which is found by identity.
-
-        Args:
-            deadline_ms: its deadline.
-            item: the request.
-
-        Returns:
-            Whether the request was in the queue.
-        """
+        """Remove one request, which is found by identity."""
         at = bisect_left(self._deadlines, deadline_ms, self._head)
         while at < len(self._deadlines) and self._deadlines[at] == deadline_ms:
             if self._items[at] is item:

@@ -116,11 +116,7 @@ class Scheduler:
     # -- requests ----------------------------------------------------------------------------------
 
     def make_room(self, client: str) -> None:
-        """Make room for one more request of a client; a deferred request may be dropped for it.
-
-        Raises:
-            QueueFull: `max_queue` requests wait already, or the client has its share of them.
-        """
+        """Make room for one more request of a client; a deferred request may be dropped for it."""
         waiting = len(self) if self.dispatcher.expired == "defer" else len(self._queue)
         if self.gate is not None:
             if not self.gate.has_room(client, self._max_queue, waiting):
@@ -168,11 +164,7 @@ class Scheduler:
     # -- jobs --------------------------------------------------------------------------------------
 
     def idle(self, worker: int, now_ms: float) -> Job | None:
-        """Return the job that an idle worker runs next, or None if there is nothing to do now.
-
-        Raises:
-            PolicyError: the policy answered with something that cannot run. What else it raises passes too.
-        """
+        """Return the job that an idle worker runs next, or None if there is nothing to do now."""
         job = self._second_try(worker, now_ms)
         if job is not None or not len(self.dispatcher):
             return job
@@ -194,15 +186,10 @@ class Scheduler:
         return self.block_length(job, _MANY_BLOCKS) < _MANY_BLOCKS
 
     def step_done(self, job: Job, done: float, now_ms: float) -> Job | None:
-        """Return the urgent job that goes first on the worker of a job, or None.
+        """Return the urgent job that goes first on the worker of a job between two steps, or None.
 
-        Args:
-            job: the job, between two of its steps; it is suspended until the returned one has ended.
-            done: share of its steps that have run, > 0. The end of the job is expected from it.
-            now_ms: the time.
-
-        Raises:
-            PolicyError: as in `idle`.
+        The job is suspended until the urgent one has ended. Its own end is expected from `done`, the share of
+        its steps that have run, > 0.
         """
         if job.abandoned or not len(self._queue) or self._has_idle_worker(now_ms):
             return None
@@ -217,11 +204,7 @@ class Scheduler:
         return self._job_of(batch, job.worker, now_ms, job)
 
     def finished(self, job: Job, now_ms: float) -> list[Request]:
-        """Close the requests of the part of a job that ran, and go on to its next part.
-
-        Returns:
-            The requests that are answered, the most urgent first.
-        """
+        """Close the requests of the part of a job that ran, and go on to its next part."""
         if job.abandoned:
             return []
         answered = [request for request in job.part if request.open]
@@ -268,9 +251,6 @@ class Scheduler:
 
         Workers that ran past their limit are taken to hang, expired requests are dropped although no worker
         is idle or up, and workers whose pause is over are brought back.
-
-        Returns:
-            The numbers of the workers to start again; `workers.started` follows for each.
         """
         for job in list(self.jobs.values()):
             if now_ms > job.limit_ms:
@@ -309,11 +289,7 @@ class Scheduler:
         return found, min((ms for ms in takes if ms == ms), default=0.0)
 
     def suspend_for(self, other: Scheduler, job: Job, done: float, now_ms: float) -> bool:
-        """Suspend a job until `resume` if more requests of another scheduler are saved than become late here.
-
-        Returns:
-            Whether the job is suspended.
-        """
+        """Suspend a job until `resume` if more requests are saved elsewhere than become late; return if so."""
         left_ms = job.left_after(done, now_ms)
         saved, takes_ms = other.urgent(left_ms, now_ms)
         ends_ms = now_ms + left_ms

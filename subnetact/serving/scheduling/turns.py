@@ -87,17 +87,7 @@ class Turns:
         return bool(self._waiting.get(worker))
 
     def gives_way(self, turn: Turn, job: Job, done: float, now_ms: float) -> bool:
-        """Suspend a job between two steps if a scheduler that would come next has urgent requests.
-
-        Args:
-            turn: the turn in which the job runs.
-            job: the job.
-            done: share of its steps that have run, > 0.
-            now_ms: the time.
-
-        Returns:
-            Whether the job is suspended, until `Scheduler.resume` in the next turn of its scheduler.
-        """
+        """Suspend a job between two steps if a scheduler that would come next has urgent requests."""
         own = self._virtual[turn.name] + (now_ms - turn.began_ms) / self._shares[turn.name]
         return any(
             self._virtual[rival.name] < own

@@ -107,7 +107,7 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | o
         result,
         str(header["policy"]),
         int(header["workers"]),
-        str(header["expired"] if "expired" in header else header["hopeless"]),  # the former name
+        str(header["expired"]),
     )
 
 
