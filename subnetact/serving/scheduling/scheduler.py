@@ -289,7 +289,7 @@ class Scheduler:
         return found, min((ms for ms in takes if ms == ms), default=0.0)
 
     def suspend_for(self, other: Scheduler, job: Job, done: float, now_ms: float) -> bool:
-        """Suspend a job until `resume` if more requests are saved elsewhere than become late; return if so."""
+        """Suspend a job until `resume` if more requests are saved elsewhere than late here; return if so."""
         left_ms = job.left_after(done, now_ms)
         saved, takes_ms = other.urgent(left_ms, now_ms)
         ends_ms = now_ms + left_ms
