@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.queue import EDFQueue
@@ -89,8 +90,9 @@ class ArrivalMeter:
         self._limit = max(8192, 2 * len(self._times))
 
 
-class RunningBatch(NamedTuple):
-    """A batch that runs on a worker, as `Flex.preempt` sees it.
+@dataclass(frozen=True)
+class RunningBatch:
+    """A batch that runs on a worker, as policies that preempt see it.
 
     Attributes:
         worker: index of the worker.

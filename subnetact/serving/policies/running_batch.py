@@ -1,5 +1,0 @@
-"""Moved."""
-
-from subnetact.serving.scheduling.context import RunningBatch as RunningBatch
-
-__all__ = ["RunningBatch"]
