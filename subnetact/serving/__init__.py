@@ -20,13 +20,17 @@ from subnetact.serving.live.corrections import Corrections, CorrectionsSnapshot
 from subnetact.serving.live.histograms import HistogramSnapshot
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.requests import AnswerFuture
-from subnetact.serving.pipelines.estimate import PipelineEstimate, StageEstimate, estimate_pipeline
-from subnetact.serving.pipelines.model import PipelineModel, StageChoice, StageModel
-from subnetact.serving.pipelines.pipeline import Pipeline, PipelineStats
-from subnetact.serving.pipelines.pipeline_answer import PipelineAnswer, StageTime
-from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_pipeline
+from subnetact.serving.pipelines.model import (
+    PipelineEstimate,
+    PipelineModel,
+    StageChoice,
+    StageEstimate,
+    StageModel,
+    estimate_pipeline,
+)
+from subnetact.serving.pipelines.pipeline import Pipeline, PipelineAnswer, PipelineStats, StageTime
+from subnetact.serving.pipelines.planner import PipelinePlan, plan_pipeline
 from subnetact.serving.pipelines.stage import Stage
-from subnetact.serving.pipelines.stage_tuner import StageTuner
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
 from subnetact.serving.planning.planner import Plan, plan, standard_candidates
 from subnetact.serving.planning.tuner import Tuner, arrival_envelope
@@ -117,7 +121,6 @@ __all__ = [
     "StageEstimate",
     "StageModel",
     "StageTime",
-    "StageTuner",
     "Stream",
     "Tenant",
     "TenantBatcher",
