@@ -60,9 +60,8 @@ from subnetact.serving.simulation.datasets import (
     trace_info,
     trace_series,
 )
-from subnetact.serving.simulation.fluid import binned_fluid_bound, fluid_bound
+from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.optimum import exact_optimum
-from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
 from subnetact.serving.simulation.replay import LiveRun
 from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
 from subnetact.serving.simulation.simulator import CoRunner, WorkerEvent, simulate
@@ -130,7 +129,6 @@ __all__ = [
     "Veltair",
     "WorkerEvent",
     "arrival_envelope",
-    "binned_fluid_bound",
     "bursty",
     "estimate_pipeline",
     "exact_optimum",
@@ -142,8 +140,6 @@ __all__ = [
     "make_policy",
     "plan",
     "plan_pipeline",
-    "plot_comparison",
-    "plot_dynamics",
     "poisson",
     "policy_names",
     "simulate",

@@ -49,13 +49,17 @@ class CorrectionsSnapshot:
     observations: npt.NDArray[np.int64]
 
 
+@dataclass(slots=True)
 class _Running:
-    """Running mean and variance of log(measured / table), in which older observations fade."""
+    """Running mean and variance of log(measured / table), in which older observations fade.
 
-    __slots__ = ("at", "mean", "n", "variance")
+    `n` is how many observations count, and `at` the number of the batch that was the last of them.
+    """
 
-    def __init__(self, n: float = 0.0, mean: float = 0.0, variance: float = 0.0, at: int = 0) -> None:
-        self.n, self.mean, self.variance, self.at = n, mean, variance, at
+    n: float = 0.0
+    mean: float = 0.0
+    variance: float = 0.0
+    at: int = 0
 
     def left(self, now: int) -> float:
         """Return how many observations the past ones count as at batch number `now`."""
@@ -75,15 +79,27 @@ class _Running:
         weight = n / (n + _PRIOR)
         return mean + weight * (self.mean - mean), variance + weight * (self.variance - variance)
 
+    def row(self, now: int) -> list[float]:
+        """Return what a file holds at batch number `now`; the last number is the age in batches, <= 0."""
+        return [self.n, self.mean, self.variance, self.at - now]
+
+    @classmethod
+    def read(cls, n: Any, mean: Any, variance: Any, at: Any) -> _Running:
+        """Return the average of a row of a file, which may be damaged."""
+        whole = isinstance(at, int) and not isinstance(at, bool) and at <= 0
+        known = not isinstance(n, bool) and 0.0 <= n < math.inf and 0.0 <= variance < math.inf
+        if not (whole and known and abs(mean) <= _CLIP):
+            raise ValueError(f"{n!r} observations of mean {mean!r} and variance {variance!r}, age {at!r}")
+        return cls(float(min(n, _MEMORY)), float(mean), float(variance), max(at, -_OLD))
+
 
 class Corrections:
     """How much longer than the table batches take, learned while serving. Threads may share one object.
 
-    Every batch adds log(measured / table) to three averages: of its cell of the table, of its subnet and of
-    the whole table. Each covers about the last 64 batches. With few observations, the estimate of a cell is
-    shrunk towards its subnet's, that of a subnet towards the whole table's, and that one towards 0 (no
-    correction). Observations count half after 512 further batches, so that a subnet which was slow for a
-    while is tried again although the policy has not chosen it since.
+    Every batch adds log(measured / table) to three averages of about the last 64 batches: of its cell of the
+    table, of its subnet and of the whole table. With few observations, a cell is shrunk towards its subnet, a
+    subnet towards the whole table, and that towards 0 (no correction). Observations count half after 512
+    further batches, so that a subnet that was slow for a while is tried again.
 
     Args:
         table: the latency table that is corrected.
@@ -132,10 +148,9 @@ class Corrections:
             if cell is None:
                 cell = self._cells[subnet, column] = _Running()
                 self._subnets.setdefault(subnet, _Running())
-            self._batches = at = self._batches + 1
-            cell.add(x, at)
-            self._subnets[subnet].add(x, at)
-            self._all.add(x, at)
+            self._batches += 1
+            for running in (cell, self._subnets[subnet], self._all):
+                running.add(x, self._batches)
 
     def snapshot(self) -> CorrectionsSnapshot:
         """Return the ratios as they are now."""
@@ -157,33 +172,25 @@ class Corrections:
         """Find the subnets that have drifted, and log those that newly do.
 
         Returns:
-            The ratio of measured latency to the table's over all batches, and that of every drifted subnet
-            by its id.
+            The ratio of measured latency to the table's, over all batches and of every drifted subnet by id.
         """
-        crossed: list[int] = []
         with self._lock:
-            now = self._batches
+            now, limit, before = self._batches, math.log(self.threshold), self._drifted
             overall = self._all.towards(0.0, 0.0, now)
-            ratios = {
-                i: math.exp(running.towards(*overall, now)[0])
-                for i, running in self._subnets.items()
+            logs = {
+                i: running.towards(*overall, now)[0]
+                for i, running in sorted(self._subnets.items())
                 if round(running.n) >= _ENOUGH
             }
-            limit = math.log(self.threshold)
-            for i, ratio in sorted(ratios.items()):
-                away = abs(math.log(ratio))
-                if away > limit and i not in self._drifted:
-                    self._drifted.add(i)
-                    crossed.append(i)
-                elif away < 0.8 * limit:
-                    self._drifted.discard(i)
-            drifted = {i: ratios[i] for i in sorted(self._drifted) if i in ratios}
-        for i in crossed:  # not under the lock, because log handlers may be slow
+            # who has drifted goes on to drift until it is clearly below the threshold
+            self._drifted = {i for i, log in logs.items() if abs(log) > (0.8 if i in before else 1.0) * limit}
+            drifted = {i: math.exp(log) for i, log in logs.items() if i in self._drifted}
+        for i in drifted.keys() - before:  # not under the lock, because log handlers may be slow
             _log.warning(
                 "subnet %s takes %.2f times the latency of its table (threshold %.2f); profile this machine "
                 "again",
                 self.table.subnets[i],
-                ratios[i],
+                drifted[i],
                 self.threshold,
             )
         return math.exp(overall[0]), drifted
@@ -191,8 +198,7 @@ class Corrections:
     def relax(self) -> None:
         """Make slow averages less slow; used when all requests are dropped and no batch runs to correct them.
 
-        A mean on the log scale is halved if it is > 0, that is, if batches are slower than in the table; a
-        ratio of 4 becomes 2. The standard deviation is halved in any case.
+        On the log scale, means above 0 and all standard deviations are halved: a ratio of 4 becomes 2.
         """
         with self._lock:
             for running in (self._all, *self._subnets.values(), *self._cells.values()):
@@ -209,11 +215,12 @@ class Corrections:
             OSError: The file cannot be written.
         """
         with self._lock:
+            now = self._batches
             document = {
                 "table": _fingerprint(self.table),
-                "all": self._plain(self._all),
-                "subnets": [[i, *self._plain(running)] for i, running in self._subnets.items()],
-                "cells": [[i, j, *self._plain(running)] for (i, j), running in self._cells.items()],
+                "all": self._all.row(now),
+                "subnets": [[i, *running.row(now)] for i, running in self._subnets.items()],
+                "cells": [[*cell, *running.row(now)] for cell, running in self._cells.items()],
             }
         CORRECTIONS.write(path, document)
 
@@ -235,32 +242,19 @@ class Corrections:
             )
         subnet_count, size_count = len(self.table.subnets), len(self.table.batch_sizes)
         with CORRECTIONS.fields(path):
-            overall = _running(*document["all"])
-            subnets = {_within(i, subnet_count): _running(*values) for i, *values in document["subnets"]}
+            overall = _Running.read(*document["all"])
+            subnets = {_within(i, subnet_count): _Running.read(*row) for i, *row in document["subnets"]}
             cells = {
-                (_within(i, subnet_count), _within(j, size_count)): _running(*values)
-                for i, j, *values in document["cells"]
+                (_within(i, subnet_count), _within(j, size_count)): _Running.read(*row)
+                for i, j, *row in document["cells"]
             }
         for i, _ in cells:
             subnets.setdefault(i, _Running())
         with self._lock:
             for running in (overall, *subnets.values(), *cells.values()):
-                running.at += self._batches  # files hold the age, as a number of batches <= 0
+                running.at += self._batches
             self._all, self._subnets, self._cells = overall, subnets, cells
             self.loads += 1
-
-    def _plain(self, running: _Running) -> list[Any]:
-        return [running.n, running.mean, running.variance, running.at - self._batches]
-
-
-def _running(n: Any, mean: Any, variance: Any, at: Any) -> _Running:
-    if isinstance(n, bool) or not 0.0 <= n < math.inf or not abs(mean) <= _CLIP:
-        raise ValueError(f"{n!r} observations of mean {mean!r}")
-    if not (math.isfinite(variance) and variance >= 0.0):
-        raise ValueError(f"variance {variance!r}")
-    if isinstance(at, bool) or not isinstance(at, int) or at > 0:
-        raise ValueError(f"age {at!r}")
-    return _Running(float(min(n, _MEMORY)), float(mean), float(variance), max(at, -_OLD))
 
 
 def _within(i: Any, count: int) -> int:

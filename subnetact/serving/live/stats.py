@@ -104,9 +104,9 @@ class BatcherStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the snapshot as numbers, strings, lists and dictionaries with string keys."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        plain["attainment"] = None if math.isnan(self.attainment) else self.attainment
-        plain["mean_accuracy"] = None if math.isnan(self.mean_accuracy) else self.mean_accuracy
+        shares = {"attainment": self.attainment, "mean_accuracy": self.mean_accuracy}
+        known = {name: None if math.isnan(value) else value for name, value in shares.items()}
+        plain: dict[str, Any] = json.loads(json.dumps({**asdict(self), **known}))
         return plain
 
     def to_json(self) -> str:
@@ -138,16 +138,11 @@ class Counters:
         return self.submitted - ended
 
     def snapshot(self, **more: Any) -> BatcherStats:
-        """Return a copy of the counters.
-
-        Args:
-            **more: the fields of `BatcherStats` that are not counted here.
-        """
-        values: dict[str, Any] = {
-            k: v.snapshot() if isinstance(v, Histogram) else v for k, v in vars(self).items()
-        }
-        histograms = {k: v for k, v in values.items() if isinstance(v, HistogramSnapshot)}
-        counters: dict[str, Any] = {k: v for k, v in values.items() if k not in histograms}
-        counters["served_by"] = dict(sorted(self.served_by.items()))
-        counters["batch_sizes"] = dict(sorted(self.batch_sizes.items()))
-        return BatcherStats(**counters, **more, histograms=histograms)
+        """Return a copy of the counters, with the fields of `BatcherStats` that are not counted here."""
+        histograms, counters = {}, more
+        for name, value in vars(self).items():
+            if isinstance(value, Histogram):
+                histograms[name] = value.snapshot()
+            else:
+                counters[name] = dict(sorted(value.items())) if isinstance(value, Counter) else value
+        return BatcherStats(**counters, histograms=histograms)
