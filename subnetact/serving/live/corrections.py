@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -30,6 +31,7 @@ _OLD = 100 * _FADE  # batches after which nothing is left of an observation
 _CLIP = 5.0  # largest absolute log ratio that counts
 _DEVIATIONS = 2.0  # a batch that takes this many standard deviations more than the mean is slow
 _ENOUGH = 16  # observations before a subnet may drift
+_ALL = (-1, -1)
 _log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
 
@@ -124,9 +126,8 @@ class Corrections:
         self._pad = table.pad_index
         self.loads = 0
         self._lock = Lock()
-        self._all = _Running()
-        self._subnets: dict[int, _Running] = {}
-        self._cells: dict[tuple[int, int], _Running] = {}
+        # by subnet and column of the table; -1 stands for all of them
+        self._averages: defaultdict[tuple[int, int], _Running] = defaultdict(_Running)
         self._drifted: set[int] = set()
         self._batches = 0
 
@@ -144,28 +145,24 @@ class Corrections:
             return
         x = max(-_CLIP, min(_CLIP, math.log(measured_ms / expected)))
         with self._lock:
-            cell = self._cells.get((subnet, column))
-            if cell is None:
-                cell = self._cells[subnet, column] = _Running()
-                self._subnets.setdefault(subnet, _Running())
             self._batches += 1
-            for running in (cell, self._subnets[subnet], self._all):
-                running.add(x, self._batches)
+            for cell in (_ALL, (subnet, -1), (subnet, column)):
+                self._averages[cell].add(x, self._batches)
 
     def snapshot(self) -> CorrectionsSnapshot:
         """Return the ratios as they are now."""
         shape = len(self.table.subnets), len(self.table.batch_sizes)
-        seen = np.zeros(shape, dtype=np.int64)
+        mean, variance, seen = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
         with self._lock:
-            now = self._batches
-            overall = self._all.towards(0.0, 0.0, now)
-            mean, variance = np.full(shape, overall[0]), np.full(shape, overall[1])
-            for subnet, running in self._subnets.items():
-                mean[subnet], variance[subnet] = running.towards(*overall, now)
-            for (subnet, column), cell in self._cells.items():
-                at = subnet, column
-                mean[at], variance[at] = cell.towards(float(mean[at]), float(variance[at]), now)
-                seen[at] = round(cell.n)
+            for (i, j), running in sorted(
+                self._averages.items(), key=lambda one: one[0]
+            ):  # coarse ones first
+                coarser = max(i, 0), max(j, 0)
+                found = running.towards(float(mean[coarser]), float(variance[coarser]), self._batches)
+                cells = (slice(None) if i < 0 else i), (slice(None) if j < 0 else j)
+                mean[cells], variance[cells] = found
+                if j >= 0:
+                    seen[cells] = round(running.n)
         return CorrectionsSnapshot(np.exp(mean), np.exp(mean + _DEVIATIONS * np.sqrt(variance)), seen)
 
     def drift(self) -> tuple[float, dict[int, float]]:
@@ -176,11 +173,11 @@ class Corrections:
         """
         with self._lock:
             now, limit, before = self._batches, math.log(self.threshold), self._drifted
-            overall = self._all.towards(0.0, 0.0, now)
+            overall = self._averages[_ALL].towards(0.0, 0.0, now)
             logs = {
                 i: running.towards(*overall, now)[0]
-                for i, running in sorted(self._subnets.items())
-                if round(running.n) >= _ENOUGH
+                for (i, j), running in sorted(self._averages.items(), key=lambda one: one[0])
+                if j < 0 <= i and round(running.n) >= _ENOUGH
             }
             # who has drifted goes on to drift until it is clearly below the threshold
             self._drifted = {i for i, log in logs.items() if abs(log) > (0.8 if i in before else 1.0) * limit}
@@ -201,7 +198,7 @@ class Corrections:
         On the log scale, means above 0 and all standard deviations are halved: a ratio of 4 becomes 2.
         """
         with self._lock:
-            for running in (self._all, *self._subnets.values(), *self._cells.values()):
+            for running in self._averages.values():
                 running.mean = min(running.mean, 0.5 * running.mean)
                 running.variance *= 0.25
 
@@ -216,11 +213,12 @@ class Corrections:
         """
         with self._lock:
             now = self._batches
+            rows = [(*cell, *running.row(now)) for cell, running in self._averages.items()]
             document = {
                 "table": _fingerprint(self.table),
-                "all": self._all.row(now),
-                "subnets": [[i, *running.row(now)] for i, running in self._subnets.items()],
-                "cells": [[*cell, *running.row(now)] for cell, running in self._cells.items()],
+                "all": self._averages[_ALL].row(now),
+                "subnets": [(i, *row) for i, j, *row in rows if j < 0 <= i],
+                "cells": [row for row in rows if row[1] >= 0],
             }
         CORRECTIONS.write(path, document)
 
@@ -242,18 +240,15 @@ class Corrections:
             )
         subnet_count, size_count = len(self.table.subnets), len(self.table.batch_sizes)
         with CORRECTIONS.fields(path):
-            overall = _Running.read(*document["all"])
-            subnets = {_within(i, subnet_count): _Running.read(*row) for i, *row in document["subnets"]}
-            cells = {
-                (_within(i, subnet_count), _within(j, size_count)): _Running.read(*row)
-                for i, j, *row in document["cells"]
-            }
-        for i, _ in cells:
-            subnets.setdefault(i, _Running())
+            averages = defaultdict(_Running, {_ALL: _Running.read(*document["all"])})
+            for i, *row in document["subnets"]:
+                averages[_within(i, subnet_count), -1] = _Running.read(*row)
+            for i, j, *row in document["cells"]:
+                averages[_within(i, subnet_count), _within(j, size_count)] = _Running.read(*row)
         with self._lock:
-            for running in (overall, *subnets.values(), *cells.values()):
+            for running in averages.values():
                 running.at += self._batches
-            self._all, self._subnets, self._cells = overall, subnets, cells
+            self._averages = averages
             self.loads += 1
 
 
