@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scheduling_report import report
+from simulation_figures import plot_comparison, plot_dynamics
 from tqdm import tqdm
 
 from subnetact import __version__
@@ -36,8 +37,6 @@ from subnetact.serving import (
     from_counts,
     load_trace,
     make_policy,
-    plot_comparison,
-    plot_dynamics,
     poisson,
     policy_names,
     simulate,

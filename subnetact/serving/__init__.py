@@ -22,13 +22,17 @@ from subnetact.serving.live.histograms import HistogramSnapshot
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats
-from subnetact.serving.pipelines.estimate import PipelineEstimate, StageEstimate, estimate_pipeline
-from subnetact.serving.pipelines.model import PipelineModel, StageChoice, StageModel
-from subnetact.serving.pipelines.pipeline import Pipeline, PipelineStats
-from subnetact.serving.pipelines.pipeline_answer import PipelineAnswer, StageTime
-from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_pipeline
+from subnetact.serving.pipelines.model import (
+    PipelineEstimate,
+    PipelineModel,
+    StageChoice,
+    StageEstimate,
+    StageModel,
+    estimate_pipeline,
+)
+from subnetact.serving.pipelines.pipeline import Pipeline, PipelineAnswer, PipelineStats, StageTime
+from subnetact.serving.pipelines.planner import PipelinePlan, plan_pipeline
 from subnetact.serving.pipelines.stage import Stage
-from subnetact.serving.pipelines.stage_tuner import StageTuner
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
 from subnetact.serving.planning.planner import Plan, plan, standard_candidates
 from subnetact.serving.planning.tuner import Tuner, arrival_envelope
@@ -58,9 +62,8 @@ from subnetact.serving.simulation.datasets import (
     trace_info,
     trace_series,
 )
-from subnetact.serving.simulation.fluid import binned_fluid_bound, fluid_bound
+from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.optimum import exact_optimum
-from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
 from subnetact.serving.simulation.replay import LiveRun
 from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
 from subnetact.serving.simulation.simulator import CoRunner, WorkerEvent, simulate
@@ -119,7 +122,6 @@ __all__ = [
     "StageEstimate",
     "StageModel",
     "StageTime",
-    "StageTuner",
     "Stream",
     "Tenant",
     "TenantBatcher",
@@ -129,7 +131,6 @@ __all__ = [
     "Veltair",
     "WorkerEvent",
     "arrival_envelope",
-    "binned_fluid_bound",
     "bursty",
     "estimate_pipeline",
     "exact_optimum",
@@ -141,8 +142,6 @@ __all__ = [
     "make_policy",
     "plan",
     "plan_pipeline",
-    "plot_comparison",
-    "plot_dynamics",
     "poisson",
     "policy_names",
     "simulate",

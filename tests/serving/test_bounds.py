@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError, TraceError
 from subnetact.serving.policies import make_policy
-from subnetact.serving.simulation.fluid import binned_fluid_bound, fluid_bound
+from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.optimum import exact_optimum
 from subnetact.serving.simulation.simulator import simulate
 from subnetact.serving.simulation.traces import bursty, poisson
@@ -89,11 +89,10 @@ def test_the_fluid_bound_of_a_steady_load_is_the_hull_there(a40):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_no_policy_exceeds_the_fluid_bounds(a40, seed):
+def test_no_policy_exceeds_the_fluid_bound(a40, seed):
     for trace in (bursty(3000, 9800, 8, 4, seed), poisson(21_000, 2, seed)):
         bound = fluid_bound(trace, a40, slo_ms=36.0, workers=8)
         assert bound <= fluid_bound(trace, a40, step_ms=7.0, slo_ms=36.0, workers=8) + 1e-9
-        assert bound <= binned_fluid_bound(trace, a40, slo_ms=36.0, workers=8) + 1e-9
         for name in ("hullfit", "slackfit:4", "maxbatch", "fixed:0"):
             for rule in ("serve", "drop"):
                 result = simulate(
@@ -103,9 +102,8 @@ def test_no_policy_exceeds_the_fluid_bounds(a40, seed):
 
 
 def test_the_number_of_workers_is_never_taken_for_the_slo(a40):
-    for bound in (fluid_bound, binned_fluid_bound):
-        with pytest.raises(TypeError, match="positional"):
-            bound([0.0], a40, 8, 36.0)
+    with pytest.raises(TypeError, match="positional"):
+        fluid_bound([0.0], a40, 8, 36.0)
 
 
 def test_bad_input_is_refused(a40):

@@ -136,7 +136,7 @@ def test_the_end_waits_for_threads_that_compute_and_holds_the_others(monkeypatch
 def test_the_end_waits_for_no_thread_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter_exit, "WAIT_S", 0.0)
     now = interpreter_exit._Computing()
-    now.begin(-1)
+    now.threads.add(-1)
     end = threading.Thread(target=now.end_all, daemon=True)
     end.start()
     end.join(60)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from papers.coarse_pipeline import plan_coarsely
 from process_runners import TABLE, CommandRunner, command
 from virtual_time import VirtualTime
 
@@ -21,13 +22,11 @@ from subnetact.serving import (
     Stage,
     StageChoice,
     StageModel,
-    Tuner,
     estimate_pipeline,
     plan_pipeline,
     poisson,
 )
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
-from subnetact.serving.pipelines.stage_tuner import StageTuner
 from subnetact.serving.policies import HullFit
 from subnetact.serving.simulation.simulator import simulate
 
@@ -75,8 +74,8 @@ def test_the_order_and_the_work_behind_a_stage() -> None:
     assert set(graph.sinks) == {"c", "d"}
     work = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
     assert graph.tails(work) == {"a": 8.0, "b": 4.0, "c": 0.0, "d": 0.0}
-    assert graph.longest_ms(work) == 9.0
-    assert graph.longest_ms(work, always=True) == 5.0  # a, then c by its edge that every request takes
+    least = graph.least_ms(work, 5.0)
+    assert least == {"a": 5.0, "b": 2.0, "c": 4.0, "d": 8.0}  # a, then c by its edge that every request takes
     assert graph.reserves(work)["a"] == pytest.approx(8 / 9)
 
 
@@ -85,9 +84,9 @@ def test_the_order_and_the_work_behind_a_stage() -> None:
     [
         (
             {"a": {"b": False}, "b": {"c": False}, "c": {"a": False}},
-            "cycle, 'a' after 'b' after 'c' after 'a'",
+            "cycle, 'a' before 'c' before 'b' before 'a'",
         ),
-        ({"a": {"a": False}}, "cycle, 'a' after 'a'"),
+        ({"a": {"a": False}}, "cycle, 'a' before 'a'"),
         ({"a": {"z": False}}, "follows 'z', which is no stage"),
         ({}, "give at least one"),
     ],
@@ -125,7 +124,9 @@ def test_bad_pipelines_are_refused_before_anything_starts() -> None:
     assert "stage 'b' does not fit 'a'" in fits_not
     assert "expected Stage" in refused("a")  # type: ignore[arg-type]
     failing = engine("b", after={"a": lambda x: x.missing})
-    assert "failed on the sample" in refused(engine("a"), failing)
+    assert "stage 'b' does not fit 'a': AttributeError" in refused(engine("a"), failing)
+    slow = engine("b", FAST.scaled(30.0), after={"a": lambda _: True})
+    assert "stage 'a': its share of the time" in refused(engine("a"), slow, slo_ms=20.0)
 
 
 @pytest.mark.parametrize("name", ["workers", "policies"])
@@ -313,6 +314,45 @@ def test_closing_in_a_callback_returns_and_finishes_what_was_accepted(drain: boo
     wait_for(lambda: set(threading.enumerate()) <= before, 60)
 
 
+def test_an_exit_in_a_function_ends_only_its_request() -> None:
+    def leave(x: Any) -> Any:
+        if x == "leave":
+            raise SystemExit("no more")
+        return x
+
+    with pipeline(Stage("a", lambda x: x), Stage("b", lambda x: x, after=["a"], prepare=leave)) as live:
+        bad, good = live.submit("leave"), live.submit("x")
+        with pytest.raises(BatchFailed, match="SystemExit: no more"):
+            bad.result(60)
+        assert good.result(60).output == "x"
+        assert live.stats().failed == 1
+
+
+def test_an_answer_that_arrives_while_the_client_cancels_is_discarded() -> None:
+    gate = threading.Event()
+    live = pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x))
+    future = live.submit("hold")
+    future.add_done_callback(lambda _: (gate.set(), live.close()))  # the request is answered meanwhile
+    assert future.cancel()
+    assert future.cancelled()
+    stats = live.stats()
+    assert stats.met + stats.cancelled == 1
+    assert stats.open == 0
+
+
+def test_closing_in_a_callback_that_closing_itself_calls_returns() -> None:
+    gate = threading.Event()
+    live = pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x))
+    held, waiting = live.submit("hold"), live.submit("x")
+    waiting.add_done_callback(lambda _: (live.close(), gate.set()))
+    closing = threading.Thread(target=live.close, kwargs={"drain": False}, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert held.done()
+    assert isinstance(waiting.exception(0), BatcherClosed)
+
+
 # -- simulation ------------------------------------------------------------------------------------------
 
 
@@ -355,6 +395,17 @@ def test_the_simulation_follows_edges_and_numbers_of_inputs() -> None:
     assert overloaded.percentile_ms(99.0) > 60.0
 
 
+def test_a_request_that_takes_no_last_stage_ends_with_the_last_that_it_takes() -> None:
+    stages = [StageModel("a", {"cpu": FAST}), StageModel("b", {"cpu": FAST}, {"a": 1.0})]
+    stages.append(StageModel("c", {"cpu": FAST}, {"b": 0.5}))
+    choices = dict.fromkeys("abc", StageChoice("cpu", 1, 1))
+    described = PipelineModel(tuple(stages), {"cpu": 1.0}, 60.0)
+    found = estimate_pipeline([0.0], described, choices, taken={("b", "c"): np.array([False])})
+    first = found.stages["b"].arrivals_ms[0]
+    assert first > 0.0
+    assert found.latency_ms[0] >= first + FAST.fastest_ms
+
+
 def test_the_plan_meets_the_percentile_at_the_least_cost_of_all_small_plans() -> None:
     arrivals = poisson(400, 3, seed=3)
     found = plan_pipeline(arrivals, model(), most_workers=16)
@@ -370,7 +421,7 @@ def test_the_plan_meets_the_percentile_at_the_least_cost_of_all_small_plans() ->
     assert cheaper
     for choices in cheaper:
         assert estimate_pipeline(arrivals, model(), choices).percentile_ms(99.0) > 60.0
-    coarse = plan_pipeline(arrivals, model(), most_workers=16, coarse=True)
+    coarse = plan_coarsely(arrivals, model(), most_workers=16)
     assert coarse.estimate.percentile_ms(99.0) <= 60.0
     assert found.cost < coarse.cost
     assert found.to_json()["cost"] == found.cost
@@ -415,64 +466,6 @@ def test_the_plan_raises_the_minimum_accuracy_when_that_is_free() -> None:
 def test_plans_that_cannot_be(make: Any, message: str) -> None:
     with pytest.raises(PipelineError, match=message):
         make()
-
-
-def test_the_tuner_scales_a_stage_within_one_window_and_down_slowly() -> None:
-    planned = poisson(100, 20, seed=0)
-    tuner = StageTuner({"a": Tuner(planned, 2, FAST, 60.0, patience_ms=5000.0)}, 100.0)
-    assert tuner.step(0.0, {"a": []}) == {}
-    burst = np.sort(np.random.default_rng(0).uniform(0.0, 1000.0, 500)).tolist()
-    assert tuner.step(1000.0, {"a": burst})["a"] >= 5
-    assert tuner.step(3000.0, {"a": []}) == {}  # not yet
-    for now in range(4000, 80_000, 1000):
-        tuner.step(float(now), {"a": []})
-    assert tuner.tuners["a"].workers == 1
-    with pytest.raises(PipelineError):
-        StageTuner({})
-
-
-def test_a_live_pipeline_is_scaled_by_its_tuner(wait_for: Any) -> None:
-    tuner = StageTuner({"a": Tuner(poisson(20, 5, seed=0), 1, FAST, 60.0)}, 10.0)
-    with pipeline(engine("a", most_workers=4), tuner=tuner) as live:
-        assert live.stats().stages["a"].workers_up == 1
-        for _ in range(200):
-            live.submit("x")
-        wait_for(lambda: live.stats().stages["a"].workers_up > 1)
-    assert tuner.history
-
-
-def test_a_tuner_that_fails_is_logged_and_counted_and_goes_on(
-    wait_for: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Failing(StageTuner):
-        steps = 0
-
-        def step(self, now_ms: float, arrivals_ms: Any) -> dict[str, int]:
-            self.steps += 1
-            if self.steps <= 3:
-                raise KeyError("no such window")
-            return {"a": 2} if self.steps == 4 else {}
-
-    tuner = Failing({"a": Tuner(poisson(20, 5, seed=0), 1, FAST, 60.0)}, 1.0)
-    with pipeline(engine("a", most_workers=4), tuner=tuner) as live:
-        wait_for(lambda: live.stats().stages["a"].workers_up == 2)
-        assert live.stats().tuning_errors == 3
-    assert [record.getMessage() for record in caplog.records] == [
-        "subnetact-pipeline-tuner goes on after an error"
-    ]
-
-
-def test_only_recent_steps_of_a_tuner_are_kept() -> None:
-    class Restless(Tuner):
-        def step(self, now_ms: float, arrivals_ms: Any) -> int:
-            self.workers += 1
-            return self.workers
-
-    tuner = StageTuner({"a": Restless(poisson(20, 5, seed=0), 1, FAST, 60.0)})
-    for now in range(1100):
-        tuner.step(float(now), {})
-    assert len(tuner.history) == 1000
-    assert tuner.history[-1] == (1099.0, {"a": 1101})
 
 
 def test_the_simulation_predicts_the_live_percentile() -> None:
@@ -523,13 +516,12 @@ def test_the_command_plans_and_leaves_the_function_plan_alone(tmp_path: Any) -> 
         "subnetact.plan",
         "p.json",
         "trace.txt",
-        "--coarse",
         "--json",
         "out.json",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "plan: cost 2" in done.stdout
+    assert "cost 2, p99" in done.stdout
     assert (tmp_path / "out.json").exists()
     import subnetact.plan
     from subnetact.serving import plan

@@ -75,7 +75,6 @@ def test_counts_become_arrivals_by_the_process_asked_for():
 def test_timestamps_are_sorted_and_scaled():
     times = from_timestamps([3.0, 1.0, 2.0], unit_ms=1000.0)
     np.testing.assert_allclose(times, [0, 1000, 2000])
-    np.testing.assert_allclose(from_timestamps([3.0, 1.0, 2.0], start_at_zero=False), [1, 2, 3])
     squeezed = from_timestamps(np.arange(0, 5000, 7.0), mean_qps=2000)
     assert np.diff(squeezed) == pytest.approx(0.5)
 

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -30,6 +31,7 @@ _OLD = 100 * _FADE  # batches after which nothing is left of an observation
 _CLIP = 5.0  # largest absolute log ratio that counts
 _DEVIATIONS = 2.0  # a batch that takes this many standard deviations more than the mean is slow
 _ENOUGH = 16  # observations before a subnet may drift
+_ALL = (-1, -1)
 _log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
 
@@ -49,13 +51,17 @@ class CorrectionsSnapshot:
     observations: npt.NDArray[np.int64]
 
 
+@dataclass(slots=True)
 class _Running:
-    """Running mean and variance of log(measured / table), in which older observations fade."""
+    """Running mean and variance of log(measured / table), in which older observations fade.
 
-    __slots__ = ("at", "mean", "n", "variance")
+    `n` is how many observations count, and `at` the number of the batch that was the last of them.
+    """
 
-    def __init__(self, n: float = 0.0, mean: float = 0.0, variance: float = 0.0, at: int = 0) -> None:
-        self.n, self.mean, self.variance, self.at = n, mean, variance, at
+    n: float = 0.0
+    mean: float = 0.0
+    variance: float = 0.0
+    at: int = 0
 
     def left(self, now: int) -> float:
         """Return how many observations the past ones count as at batch number `now`."""
@@ -75,15 +81,27 @@ class _Running:
         weight = n / (n + _PRIOR)
         return mean + weight * (self.mean - mean), variance + weight * (self.variance - variance)
 
+    def row(self, now: int) -> list[float]:
+        """Return what a file holds at batch number `now`; the last number is the age in batches, <= 0."""
+        return [self.n, self.mean, self.variance, self.at - now]
+
+    @classmethod
+    def read(cls, n: Any, mean: Any, variance: Any, at: Any) -> _Running:
+        """Return the average of a row of a file, which may be damaged."""
+        whole = isinstance(at, int) and not isinstance(at, bool) and at <= 0
+        known = not isinstance(n, bool) and 0.0 <= n < math.inf and 0.0 <= variance < math.inf
+        if not (whole and known and abs(mean) <= _CLIP):
+            raise ValueError(f"{n!r} observations of mean {mean!r} and variance {variance!r}, age {at!r}")
+        return cls(float(min(n, _MEMORY)), float(mean), float(variance), max(at, -_OLD))
+
 
 class Corrections:
     """How much longer than the table batches take, learned while serving. Threads may share one object.
 
-    Every batch adds log(measured / table) to three averages: of its cell of the table, of its subnet and of
-    the whole table. Each covers about the last 64 batches. With few observations, the estimate of a cell is
-    shrunk towards its subnet's, that of a subnet towards the whole table's, and that one towards 0 (no
-    correction). Observations count half after 512 further batches, so that a subnet which was slow for a
-    while is tried again although the policy has not chosen it since.
+    Every batch adds log(measured / table) to three averages of about the last 64 batches: of its cell of the
+    table, of its subnet and of the whole table. With few observations, a cell is shrunk towards its subnet, a
+    subnet towards the whole table, and that towards 0 (no correction). Observations count half after 512
+    further batches, so that a subnet that was slow for a while is tried again.
 
     Args:
         table: the latency table that is corrected.
@@ -108,9 +126,8 @@ class Corrections:
         self._pad = table.pad_index
         self.loads = 0
         self._lock = Lock()
-        self._all = _Running()
-        self._subnets: dict[int, _Running] = {}
-        self._cells: dict[tuple[int, int], _Running] = {}
+        # by subnet and column of the table; -1 stands for all of them
+        self._averages: defaultdict[tuple[int, int], _Running] = defaultdict(_Running)
         self._drifted: set[int] = set()
         self._batches = 0
 
@@ -128,62 +145,49 @@ class Corrections:
             return
         x = max(-_CLIP, min(_CLIP, math.log(measured_ms / expected)))
         with self._lock:
-            cell = self._cells.get((subnet, column))
-            if cell is None:
-                cell = self._cells[subnet, column] = _Running()
-                self._subnets.setdefault(subnet, _Running())
-            self._batches = at = self._batches + 1
-            cell.add(x, at)
-            self._subnets[subnet].add(x, at)
-            self._all.add(x, at)
+            self._batches += 1
+            for cell in (_ALL, (subnet, -1), (subnet, column)):
+                self._averages[cell].add(x, self._batches)
 
     def snapshot(self) -> CorrectionsSnapshot:
         """Return the ratios as they are now."""
         shape = len(self.table.subnets), len(self.table.batch_sizes)
-        seen = np.zeros(shape, dtype=np.int64)
+        mean, variance, seen = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
         with self._lock:
-            now = self._batches
-            overall = self._all.towards(0.0, 0.0, now)
-            mean, variance = np.full(shape, overall[0]), np.full(shape, overall[1])
-            for subnet, running in self._subnets.items():
-                mean[subnet], variance[subnet] = running.towards(*overall, now)
-            for (subnet, column), cell in self._cells.items():
-                at = subnet, column
-                mean[at], variance[at] = cell.towards(float(mean[at]), float(variance[at]), now)
-                seen[at] = round(cell.n)
+            for (i, j), running in sorted(
+                self._averages.items(), key=lambda one: one[0]
+            ):  # coarse ones first
+                coarser = max(i, 0), max(j, 0)
+                found = running.towards(float(mean[coarser]), float(variance[coarser]), self._batches)
+                cells = (slice(None) if i < 0 else i), (slice(None) if j < 0 else j)
+                mean[cells], variance[cells] = found
+                if j >= 0:
+                    seen[cells] = round(running.n)
         return CorrectionsSnapshot(np.exp(mean), np.exp(mean + _DEVIATIONS * np.sqrt(variance)), seen)
 
     def drift(self) -> tuple[float, dict[int, float]]:
         """Find the subnets that have drifted, and log those that newly do.
 
         Returns:
-            The ratio of measured latency to the table's over all batches, and that of every drifted subnet
-            by its id.
+            The ratio of measured latency to the table's, over all batches and of every drifted subnet by id.
         """
-        crossed: list[int] = []
         with self._lock:
-            now = self._batches
-            overall = self._all.towards(0.0, 0.0, now)
-            ratios = {
-                i: math.exp(running.towards(*overall, now)[0])
-                for i, running in self._subnets.items()
-                if round(running.n) >= _ENOUGH
+            now, limit, before = self._batches, math.log(self.threshold), self._drifted
+            overall = self._averages[_ALL].towards(0.0, 0.0, now)
+            logs = {
+                i: running.towards(*overall, now)[0]
+                for (i, j), running in sorted(self._averages.items(), key=lambda one: one[0])
+                if j < 0 <= i and round(running.n) >= _ENOUGH
             }
-            limit = math.log(self.threshold)
-            for i, ratio in sorted(ratios.items()):
-                away = abs(math.log(ratio))
-                if away > limit and i not in self._drifted:
-                    self._drifted.add(i)
-                    crossed.append(i)
-                elif away < 0.8 * limit:
-                    self._drifted.discard(i)
-            drifted = {i: ratios[i] for i in sorted(self._drifted) if i in ratios}
-        for i in crossed:  # not under the lock, because log handlers may be slow
+            # who has drifted goes on to drift until it is clearly below the threshold
+            self._drifted = {i for i, log in logs.items() if abs(log) > (0.8 if i in before else 1.0) * limit}
+            drifted = {i: math.exp(log) for i, log in logs.items() if i in self._drifted}
+        for i in drifted.keys() - before:  # not under the lock, because log handlers may be slow
             _log.warning(
                 "subnet %s takes %.2f times the latency of its table (threshold %.2f); profile this machine "
                 "again",
                 self.table.subnets[i],
-                ratios[i],
+                drifted[i],
                 self.threshold,
             )
         return math.exp(overall[0]), drifted
@@ -191,11 +195,10 @@ class Corrections:
     def relax(self) -> None:
         """Make slow averages less slow; used when all requests are dropped and no batch runs to correct them.
 
-        A mean on the log scale is halved if it is > 0, that is, if batches are slower than in the table; a
-        ratio of 4 becomes 2. The standard deviation is halved in any case.
+        On the log scale, means above 0 and all standard deviations are halved: a ratio of 4 becomes 2.
         """
         with self._lock:
-            for running in (self._all, *self._subnets.values(), *self._cells.values()):
+            for running in self._averages.values():
                 running.mean = min(running.mean, 0.5 * running.mean)
                 running.variance *= 0.25
 
@@ -209,11 +212,13 @@ class Corrections:
             OSError: The file cannot be written.
         """
         with self._lock:
+            now = self._batches
+            rows = [(*cell, *running.row(now)) for cell, running in self._averages.items()]
             document = {
                 "table": _fingerprint(self.table),
-                "all": self._plain(self._all),
-                "subnets": [[i, *self._plain(running)] for i, running in self._subnets.items()],
-                "cells": [[i, j, *self._plain(running)] for (i, j), running in self._cells.items()],
+                "all": self._averages[_ALL].row(now),
+                "subnets": [(i, *row) for i, j, *row in rows if j < 0 <= i],
+                "cells": [row for row in rows if row[1] >= 0],
             }
         CORRECTIONS.write(path, document)
 
@@ -235,32 +240,16 @@ class Corrections:
             )
         subnet_count, size_count = len(self.table.subnets), len(self.table.batch_sizes)
         with CORRECTIONS.fields(path):
-            overall = _running(*document["all"])
-            subnets = {_within(i, subnet_count): _running(*values) for i, *values in document["subnets"]}
-            cells = {
-                (_within(i, subnet_count), _within(j, size_count)): _running(*values)
-                for i, j, *values in document["cells"]
-            }
-        for i, _ in cells:
-            subnets.setdefault(i, _Running())
+            averages = defaultdict(_Running, {_ALL: _Running.read(*document["all"])})
+            for i, *row in document["subnets"]:
+                averages[_within(i, subnet_count), -1] = _Running.read(*row)
+            for i, j, *row in document["cells"]:
+                averages[_within(i, subnet_count), _within(j, size_count)] = _Running.read(*row)
         with self._lock:
-            for running in (overall, *subnets.values(), *cells.values()):
-                running.at += self._batches  # files hold the age, as a number of batches <= 0
-            self._all, self._subnets, self._cells = overall, subnets, cells
+            for running in averages.values():
+                running.at += self._batches
+            self._averages = averages
             self.loads += 1
-
-    def _plain(self, running: _Running) -> list[Any]:
-        return [running.n, running.mean, running.variance, running.at - self._batches]
-
-
-def _running(n: Any, mean: Any, variance: Any, at: Any) -> _Running:
-    if isinstance(n, bool) or not 0.0 <= n < math.inf or not abs(mean) <= _CLIP:
-        raise ValueError(f"{n!r} observations of mean {mean!r}")
-    if not (math.isfinite(variance) and variance >= 0.0):
-        raise ValueError(f"variance {variance!r}")
-    if isinstance(at, bool) or not isinstance(at, int) or at > 0:
-        raise ValueError(f"age {at!r}")
-    return _Running(float(min(n, _MEMORY)), float(mean), float(variance), max(at, -_OLD))
 
 
 def _within(i: Any, count: int) -> int:

@@ -26,13 +26,13 @@ DECISION_LOG = DocumentFormat(
 _log = logging.getLogger(__name__)
 
 
-def _line(entry: Mapping[str, Any]) -> str | None:
-    """Return an entry as a line of JSON. If a policy or a client made it impossible, that is logged."""
+def _line(entry: Mapping[str, Any]) -> str:
+    """Return an entry as a line of JSON, or "" if a policy or a client made it impossible."""
     try:
         return json.dumps(entry, separators=(",", ":")) + "\n"
     except (TypeError, ValueError, OverflowError) as error:
         _log.warning("an entry of the decision log is left out: %s", error)
-        return None
+        return ""
 
 
 class DecisionLog:
@@ -47,15 +47,7 @@ class DecisionLog:
     * A request that was not answered: its outcome `o`, and the request.
 
     Requests are stored as lists: arrival `a`, time given `d`, and, if any request has one, minimum accuracy
-    `f` and priority `p`.
-
-    Args:
-        path: the file; an existing file is replaced.
-        header: facts for the first line.
-        start_ms: current time of the batcher's clock, in ms.
-
-    Raises:
-        WriteError: the file cannot be written.
+    `f` and priority `p`. WriteError is raised if the file cannot be opened; an existing one is replaced.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], start_ms: float) -> None:
@@ -75,48 +67,25 @@ class DecisionLog:
             ) from error
 
     def batch(self, job: Job, requests: Sequence[Request], took_ms: float, met: int) -> None:
-        """Record a part of a job that ran.
-
-        Args:
-            job: the job, not yet advanced to its next part.
-            requests: the requests of the part that were answered.
-            took_ms: time that the part took, in ms.
-            met: number of requests answered in time.
-        """
+        """Record a part of a job that ran, before the job advances, with the requests that it answered."""
         entry = {
-            "t": job.started_ms - self._start_ms,
-            "w": job.worker,
-            "queued": job.queued,
-            "slack": job.slack_ms,
-            "s": job.subnet,
-            "b": job.size,
-            "ms": took_ms,
-            "met": met,
+            **{"t": job.started_ms - self._start_ms, "w": job.worker, "s": job.subnet, "b": job.size},
+            **{"ms": took_ms, "met": met, "queued": job.queued, "slack": job.slack_ms},
         }
         self._entries.append({**entry, **self._described(requests)})
 
     def outcome(self, outcome: str, request: Request) -> None:
-        """Record a request that was not answered.
-
-        Args:
-            outcome: why: `dropped`, `failed`, `cancelled`, `closed`, or `full` if it was refused.
-            request: the request.
-        """
+        """Record a request that was `dropped`, `failed`, `cancelled` or `closed`, or refused as `full`."""
         self._entries.append({"o": outcome, **self._described([request])})
 
     def flush(self) -> None:
-        """Write the collected entries.
-
-        If the file cannot be written, because the disk is full for example, that is logged once and the log
-        ends there. The batcher goes on.
-        """
+        """Write the collected entries; if the disk is full or gone, the log ends there with a warning."""
         with self._writing:
             collected = self._entries  # other threads append meanwhile
             entries = [collected.popleft() for _ in range(len(collected))]
             if self._file is not None and entries:
-                lines = [line for entry in entries if (line := _line(entry)) is not None]
                 try:
-                    self._file.write("".join(lines))
+                    self._file.write("".join(map(_line, entries)))
                     self._file.flush()
                 except (OSError, ValueError) as error:
                     _log.warning("the decision log %s ends here: %s", self._path, error)
@@ -140,8 +109,10 @@ class DecisionLog:
             "a": [r.accepted_ms - start_ms for r in requests],
             "d": [r.deadline_ms - r.accepted_ms for r in requests],
         }
-        if any(r.ask.floor for r in requests):
-            described["f"] = [r.ask.floor for r in requests]
-        if any(r.ask.priority for r in requests):
-            described["p"] = [r.ask.priority for r in requests]
+        for key, values in (
+            ("f", [r.ask.floor for r in requests]),
+            ("p", [r.ask.priority for r in requests]),
+        ):
+            if any(values):
+                described[key] = values
         return described

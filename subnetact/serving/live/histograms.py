@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 __all__ = ["COUNTS", "MILLISECONDS", "Histogram", "HistogramSnapshot"]
 
@@ -48,20 +49,14 @@ class HistogramSnapshot:
         Returns:
             The upper edge of the bucket that holds the quantile; inf in the last bucket, NaN without values.
         """
-        wanted, seen = share * self.count, 0
-        for edge, count in zip((*self.edges, math.inf), self.counts, strict=True):
-            seen += count
-            if count and seen >= wanted:
+        for edge, seen in zip((*self.edges, math.inf), accumulate(self.counts), strict=True):
+            if seen and seen >= share * self.count:
                 return edge
         return math.nan
 
 
 class Histogram:
-    """Counts values in buckets (previous edge, edge]. The owner holds the lock.
-
-    Args:
-        edges: upper edges of the buckets, ascending.
-    """
+    """Counts values in buckets (previous edge, edge], whose upper edges ascend. The owner holds the lock."""
 
     __slots__ = ("_counts", "_edges", "_total")
 
@@ -71,20 +66,12 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value.
-
-        Args:
-            value: the value.
-        """
+        """Count one value."""
         self._counts[bisect_left(self._edges, value)] += 1
         self._total += value
 
     def add_all(self, values: Sequence[float]) -> None:
-        """Count several values.
-
-        Args:
-            values: the values.
-        """
+        """Count several values."""
         edges, counts = self._edges, self._counts
         for value in values:
             counts[bisect_left(edges, value)] += 1

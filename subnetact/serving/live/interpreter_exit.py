@@ -29,19 +29,6 @@ class _Computing:
         self.threads: set[int] = set()
         self.ended_s: float | None = None
 
-    def begin(self, thread: int) -> None:
-        """Note that a thread computes; when the interpreter ends, hold the thread."""
-        with self.changed:
-            while self.ended_s is not None and (left := self.ended_s + HELD_S - time.monotonic()) > 0:
-                self.changed.wait(left)
-            self.threads.add(thread)
-
-    def end(self, thread: int) -> None:
-        """Note that a thread does not compute any more."""
-        with self.changed:
-            self.threads.discard(thread)
-            self.changed.notify_all()
-
     def end_all(self) -> None:
         """Let no thread begin to compute, and wait for those that do."""
         with self.changed:
@@ -60,11 +47,16 @@ def computing() -> Iterator[None]:
     if thread in now.threads:
         yield
         return
-    now.begin(thread)
+    with now.changed:
+        while now.ended_s is not None and (left := now.ended_s + HELD_S - time.monotonic()) > 0:
+            now.changed.wait(left)
+        now.threads.add(thread)
     try:
         yield
     finally:
-        now.end(thread)
+        with now.changed:
+            now.threads.discard(thread)
+            now.changed.notify_all()
 
 
 def _after_fork() -> None:

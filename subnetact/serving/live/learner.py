@@ -29,21 +29,13 @@ class Learner:
 
     The policy plans with the latency of a slow batch. The dispatcher uses the typical latency to book workers
     and to tell whether a request has expired. The policy is made anew by its method `retabled(table)`; a
-    policy without this method keeps its table. The supervisor's thread calls `refresh`, so that no
-    request waits for planning.
+    policy without this method keeps its table. A thread of its own calls `refresh`, so that no request waits
+    for planning.
 
-    Args:
-        tables: the profile of every input shape, the largest shape last. The corrections are those of the
-            last table; what a batch of another shape teaches is applied in proportion.
-        dispatcher: gets the corrected latencies.
-        lock: held by every thread that uses the dispatcher.
-        clock_ms: a monotonic clock, in ms.
-        learn: whether the corrections are used, or only collected.
-
-    Attributes:
-        corrections: what was learned.
-        dropping: whether requests were dropped since the last refresh.
-        replanned: how often the policy and the dispatcher were given other latencies.
+    `tables` are the profiles of every input shape, the largest last; the corrections are those of the last
+    one, and what a batch of another shape teaches is applied in proportion. `lock` is held by every thread
+    that uses the dispatcher. Without `learn`, the corrections are only collected. `dropping` is set if
+    requests were dropped since the last refresh; `replanned` counts the exchanges of latencies.
     """
 
     def __init__(
@@ -65,19 +57,14 @@ class Learner:
         self._lock = lock
         self._clock_ms = clock_ms
         self._learn = learn
-        self._applied = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
+        self._applied = np.ones((2, *table.latency_ms.shape))  # ratios of the typical and of the slow batch
         self._batches = 0
         self._seen = 0, 0
         self._limits: dict[int, int] = {}  # those that the policy plans with
         self._next_ms = 0.0
 
     def observe(self, job: Job, took_ms: float) -> None:
-        """Learn from a part of a job that ran. The caller holds the lock.
-
-        Args:
-            job: the job, still at this part.
-            took_ms: time that the part took, in ms.
-        """
+        """Learn from a part of a job that ran, before the job advances. The caller holds the lock."""
         self._batches += 1
         own = self._tables[job.shape]
         column = own.pad_index[job.size]
@@ -86,13 +73,9 @@ class Learner:
         self.corrections.observe(job.subnet, job.size, took_ms)
 
     def refresh(self, at_once: bool = False) -> bool:
-        """Apply what was learned, if it differs by more than 5 % from what was applied before.
+        """Apply what was learned, if it differs by more than 5 % from what is applied; return whether it did.
 
-        Args:
-            at_once: whether to do so even if the last time is not long ago.
-
-        Returns:
-            Whether the policy and the dispatcher were given other latencies.
+        It does nothing if the last time is not long ago, unless `at_once`.
         """
         with self._refreshing:
             return self._refresh(at_once)
@@ -118,10 +101,8 @@ class Learner:
 
     def _apply(self, limits: dict[int, int]) -> bool:
         now = self.corrections.snapshot()
-        ones = np.ones(now.mean.shape)
-        ratios = (now.mean, now.planned) if self._learn else (ones, ones)
-        logs = np.log(ratios[0]), np.log(ratios[1])
-        change = max(float(np.abs(new - old).max()) for new, old in zip(logs, self._applied, strict=True))
+        ratios = np.array([now.mean, now.planned]) if self._learn else np.ones_like(self._applied)
+        change = float(np.abs(np.log(ratios / self._applied)).max())
         if change < _LEAST_CHANGE and limits == self._limits:
             return False
         self._limits = limits
@@ -130,7 +111,7 @@ class Learner:
             for shape, plan in enumerate(plans):
                 self._dispatcher.adopt(plan, shape)
             self.replanned += 1
-        self._applied = logs
+        self._applied = ratios
         return True
 
     def _plan(self, shape: int, typical: Any, slow: Any) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from itertools import accumulate
 from typing import Any, Protocol
 
 from subnetact.errors import MissingExtra
-from subnetact.serving.live.histograms import HistogramSnapshot
 from subnetact.serving.live.stats import OUTCOMES, BatcherStats
 
 __all__ = ["Collector"]
@@ -25,6 +25,7 @@ _COUNTERS = {
     "revived": "Worker threads started again.",
     "retried": "Requests given a second try after their worker was lost.",
     "replanned": "Times the policy was given other latencies.",
+    "accuracy_sum": "Sum of profiled accuracy over requests that met their deadline.",
 }
 _GAUGES = {
     "queued": "Requests waiting.",
@@ -76,43 +77,30 @@ class Collector:
 
     def collect(self) -> Iterable[Any]:
         """Yield the current metrics as families of `prometheus_client`; a registry calls this method."""
-        families: Any = self._families
+        counter, gauge = self._families.CounterMetricFamily, self._families.GaugeMetricFamily
         stats, prefix = self._batcher.stats(), self._prefix
-
-        def by_label(kind: Any, name: str, text: str, label: str, values: Mapping[Any, float]) -> Any:
+        for kind, texts in ((counter, _COUNTERS), (gauge, _GAUGES)):
+            for name, text in texts.items():
+                shown = "accuracy_percent_sum" if name == "accuracy_sum" else name
+                yield kind(prefix + shown, text, getattr(stats, name))
+        outcomes = {name: getattr(stats, name) for name in OUTCOMES}
+        drifted = "Measured latency over the table's, subnets beyond the threshold."
+        limits = "Largest batch of subnets that ran out of memory."
+        accuracy = "Profiled accuracy of each subnet."
+        for kind, name, text, label, values in (
+            (counter, "requests", "Accepted requests by outcome.", "outcome", outcomes),
+            (gauge, "drifted", drifted, "subnet", stats.drifted),
+            (gauge, "batch_limit", limits, "subnet", stats.batch_limits),
+            (counter, "served", "Requests answered by subnet.", "subnet", stats.served_by),
+            (gauge, "subnet_accuracy_percent", accuracy, "subnet", self._batcher.accuracy),
+        ):
             family = kind(prefix + name, text, labels=[label])
             for key, value in values.items():
                 family.add_metric([str(key)], value)
-            return family
-
-        counter, gauge = families.CounterMetricFamily, families.GaugeMetricFamily
-        outcomes = {name: getattr(stats, name) for name in OUTCOMES}
-        yield by_label(counter, "requests", "Accepted requests by outcome.", "outcome", outcomes)
-        for name, text in _COUNTERS.items():
-            yield counter(prefix + name, text, getattr(stats, name))
-        for name, text in _GAUGES.items():
-            yield gauge(prefix + name, text, getattr(stats, name))
-        text = "Measured latency over the table's, subnets beyond the threshold."
-        yield by_label(gauge, "drifted", text, "subnet", stats.drifted)
-        text = "Largest batch of subnets that ran out of memory."
-        yield by_label(gauge, "batch_limit", text, "subnet", stats.batch_limits)
-        yield by_label(counter, "served", "Requests answered by subnet.", "subnet", stats.served_by)
-        text = "Profiled accuracy of each subnet."
-        yield by_label(gauge, "subnet_accuracy_percent", text, "subnet", self._batcher.accuracy)
-        text = "Sum of profiled accuracy over requests that met their deadline."
-        yield counter(prefix + "accuracy_percent_sum", text, stats.accuracy_sum)
+            yield family
         for name, (shown, text, unit) in _HISTOGRAMS.items():
-            values = stats.histograms[name]
-            buckets, total = _buckets(values, unit), values.total * unit
-            yield families.HistogramMetricFamily(prefix + shown, text, buckets, total)
-
-
-def _buckets(histogram: HistogramSnapshot, unit: float) -> list[tuple[str, int]]:
-    """Upper edge and number of values up to it, for every bucket."""
-    edges = [*(f"{edge * unit:.12g}" for edge in histogram.edges), "+Inf"]
-    seen = 0
-    buckets: list[tuple[str, int]] = []
-    for edge, count in zip(edges, histogram.counts, strict=True):
-        seen += count
-        buckets.append((edge, seen))
-    return buckets
+            histogram = stats.histograms[name]
+            edges = [*(f"{edge * unit:.12g}" for edge in histogram.edges), "+Inf"]
+            buckets = list(zip(edges, accumulate(histogram.counts), strict=True))
+            total = histogram.total * unit
+            yield self._families.HistogramMetricFamily(prefix + shown, text, buckets, total)

@@ -104,9 +104,9 @@ class BatcherStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the snapshot as numbers, strings, lists and dictionaries with string keys."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        plain["attainment"] = None if math.isnan(self.attainment) else self.attainment
-        plain["mean_accuracy"] = None if math.isnan(self.mean_accuracy) else self.mean_accuracy
+        shares = {"attainment": self.attainment, "mean_accuracy": self.mean_accuracy}
+        known = {name: None if math.isnan(value) else value for name, value in shares.items()}
+        plain: dict[str, Any] = json.loads(json.dumps({**asdict(self), **known}))
         return plain
 
     def to_json(self) -> str:
@@ -131,12 +131,11 @@ class Counters:
 
     def snapshot(self, scheduled: Mapping[str, int], **more: Any) -> BatcherStats:
         """Return a copy of the counters, with those of the scheduler and the other fields."""
-        values: dict[str, Any] = {
-            k: v.snapshot() if isinstance(v, Histogram) else v for k, v in vars(self).items()
-        }
-        histograms = {k: v for k, v in values.items() if isinstance(v, HistogramSnapshot)}
-        counters: dict[str, Any] = {k: v for k, v in values.items() if k not in histograms}
-        counters["served_by"] = dict(sorted(self.served_by.items()))
-        counters["batch_sizes"] = dict(sorted(self.batch_sizes.items()))
-        counts: dict[str, Any] = {name: count for name, count in scheduled.items() if name != "answered"}
-        return BatcherStats(**counters, **counts, **more, histograms=histograms)
+        histograms, counters = {}, {**scheduled, **more}
+        counters.pop("answered", None)
+        for name, value in vars(self).items():
+            if isinstance(value, Histogram):
+                histograms[name] = value.snapshot()
+            else:
+                counters[name] = dict(sorted(value.items())) if isinstance(value, Counter) else value
+        return BatcherStats(**counters, histograms=histograms)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from subnetact.errors import MissingFile, SubnetActError, TraceError
 from subnetact.files.documents import write_json
 from subnetact.serving.pipelines.model import PipelineModel
-from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_pipeline
+from subnetact.serving.pipelines.planner import plan_pipeline
 from subnetact.serving.simulation.datasets import TRACES, load_trace
 from subnetact.serving.simulation.scenario import checked_arrivals
 
@@ -31,42 +30,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        model = PipelineModel.load(options.pipeline)
-        arrivals = _arrivals(options)
-        settings: dict[str, Any] = {"most_workers": options.most_workers, "seed": options.seed}
-        plans = {"plan": plan_pipeline(arrivals, model, options.percentile, **settings)}
-        if options.coarse:
-            plans["coarse"] = plan_pipeline(arrivals, model, options.percentile, coarse=True, **settings)
-        if options.json is not None:
-            write_json(options.json, {name: plan.to_json() for name, plan in plans.items()})
+        _plan(options)
     except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
         raise
     except (SubnetActError, OSError) as error:
         print(f"error: {error}")
         return 2
-    seconds = max(float(arrivals[-1] - arrivals[0]) / 1e3, 1e-9)
-    print(
-        f"{options.pipeline}: {len(arrivals)} requests, {len(arrivals) / seconds:.1f} per second; "
-        f"SLO {model.slo_ms:g} ms at percentile {options.percentile:g}"
-    )
-    for name, plan in plans.items():
-        _show(name, plan)
     return 0
 
 
-def _show(name: str, plan: PipelinePlan) -> None:
-    estimate = plan.estimate
+def _plan(options: argparse.Namespace) -> None:
+    model = PipelineModel.load(options.pipeline)
+    arrivals = _arrivals(options)
+    plan = plan_pipeline(
+        arrivals, model, options.percentile, most_workers=options.most_workers, seed=options.seed
+    )
+    if options.json is not None:
+        write_json(options.json, {"plan": plan.to_json()})
+    rate = len(arrivals) / max(float(arrivals[-1] - arrivals[0]) / 1e3, 1e-9)
     print(
-        f"\n{name}: cost {plan.cost:g}, p{plan.percent:g} {estimate.percentile_ms(plan.percent):.2f} ms, "
-        f"attainment {estimate.attainment:.5f} ({plan.tried} plans simulated)"
+        f"{options.pipeline}: {len(arrivals)} requests, {rate:.1f} per second; SLO {model.slo_ms:g} ms at "
+        f"percentile {options.percentile:g}\n"
+        f"cost {plan.cost:g}, p{plan.percent:g} {plan.estimate.percentile_ms(plan.percent):.2f} ms, "
+        f"attainment {plan.estimate.attainment:.5f} ({plan.tried} plans simulated)"
     )
     print(
         f"{'stage':<16}{'hardware':<12}{'workers':>8}{'batch':>7}"
         f"{'min acc':>9}{'mean acc':>10}{'waits ms':>10}"
     )
     for stage, choice in plan.choices.items():
-        found = estimate.stages[stage]
-        waits = float(np.nanmean(found.waited_ms)) if np.isfinite(found.waited_ms).any() else float("nan")
+        found = plan.estimate.stages[stage]
+        waited_ms = found.result.log.start_ms - found.arrivals_ms  # type: ignore[union-attr]
+        waited_ms = waited_ms[~np.isnan(waited_ms)]
+        waits = waited_ms.mean() if len(waited_ms) else np.nan
         print(
             f"{stage:<16}{choice.hardware:<12}{choice.workers:>8}{choice.batch_size:>7}"
             f"{choice.min_accuracy:>9.2f}{found.mean_accuracy:>10.2f}{waits:>10.2f}"
@@ -84,9 +80,9 @@ def _arrivals(options: argparse.Namespace) -> npt.NDArray[np.float64]:
         )
     try:
         arrivals = checked_arrivals(np.loadtxt(path, dtype=np.float64, ndmin=1))
+    except TraceError:
+        raise
     except ValueError as error:
-        if isinstance(error, TraceError):
-            raise
         raise TraceError(f"{path}: not one arrival time in ms per line ({error})") from error
     start = arrivals[0]
     if options.duration_s is not None:
@@ -103,19 +99,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="help(subnetact.serving.PipelineModel.load) describes the JSON file.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("pipeline", type=Path, help="description of the pipeline, a JSON file")
-    parser.add_argument(
-        "trace", help=f"a text file with one arrival time in ms per line, or one of {', '.join(TRACES)}"
-    )
-    parser.add_argument("--percentile", type=float, default=99.0, help="percentile that meets the SLO")
-    parser.add_argument("--most-workers", type=int, default=64, help="greatest number of workers per stage")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the rates of the trace")
-    parser.add_argument("--duration-s", type=float, help="keep only the first seconds of the trace")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the trace and of the simulations")
-    parser.add_argument(
-        "--coarse",
-        action="store_true",
-        help="also plan the pipeline as one unit, replicated as a whole",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans to this file as JSON")
+    add = parser.add_argument
+    add("pipeline", type=Path, help="description of the pipeline, a JSON file")
+    add("trace", help=f"a text file with one arrival time in ms per line, or one of {', '.join(TRACES)}")
+    add("--percentile", type=float, default=99.0, help="percentile that meets the SLO")
+    add("--most-workers", type=int, default=64, help="greatest number of workers per stage")
+    add("--scale", type=float, default=1.0, help="factor on the rates of the trace")
+    add("--duration-s", type=float, help="keep only the first seconds of the trace")
+    add("--seed", type=int, default=0, help="seed of the trace and of the simulations")
+    add("--json", type=Path, metavar="FILE", help="write the plan to this file as JSON")
     return parser

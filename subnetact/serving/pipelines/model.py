@@ -1,32 +1,55 @@
-"""`PipelineModel`: what planning knows of a pipeline, without any code to run; and its file."""
+"""`PipelineModel`: what planning knows of a pipeline, without any code to run; its file and its simulation.
+
+A stage never slows down those before it, so the stages are simulated one after the other, each by the loop of
+`simulate`: the answers of one stage are the arrivals of the next.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from subnetact.errors import PipelineError, SubnetActError
 from subnetact.files.documents import DocumentFormat
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
-from subnetact.serving.scheduling.checks import check_accuracy, check_count, check_time
+from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms, with_batches_up_to
+from subnetact.serving.policies import HullFit
+from subnetact.serving.scheduling.checks import check_accuracy, check_count, check_time, expired_rule
+from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.simulation.event_loop import EventLoop
+from subnetact.serving.simulation.result import RequestLog, SimulationResult
+from subnetact.serving.simulation.scenario import Scenario, checked_arrivals, numeric_arguments
 
-__all__ = ["PipelineModel", "StageChoice", "StageModel"]
+__all__ = [
+    "PipelineEstimate",
+    "PipelineModel",
+    "StageChoice",
+    "StageEstimate",
+    "StageModel",
+    "estimate_pipeline",
+]
 
+Floats = npt.NDArray[np.float64]
+MakePolicy = Callable[[LatencyTable, float], Policy]
 FORMAT = DocumentFormat(
     "a pipeline description",
     "subnetact.pipeline",
     1,
     "see help(subnetact.serving.PipelineModel.load) for the fields",
 )
-
-
 _MOST_INPUTS = 1_000_000
 """A stage may have at most this many inputs per request."""
+_MOST_INPUTS_IN_ALL = 10**8
+"""The most inputs of one stage, over all requests, that are simulated."""
 
 
 @dataclass(frozen=True)
@@ -115,28 +138,22 @@ class PipelineModel:
 
     def __post_init__(self) -> None:
         check_time(self.slo_ms, "slo_ms")
-        names = [stage.name for stage in self.stages]
-        if len(set(names)) < len(names):
-            raise PipelineError(f"stages: two have the same name, among {', '.join(names)}")
+        names = Counter(stage.name for stage in self.stages)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise PipelineError(f"stages: two are called {twice[0]!r}; give each a name of its own")
         for hardware, price in self.prices.items():
             if not (math.isfinite(price) and price > 0):
                 raise PipelineError(f"prices: {price} of {hardware!r} must be finite and > 0")
         for stage in self.stages:
-            for hardware in stage.tables:
-                if hardware not in self.prices:
-                    raise PipelineError(
-                        f"stage {stage.name!r}: a table for {hardware!r}, which has no price; known are "
-                        f"{', '.join(map(repr, self.prices))}"
-                    )
+            if unknown := [hardware for hardware in stage.tables if hardware not in self.prices]:
+                raise PipelineError(
+                    f"stage {stage.name!r}: a table for {unknown[0]!r}, which has no price; known are "
+                    f"{', '.join(map(repr, self.prices))}"
+                )
         fastest = {s.name: min(table.fastest_ms for table in s.tables.values()) for s in self.stages}
-        shortest = self.graph.longest_ms(fastest, always=True)
-        if self.slo_ms < shortest:
-            raise PipelineError(
-                f"slo_ms: {self.slo_ms:g} is shorter than the shortest path through the stages "
-                f"({shortest:.3g} ms on the fastest hardware); allow more"
-            )
+        self.graph.least_ms(fastest, self.slo_ms)
 
-    @property
+    @cached_property
     def graph(self) -> StageGraph:
         """The graph of the stages; an edge is conditional if not all requests take it."""
         after = {s.name: {o: share < 1.0 for o, share in s.after.items()} for s in self.stages}
@@ -163,22 +180,8 @@ class PipelineModel:
                     f"tables for {', '.join(map(repr, stage.tables))}; profile the stage there"
                 )
             check_count(choice.workers, "workers")
-            sizes = [size for size in table.batch_sizes if size <= choice.batch_size]
-            if not sizes:
-                raise PipelineError(
-                    f"stage {stage.name!r}: batch size {choice.batch_size} is below the smallest of the "
-                    f"table ({table.batch_sizes[0]})"
-                )
-            found[stage.name] = table.select(batch_sizes=sizes)
+            found[stage.name] = with_batches_up_to(table, choice.batch_size, stage.name)
         return found
-
-    def works_ms(self, tables: Mapping[str, LatencyTable]) -> dict[str, float]:
-        """Return the expected work of every stage for one request, ms; see `expected_work_ms`.
-
-        Args:
-            tables: the table of every stage.
-        """
-        return {s.name: expected_work_ms(tables[s.name], s.mean_inputs) for s in self.stages}
 
     def cost(self, choices: Mapping[str, StageChoice]) -> float:
         """Return the price of all workers together.
@@ -210,9 +213,8 @@ class PipelineModel:
             PipelineError: a field is missing or wrong; see also the class.
         """
         facts = FORMAT.read(path)
-        folder = Path(path).parent
         try:
-            stages = tuple(_stage(facts_of_one, folder) for facts_of_one in facts["stages"])
+            stages = tuple(_stage(stage, Path(path).parent) for stage in facts["stages"])
             prices = {str(name): float(price) for name, price in facts["hardware"].items()}
             slo_ms = float(facts["slo_ms"])
         except SubnetActError:
@@ -234,11 +236,152 @@ def _stage(facts: Mapping[str, Any], folder: Path) -> StageModel:
         for hardware, given in facts["tables"].items()
     }
     after = facts.get("after", {})
-    shares = {str(o): float(share) for o, share in after.items()} if isinstance(after, Mapping) else None
+    shares = after if isinstance(after, Mapping) else dict.fromkeys(after, 1.0)
     return StageModel(
         name,
         tables,
-        dict.fromkeys(map(str, after), 1.0) if shares is None else shares,
+        {str(other): float(share) for other, share in shares.items()},
         tuple(facts.get("inputs", (1,))),
         float(facts.get("min_accuracy", 0.0)),
     )
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One stage of a simulated pipeline.
+
+    Attributes:
+        arrivals_ms: when inputs reached the stage, ms, ascending, shape (inputs,).
+        mean_accuracy: mean profiled accuracy of the answers, in time or late, percent; NaN if there is none.
+        result: what was counted, with `log`. Its deadlines are those of the stage.
+    """
+
+    arrivals_ms: Floats
+    mean_accuracy: float
+    result: SimulationResult
+
+
+@dataclass(frozen=True)
+class PipelineEstimate:
+    """A simulated pipeline.
+
+    Attributes:
+        latency_ms: time from arrival to answer of every request, ms, shape (requests,); NaN if dropped.
+        slo_ms: the end-to-end SLO, ms.
+        stages: the stages.
+    """
+
+    latency_ms: Floats
+    slo_ms: float
+    stages: dict[str, StageEstimate]
+
+    @property
+    def attainment(self) -> float:
+        """Share of all requests that were answered in time."""
+        return float(np.mean(self.latency_ms <= self.slo_ms))
+
+    def percentile_ms(self, percent: float) -> float:
+        """Return a percentile of the latency, ms; dropped requests count as infinitely late.
+
+        Args:
+            percent: from 0 to 100.
+        """
+        times = np.sort(np.where(np.isnan(self.latency_ms), np.inf, self.latency_ms))
+        return float(times[min(len(times) - 1, max(0, math.ceil(percent / 100.0 * len(times)) - 1))])
+
+
+def estimate_pipeline(
+    arrivals_ms: npt.ArrayLike,
+    model: PipelineModel,
+    choices: Mapping[str, StageChoice],
+    *,
+    make: MakePolicy = HullFit,
+    expired: str = "defer",
+    overhead_ms: float = 0.0,
+    noise: float = 0.0,
+    seed: int = 0,
+    taken: Mapping[tuple[str, str], npt.NDArray[np.bool_]] | None = None,
+    inputs: Mapping[str, npt.NDArray[np.int64]] | None = None,
+) -> PipelineEstimate:
+    """Simulate a pipeline on a trace with the rules of the live `Pipeline`.
+
+    Args:
+        arrivals_ms: arrival times, ms, ascending, shape (requests,).
+        model: the stages.
+        choices: how every stage is provisioned.
+        make: makes the policy of a stage from its table and the time that requests usually have there, ms.
+        expired: the rule of the stages for requests that are behind their deadline there.
+        overhead_ms: time added to every batch, ms.
+        noise: standard deviation of a random factor on every latency.
+        seed: seed of the edges that requests take, of their numbers of inputs, and of the noise.
+        taken: for edges (from, to), which requests take them, shape (requests,). Others are drawn.
+        inputs: for stages, the number of inputs of every request, shape (requests,). Others are drawn.
+
+    Returns:
+        The simulated pipeline.
+
+    Raises:
+        TraceError: the arrivals cannot be simulated.
+        PipelineError: a stage has no choice, no table for its hardware, or more than 10^8 inputs in all.
+        PolicyError: a setting is out of range.
+    """
+    arrivals = checked_arrivals(arrivals_ms)
+    rule = expired_rule(expired)
+    tables = model.chosen_tables(choices)
+    graph, by_name = model.graph, {stage.name: stage for stage in model.stages}
+    reserves = graph.reserves({s.name: expected_work_ms(tables[s.name], s.mean_inputs) for s in model.stages})
+    least_ms = graph.least_ms({name: table.fastest_ms for name, table in tables.items()})
+    with numeric_arguments():
+        rng, noise_rng = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+    alive = np.ones(len(arrivals), dtype=np.bool_)
+    left: dict[str, Floats] = {}  # when each request left a stage; NaN if it did not take the stage
+    found: dict[str, StageEstimate] = {}
+    for name in graph.order:
+        stage, choice, table, runs, ready = by_name[name], choices[name], tables[name], alive.copy(), arrivals
+        drawn = rng.choice(np.array(stage.inputs, dtype=np.int64), len(arrivals))
+        numbers = np.asarray((inputs or {}).get(name, drawn), dtype=np.int64)
+        if (total := int(numbers.sum())) > _MOST_INPUTS_IN_ALL:
+            raise PipelineError(
+                f"stage {name!r}: {total:,} inputs in all; at most {_MOST_INPUTS_IN_ALL:,} can be simulated, "
+                f"so plan with fewer than {len(arrivals):,} requests, or with fewer inputs per request"
+            )
+        if stage.after:
+            draws = {other: rng.random(len(arrivals)) < share for other, share in stage.after.items()}
+            takes = [(taken or {}).get((o, name), draw) & ~np.isnan(left[o]) for o, draw in draws.items()]
+            runs &= np.any(takes, axis=0)
+            ready = np.fmax.reduce([left[other] for other in stage.after])
+        too_late = runs & (numbers > 0) & (ready + least_ms[name] > arrivals + model.slo_ms)
+        alive &= ~too_late
+        runs &= ~too_late
+        left[name] = np.where(runs, ready, np.nan)
+        requests = np.repeat(np.flatnonzero(runs), numbers[runs])
+        requests = requests[np.argsort(ready[requests], kind="stable")]
+        share_ms = model.slo_ms * (1.0 - reserves[name])
+        policy = make(table, max(share_ms, table.fastest_ms))
+        slo_ms = (arrivals + share_ms - ready)[requests]
+        scenario = Scenario(
+            *(ready[requests], table, policy, slo_ms, choice.workers, choice.min_accuracy),
+            noise=noise,
+            overhead_ms=overhead_ms,
+        )
+        found[name] = _simulated(scenario, rule, noise_rng)
+        finish = found[name].result.log.finish_ms  # type: ignore[union-attr]
+        alive[requests[np.isnan(finish)]] = False
+        np.fmax.at(left[name], requests, finish)
+    ends = np.fmax.reduce(list(left.values()))
+    return PipelineEstimate(np.where(alive, ends - arrivals, np.nan), model.slo_ms, found)
+
+
+def _simulated(scenario: Scenario, expired: str, rng: np.random.Generator) -> StageEstimate:
+    arrivals, table = scenario.arrivals_ms, scenario.table
+    if not len(arrivals):
+        log = RequestLog(arrivals, arrivals, np.empty(0, dtype=np.int32))
+        return StageEstimate(
+            arrivals, math.nan, SimulationResult(served_by=[0] * len(table.subnets), log=log)
+        )
+    reset: Any = getattr(scenario.policy, "reset", None)
+    if reset is not None:
+        reset()
+    result = EventLoop(scenario, expired=expired, rng=rng, requests=True, progress=False).run()
+    weights = result.served_by if any(result.served_by) else [math.nan] * len(table.subnets)
+    return StageEstimate(arrivals, float(np.average(table.known_accuracy(), weights=weights)), result)

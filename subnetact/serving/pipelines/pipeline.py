@@ -1,18 +1,17 @@
 """`Pipeline`: stages behind each other, served live under end-to-end deadlines, one batcher per stage."""
 
-from __future__ import annotations
+# Annotations are not postponed here, so that tools can read the fields of the named tuples elsewhere.
 
 import asyncio
-import inspect
-import math
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from subnetact.errors import (
     BatcherClosed,
@@ -20,28 +19,58 @@ from subnetact.errors import (
     DeadlinePassed,
     InvalidRequest,
     PipelineError,
-    PolicyError,
     QueueFull,
+    RequestError,
     failure_text,
 )
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
-from subnetact.serving.live.periodic_call import PeriodicCall
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
-from subnetact.serving.pipelines.pipeline_answer import PipelineAnswer, StageTime
-from subnetact.serving.pipelines.stage import FunctionRunner, Stage
-from subnetact.serving.pipelines.stage_tuner import StageTuner
-from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import check_positive, check_time
+from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
+from subnetact.serving.scheduling.checks import check_deadline, check_time
 
-__all__ = ["Pipeline", "PipelineStats"]
+__all__ = ["Pipeline", "PipelineAnswer", "PipelineStats", "StageTime"]
 
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
-_OF_STAGES = {"engine", "policy", "table", "workers", "expired", "slo_ms"}
-"""The arguments of a stage's `Batcher` that the pipeline gives itself."""
+_OUTCOMES = ("submitted", "met", "late", "dropped", "failed", "cancelled", "refused", "open")
+
+
+class StageTime(NamedTuple):
+    """Where the time of one input of a request went at one stage.
+
+    Attributes:
+        arrived_ms: when the input reached the stage, ms after the request was accepted.
+        waited_ms: time in the queue of the stage, ms.
+        ran_ms: time in the batch that answered, ms.
+        subnet: id of the subnet that ran.
+        accuracy: profiled accuracy of that subnet, in percent.
+    """
+
+    arrived_ms: float
+    waited_ms: float
+    ran_ms: float
+    subnet: int
+    accuracy: float
+
+
+class PipelineAnswer(NamedTuple):
+    """The answer to one request.
+
+    Attributes:
+        output: the output of the last stage; if several stages are last, a dictionary from their names to
+            their outputs. Stages that the request did not take give None, or are left out of the dictionary.
+        latency_ms: time from the submission to the answer, ms.
+        met: whether the answer came within the deadline.
+        stages: for every stage that the request took, one entry per input.
+    """
+
+    output: Any
+    latency_ms: float
+    met: bool
+    stages: dict[str, list[StageTime]]
 
 
 @dataclass(frozen=True)
@@ -49,17 +78,16 @@ class PipelineStats:
     """A snapshot of a pipeline's counters.
 
     Attributes:
-        submitted: requests that were accepted.
-        met: requests that were answered within their deadline.
-        late: requests that were answered after their deadline.
-        dropped: requests that ended with `DeadlinePassed`.
-        failed: requests that ended with another error.
-        cancelled: requests that their client cancelled.
+        submitted: requests that were accepted; each has one of the next five outcomes, or is `open`.
+        met: answered within the deadline.
+        late: answered after it.
+        dropped: ended with `DeadlinePassed`.
+        failed: ended with another error.
+        cancelled: withdrawn by the client.
         refused: requests that were never accepted.
         open: requests without an outcome yet.
         latency_ms: histogram of the latencies of the answers.
         stages: the counters of every stage's batcher. Their deadlines are those of the stage.
-        tuning_errors: how often a step of the tuner failed; the numbers of workers stay then.
     """
 
     submitted: int
@@ -72,24 +100,20 @@ class PipelineStats:
     open: int
     latency_ms: HistogramSnapshot
     stages: dict[str, BatcherStats]
-    tuning_errors: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Trip:
-    """A request on its way through the stages."""
+    """A request on its way through the stages; `waiting` are its inputs at stages that it has entered."""
 
-    __slots__ = ("accepted_ms", "deadline_ms", "future", "lock", "missing", "open", "outputs", "times", "x")
-
-    def __init__(self, x: Any, now_ms: float, deadline_ms: float, missing: dict[str, int]) -> None:
-        self.x = x
-        self.accepted_ms = now_ms
-        self.deadline_ms = deadline_ms
-        self.future: Any = AnswerFuture()
-        self.lock = threading.RLock()
-        self.missing = missing
-        self.outputs: dict[str, Any] = {}
-        self.times: dict[str, list[StageTime]] = {}
-        self.open: dict[tuple[str, int], Future[Answer]] | None = {}
+    accepted_ms: float
+    deadline_ms: float
+    future: Any = field(default_factory=AnswerFuture)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    times: dict[str, list[Any]] = field(default_factory=dict)
+    waiting: list[Future[Answer]] = field(default_factory=list)
+    ended: bool = False
 
 
 class Pipeline:
@@ -110,8 +134,6 @@ class Pipeline:
         sample: one input of the pipeline. It runs through the stages once before anything starts, so that
             stages whose inputs and outputs do not fit are found.
         expired: the rule of the stages for requests that are behind, as in `Batcher`.
-        tuner: scales the stages while the pipeline runs, up to their `most_workers`. If None, the numbers
-            of workers stay.
         options: further arguments of every stage's `Batcher`, for example `learn=False`. Those of a stage
             come before them.
 
@@ -132,145 +154,65 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        *,
-        slo_ms: float,
-        sample: Any,
-        expired: str = "defer",
-        tuner: StageTuner | None = None,
-        **options: Any,
+        self, stages: Sequence[Stage], *, slo_ms: float, sample: Any, expired: str = "defer", **options: Any
     ) -> None:
-        given = list(stages)
-        for stage in given:
+        self._stages: dict[str, Stage] = {}
+        for stage in stages:
             if not isinstance(stage, Stage):
                 raise PipelineError(f"stages: expected Stage(...), got {type(stage).__name__}")
-        twice = [name for name, count in Counter(stage.name for stage in given).items() if count > 1]
-        if twice:
-            raise PipelineError(f"stages: two are called {twice[0]!r}; give each a name of its own")
-        self._stages = {stage.name: stage for stage in given}
-        conditions = {stage.name: stage.conditions for stage in given}
+            if stage.name in self._stages:
+                raise PipelineError(f"stages: two are called {stage.name!r}; give each a name of its own")
+            self._stages[stage.name] = stage
+        self._conditions = {name: stage.conditions for name, stage in self._stages.items()}
         self.graph = StageGraph(
-            {name: {o: c is not None for o, c in feeding.items()} for name, feeding in conditions.items()}
+            {name: {o: c is not None for o, c in edges.items()} for name, edges in self._conditions.items()}
         )
-        self._conditions = conditions
         self.slo_ms = check_time(slo_ms, "slo_ms")
-        tables = {stage.name: stage.latencies() for stage in given}
+        tables = {name: table_of(stage) for name, stage in self._stages.items()}
         fastest = {name: table.fastest_ms for name, table in tables.items()}
-        self._shortest_ms = self.graph.longest_ms(fastest, always=True)
-        if self.slo_ms < self._shortest_ms:
-            raise PipelineError(
-                f"slo_ms: {self.slo_ms:g} is shorter than the shortest path through the stages "
-                f"({self._shortest_ms:.3g} ms); allow more"
-            )
-        behind = self.graph.tails(fastest, always=True)
-        self._least_ms = {name: fastest[name] + behind[name] for name in tables}
-        works = {s.name: expected_work_ms(tables[s.name], s.inputs if s.each else 1.0) for s in given}
+        self._least_ms = self.graph.least_ms(fastest, self.slo_ms)
+        self._shortest_ms = max(self._least_ms[name] for name in self.graph.sources)
+        inputs = {name: stage.inputs if stage.each else 1.0 for name, stage in self._stages.items()}
+        works = {name: expected_work_ms(table, inputs[name]) for name, table in tables.items()}
         self._reserves = self.graph.reserves(works)
-        self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
-        for stage in given:
-            if stage.policy is not None or stage.is_function:
-                continue
-            share = self.slo_ms * (1.0 - self._reserves[stage.name])
-            if share < fastest[stage.name]:
-                raise PipelineError(
-                    f"stage {stage.name!r}: its share of the {self.slo_ms:g} ms is {share:.3g} ms, but its "
-                    f"fastest subnet needs {fastest[stage.name]:.3g} ms; allow more"
-                )
-        unknown = [name for name in (tuner.tuners if tuner is not None else ()) if name not in self._stages]
-        if unknown:
-            raise PipelineError(f"tuner: {unknown[0]!r} is no stage; choose from {', '.join(self._stages)}")
         self._try(sample)
+        self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
         self._lock = threading.Lock()
-        self._ended = threading.Condition(self._lock)
+        self._all_ended = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
         self._latency = Histogram(MILLISECONDS)
         self._closing = False
-        self._seen: dict[str, deque[float]] = {name: deque() for name in (tuner.tuners if tuner else ())}
+        self._closers: set[int] = set()  # the threads in `close`, which may run callbacks that close again
         self._batchers: dict[str, Batcher] = {}
-        try:
-            for stage in given:
-                self._batchers[stage.name] = self._open(stage, tables, expired, options)
-        except BaseException:
-            for batcher in self._batchers.values():
-                batcher.close()
-            raise
-        self._most = {name: batcher.stats().workers for name, batcher in self._batchers.items()}
-        self._missing = {name: len(feeding) for name, feeding in conditions.items()}
-        self._tuning: PeriodicCall | None = None
-        if tuner is not None:
-            step = partial(self._tune, tuner)
-            self._tuning = PeriodicCall(step, tuner.step_ms / 1e3, "subnetact-pipeline-tuner")
-
-    def _open(
-        self, stage: Stage, tables: Mapping[str, Any], expired: str, options: dict[str, Any]
-    ) -> Batcher:
-        name, table = stage.name, tables[stage.name]
-        most = stage.most_workers if stage.most_workers is not None else stage.workers
-        if not 1 <= stage.workers <= most:
-            raise PolicyError(
-                f"stage {name!r}: workers {stage.workers} must be from 1 to most_workers ({most})"
-            )
-        slo_ms = self.slo_ms * (1.0 - self._reserves[name])
-        policy = stage.policy
-        if policy is None:
-            policy = HullFit(table, max(slo_ms, table.fastest_ms))
-        runner: Any = FunctionRunner(name, stage.runner) if stage.is_function else stage.runner  # type: ignore[arg-type]
-        several = isinstance(runner, (list, tuple))
-        own = set(inspect.signature(Batcher).parameters) - _OF_STAGES
-        wrong = sorted(set(stage.options) - own)
-        if wrong:
-            raise PipelineError(
-                f"stage {name!r}: options: {wrong[0]!r} is no further argument of a Batcher; allowed are "
-                f"{', '.join(sorted(own))}"
-            )
-        batcher = Batcher(
-            runner,
-            policy=policy,
-            table=table,
-            workers=len(runner) if several else most,
-            expired=expired,
-            slo_ms=max(slo_ms, table.fastest_ms),
-            **{**options, **stage.options},
-        )
-        if stage.is_function:  # its latency was guessed, so a difference says nothing about the machine
-            batcher.corrections.threshold = math.inf
-        if stage.workers < most:
-            batcher.resize(stage.workers)
-        return batcher
+        with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
+            for name, stage in self._stages.items():
+                share_ms = self.slo_ms * (1.0 - self._reserves[name])
+                batcher = open_stage(stage, share_ms, tables[name], expired=expired, **options)
+                self._batchers[name] = opened.enter_context(batcher)
+            opened.pop_all()
 
     def _try(self, sample: Any) -> None:
         """Run one input through all stages that it takes, and refuse stages that do not fit."""
         outputs: dict[str, Any] = {}
         for name in self.graph.order:
             stage = self._stages[name]
-            where = f"stage {name!r}"
+            results: list[Any] = []
             try:
-                x = self._input(name, sample, outputs)
-                if x is _NOTHING:
-                    outputs[name] = _NOTHING
-                    continue
-                inputs = list(x) if stage.each else [x]
+                inputs = self._inputs(name, sample, outputs)
+                for x in inputs or ():
+                    engine = engines_of(stage)[0]
+                    engine.check(x)
+                    results += engine.run(0, [x], 1)
             except Exception as error:
+                feeding = ", ".join(map(repr, self.graph.after[name])) or "the pipeline's input"
                 raise PipelineError(
-                    f"{where}: its condition, its `prepare` or its fan-out failed on the sample "
-                    f"({failure_text(error)}); the stages do not fit together"
+                    f"stage {name!r} does not fit {feeding}: {failure_text(error)}; look at its condition, "
+                    "its `prepare` and the sample"
                 ) from error
-            runner: Any = stage.runner[0] if isinstance(stage.runner, Sequence) else stage.runner
-            if stage.is_function:
-                runner = FunctionRunner(name, runner)
-            results = []
-            feeding = ", ".join(map(repr, self.graph.after[name])) or "the pipeline's input"
-            for x in inputs:
-                try:
-                    runner.check(x)
-                    results += list(runner.run(0, [x], 1))
-                except Exception as error:
-                    raise PipelineError(f"{where} does not fit {feeding}: {failure_text(error)}") from error
-            outputs[name] = results if stage.each else results[0]
+            outputs[name] = _NOTHING if inputs is None else results if stage.each else results[0]
 
-    def _input(self, name: str, x: Any, outputs: Mapping[str, Any]) -> Any:
-        """Return the input of a stage, or `_NOTHING` if the request takes no edge that leads to it."""
+    def _inputs(self, name: str, x: Any, outputs: Mapping[str, Any]) -> list[Any] | None:
+        """Return the inputs of a stage; None if the request takes no edge that leads to it."""
         stage, conditions = self._stages[name], self._conditions[name]
         if conditions:
             taken = {
@@ -279,11 +221,10 @@ class Pipeline:
                 if outputs[other] is not _NOTHING and (condition is None or condition(outputs[other]))
             }
             if not taken:
-                return _NOTHING
+                return None
             x = next(iter(taken.values())) if len(conditions) == 1 else taken
-        return x if stage.prepare is None else stage.prepare(x)
-
-    # -- clients ---------------------------------------------------------------------------------
+        x = x if stage.prepare is None else stage.prepare(x)
+        return list(x) if stage.each else [x]
 
     def submit(self, x: Any, deadline_ms: float | None = None) -> Future[PipelineAnswer]:
         """Send one input through the stages, from any thread.
@@ -304,33 +245,28 @@ class Pipeline:
             QueueFull: The queue of a first stage is full.
             BatcherClosed: The pipeline is closed or draining.
         """
-        given = self.slo_ms
-        if deadline_ms is not None:
-            try:
-                given = check_positive(deadline_ms, "deadline_ms")
-            except PolicyError as error:
-                self._count("refused")
-                raise InvalidRequest(str(error)) from error
-        if given < self._shortest_ms:
-            self._count("refused")
-            raise InvalidRequest(
-                f"deadline_ms: {given:g} is shorter than the shortest path through the stages "
-                f"({self._shortest_ms:.3g} ms); allow more"
-            )
+        try:
+            given = check_deadline(self.slo_ms if deadline_ms is None else deadline_ms)
+            if given < self._shortest_ms:
+                raise InvalidRequest(
+                    f"deadline_ms: {given:g} is shorter than the shortest path through the stages "
+                    f"({self._shortest_ms:.3g} ms); allow more"
+                )
+        except InvalidRequest:
+            self._count(refused=1)
+            raise
         now = self._clock_ms()
-        trip = _Trip(x, now, now + given, dict(self._missing))
+        trip = _Trip(now, now + given)
+        future: Future[PipelineAnswer] = trip.future
+        trip.future.on_cancel(partial(self._end, trip, "cancelled"))
         with self._lock:
             if self._closing:
                 raise BatcherClosed("the pipeline is closed or draining; open another one")
-            self._counts["submitted"] += 1
-            self._counts["open"] += 1
-        future: Future[PipelineAnswer] = trip.future
-        trip.future.on_cancel(partial(self._cancel, trip))
-        sources = [name for name in self.graph.order if not self.graph.after[name]]
-        for name in sources:
-            refused = self._enter(trip, name)
+            self._counts.update(submitted=1, open=1)
+        for name in self.graph.sources:
+            refused = self._enter(trip, name, x)
             if isinstance(refused, (InvalidRequest, QueueFull, BatcherClosed)):
-                self._count("refused", submitted=-1, failed=-1)
+                self._count(refused=1, submitted=-1, failed=-1)
                 raise refused
         return future
 
@@ -351,182 +287,130 @@ class Pipeline:
 
     # -- the way through the stages --------------------------------------------------------------
 
-    def _enter(self, trip: _Trip, name: str) -> BaseException | None:
+    def _enter(self, trip: _Trip, name: str, x: Any = None) -> BaseException | None:
         """Give a request to a stage whose predecessors have all ended; return the error if that fails."""
-        stage = self._stages[name]
         try:
-            x = self._input(name, trip.x, trip.outputs)
-            inputs = [] if x is _NOTHING else list(x) if stage.each else [x]
-        except Exception as cause:
-            failure = BatchFailed(
-                f"stage {name!r}: its condition, its `prepare` or its fan-out raised {failure_text(cause)}; "
-                "look at the input and the functions"
-            )
-            failure.__cause__ = cause
-            return self._fail(trip, failure)
-        if not inputs:
-            self._leave(trip, name, _NOTHING if x is _NOTHING else [])
-            return None
-        now = self._clock_ms()
-        if trip.deadline_ms < now + self._least_ms[name]:
-            given = trip.deadline_ms - trip.accepted_ms
-            return self._fail(
-                trip,
-                DeadlinePassed(
-                    f"deadline_ms: {given:g} ms were given, and after {now - trip.accepted_ms:.1f} ms stage "
-                    f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
-                ),
-            )
-        left = trip.deadline_ms - now - self._reserves[name] * (trip.deadline_ms - trip.accepted_ms)
-        results: list[Any] = [None] * len(inputs)
-        with trip.lock:
-            if trip.open is None:
-                return None
-            trip.times[name] = []
-            waiting = {"count": len(inputs)}
-            batcher = self._batchers[name]
-            futures: list[Future[Answer]] = []
-            for x in inputs:
-                if name in self._seen:
-                    self._seen[name].append(now)
-                try:
-                    future: Future[Answer] = batcher.submit(
-                        x, max(left, 1e-3), min_accuracy=stage.min_accuracy
-                    )
-                except Exception as error:
-                    return self._fail(trip, error)
-                trip.open[name, len(futures)] = future
-                futures.append(future)
-        for index, future in enumerate(futures):
-            future.add_done_callback(partial(self._answered, trip, name, index, results, waiting, now))
+            self._send(trip, name, x)
+        except BaseException as cause:
+            error = cause
+            if not isinstance(cause, RequestError):
+                error = BatchFailed(
+                    f"stage {name!r}: its condition, its `prepare`, its fan-out or its check raised "
+                    f"{failure_text(cause)}; look at the input and the functions"
+                )
+                error.__cause__ = cause
+            self._fail(trip, error)
+            if not isinstance(cause, Exception):
+                raise
+            return error
         return None
 
-    def _answered(
-        self,
-        trip: _Trip,
-        name: str,
-        index: int,
-        results: list[Any],
-        waiting: dict[str, int],
-        arrived_ms: float,
-        future: Future[Answer],
-    ) -> None:
-        with trip.lock:
-            if trip.open is None:
+    def _send(self, trip: _Trip, name: str, x: Any) -> None:
+        """Submit the inputs of a request to the batcher of a stage."""
+        stage = self._stages[name]
+        inputs = self._inputs(name, x, trip.outputs)
+        if not inputs:
+            self._leave(trip, name, _NOTHING if inputs is None else [])
+            return
+        now, given = self._clock_ms(), trip.deadline_ms - trip.accepted_ms
+        if trip.deadline_ms < now + self._least_ms[name]:
+            raise DeadlinePassed(
+                f"deadline_ms: {given:g} ms were given, and after {now - trip.accepted_ms:.1f} ms stage "
+                f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
+            )
+        left = max(trip.deadline_ms - now - self._reserves[name] * given, 1e-3)
+        results: list[Any] = [None] * len(inputs)
+        times = trip.times[name] = [None] * len(inputs)
+        missing = set(range(len(inputs)))
+
+        def answered(index: int, future: Future[Answer]) -> None:
+            if future.cancelled():  # `_end` cancels what still waits
                 return
-            trip.open.pop((name, index), None)
-            error = None if future.cancelled() else future.exception()
-            if error is None and not future.cancelled():
-                answer = future.result()
-                results[index] = answer.output
-                trip.times[name].append(
-                    StageTime(
-                        arrived_ms - trip.accepted_ms,
-                        answer.waited_ms,
-                        answer.latency_ms - answer.waited_ms,
-                        answer.subnet,
-                        answer.accuracy,
-                    )
-                )
-                waiting["count"] -= 1
-                if waiting["count"]:
-                    return
-        if error is not None:
-            self._fail(trip, error)
-        elif not waiting["count"]:
-            self._leave(trip, name, results if self._stages[name].each else results[0])
+            if (error := future.exception()) is not None:
+                self._fail(trip, error)
+                return
+            answer = future.result()
+            waited_ms, ran_ms = answer.waited_ms, answer.latency_ms - answer.waited_ms
+            results[index] = answer.output
+            times[index] = StageTime(
+                now - trip.accepted_ms, waited_ms, ran_ms, answer.subnet, answer.accuracy
+            )
+            with trip.lock:
+                missing.discard(index)
+                last = not missing
+            if last:
+                self._leave(trip, name, results if stage.each else results[0])
+
+        for index, one in enumerate(inputs):
+            if trip.ended:
+                return
+            future = self._batchers[name].submit(one, left, min_accuracy=stage.min_accuracy)
+            trip.waiting.append(future)
+            future.add_done_callback(partial(answered, index))
+            if trip.ended:  # then `_end` may not have seen this one
+                future.cancel()
 
     def _leave(self, trip: _Trip, name: str, output: Any) -> None:
         """Note the output of a stage, and enter the stages that have all their inputs now."""
         with trip.lock:
-            trip.outputs[name] = output
-            ready = []
-            for other in self.graph.following[name]:
-                trip.missing[other] -= 1
-                if not trip.missing[other]:
-                    ready.append(other)
-            ended = all(sink in trip.outputs for sink in self.graph.sinks)
+            outputs = trip.outputs
+            outputs[name] = output
+            following, sinks = self.graph.following[name], self.graph.sinks
+            ready = [other for other in following if self._conditions[other].keys() <= outputs.keys()]
+            ended = outputs.keys() >= set(sinks)
         for other in ready:
             self._enter(trip, other)
         if ended:
-            self._finish(trip)
+            last = {sink: outputs[sink] for sink in sinks if outputs[sink] is not _NOTHING}
+            output = last if len(sinks) > 1 else next(iter(last.values()), None)
+            now = self._clock_ms()
+            met = now <= trip.deadline_ms
+            answer = PipelineAnswer(output, now - trip.accepted_ms, met, trip.times)
+            self._end(trip, "met" if met else "late", answer)
 
-    def _finish(self, trip: _Trip) -> None:
-        now = self._clock_ms()
-        outputs = {s: trip.outputs[s] for s in self.graph.sinks if trip.outputs[s] is not _NOTHING}
-        output = outputs if len(self.graph.sinks) > 1 else next(iter(outputs.values()), None)
-        latency = now - trip.accepted_ms
-        met = now <= trip.deadline_ms
+    def _fail(self, trip: _Trip, error: BaseException) -> None:
+        self._end(trip, "dropped" if isinstance(error, DeadlinePassed) else "failed", error=error)
+
+    def _end(
+        self,
+        trip: _Trip,
+        outcome: str,
+        answer: PipelineAnswer | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Give a request its outcome, unless it has one, and withdraw it from the stages where it waits."""
         with trip.lock:
-            if trip.open is None:
+            if trip.ended:
                 return
-            trip.open = None
-        self._count("met" if met else "late", latency, open=-1)
-        _settle(trip, PipelineAnswer(output, latency, met, trip.times), None)
+            trip.ended = True
+            future, trip.future = trip.future, None  # a client that keeps it must not keep all outputs alive
+            trip.outputs = {}
+        while trip.waiting:
+            trip.waiting.pop().cancel()
+        if answer is not None:
+            with self._lock:
+                self._latency.add(answer.latency_ms)
+        self._count(**{outcome: 1, "open": -1})
+        with suppress(InvalidStateError):  # the client has cancelled in the meantime
+            if error is not None:
+                future.set_exception(error)
+            elif answer is not None:
+                future.set_result(answer)
 
-    def _fail(self, trip: _Trip, error: BaseException) -> BaseException:
-        if self._withdraw(trip):
-            self._count("dropped" if isinstance(error, DeadlinePassed) else "failed", open=-1)
-            _settle(trip, None, error)
-        return error
-
-    def _cancel(self, trip: _Trip) -> None:
-        if self._withdraw(trip):
-            self._count("cancelled", open=-1)
-
-    def _withdraw(self, trip: _Trip) -> bool:
-        with trip.lock:
-            if trip.open is None:
-                return False
-            futures, trip.open = list(trip.open.values()), None
-        for future in futures:
-            future.cancel()
-        return True
-
-    def _count(self, outcome: str, latency_ms: float | None = None, **others: int) -> None:
+    def _count(self, **changes: int) -> None:
         with self._lock:
-            self._counts[outcome] += 1
-            for name, change in others.items():
-                self._counts[name] += change
-            if latency_ms is not None:
-                self._latency.add(latency_ms)
+            self._counts.update(changes)
             if not self._counts["open"]:
-                self._ended.notify_all()
-
-    # -- scaling ---------------------------------------------------------------------------------
-
-    def resize(self, stage: str, workers: int) -> None:
-        """Let fewer or more workers of a stage take batches; see `Batcher.resize`.
-
-        Args:
-            stage: the name of the stage.
-            workers: how many, from 1 to the stage's `most_workers`.
-
-        Raises:
-            PolicyError: There is no such stage, or the number is out of range.
-        """
-        if stage not in self._batchers:
-            raise PolicyError(f"stage: {stage!r} is none; choose from {', '.join(map(repr, self._batchers))}")
-        self._batchers[stage].resize(workers)
-
-    def _tune(self, tuner: StageTuner) -> None:
-        now = self._clock_ms()
-        arrived = {name: _taken(times, now) for name, times in self._seen.items()}
-        for name, workers in tuner.step(now, arrived).items():
-            self._batchers[name].resize(min(workers, self._most[name]))
+                self._all_ended.notify_all()
 
     # -- at any time -----------------------------------------------------------------------------
 
     def stats(self) -> PipelineStats:
         """Return a snapshot of the counters, with those of every stage."""
         stages = {name: batcher.stats() for name, batcher in self._batchers.items()}
-        outcomes = ("submitted", "met", "late", "dropped", "failed", "cancelled", "refused", "open")
         with self._lock:
-            counts = {name: self._counts[name] for name in outcomes}
-            errors = 0 if self._tuning is None else self._tuning.errors
-            return PipelineStats(
-                **counts, latency_ms=self._latency.snapshot(), stages=stages, tuning_errors=errors
-            )
+            counts = {name: self._counts[name] for name in _OUTCOMES}
+            return PipelineStats(**counts, latency_ms=self._latency.snapshot(), stages=stages)
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those on their way, and end all threads.
@@ -539,17 +423,20 @@ class Pipeline:
         """
         with self._lock:
             self._closing = True
-        if close_elsewhere(self._batchers.values(), partial(self.close, drain)):
+        thread = threading.get_ident()
+        if thread in self._closers or close_elsewhere(self._batchers.values(), partial(self.close, drain)):
             return
-        with self._lock:
+        self._closers.add(thread)
+        try:
             if drain:
-                self._ended.wait_for(lambda: not self._counts["open"])
-        if self._tuning is not None:
-            self._tuning.stop()
-        for name in self.graph.order:
-            self._batchers[name].close(drain=drain)
+                with self._lock:
+                    self._all_ended.wait_for(lambda: not self._counts["open"])
+            for name in self.graph.order:
+                self._batchers[name].close(drain=drain)
+        finally:
+            self._closers.discard(thread)
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> "Pipeline":
         return self
 
     def __exit__(
@@ -557,27 +444,10 @@ class Pipeline:
     ) -> None:
         self.close(drain=error is None)
 
-    async def __aenter__(self) -> Pipeline:
+    async def __aenter__(self) -> "Pipeline":
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close, error is None)
-
-
-def _settle(trip: _Trip, answer: PipelineAnswer | None, error: BaseException | None) -> None:
-    future, trip.x = trip.future, None
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is None:
-        future.set_result(answer)
-    else:
-        future.set_exception(error)
-
-
-def _taken(times: deque[float], until_ms: float) -> list[float]:
-    taken = []
-    while times and times[0] <= until_ms:
-        taken.append(times.popleft())
-    return sorted(taken)

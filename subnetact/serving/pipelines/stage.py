@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from subnetact.errors import PipelineError
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.runner import Runner
+from subnetact.serving.pipelines.graph import with_batches_up_to
+from subnetact.serving.policies import HullFit
+from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.context import Policy
 
-__all__ = ["FunctionRunner", "Stage"]
+__all__ = ["Stage", "engines_of", "open_stage", "table_of"]
 
 Condition = Callable[[Any], bool]
+_OF_STAGES = {"engine", "policy", "table", "workers", "expired", "slo_ms"}
+"""The arguments of a stage's `Batcher` that the pipeline gives itself."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,7 @@ class Stage:
         policy: chooses subnets and batch sizes. If None, `HullFit` over the table.
         batch_size: the largest batch size; if None, the table's.
         min_accuracy: minimum profiled accuracy of the subnets of this stage, percent. If None, any.
-        workers: number of workers that take batches at first.
-        most_workers: number of workers that are opened, for a tuner to use. If None, `workers`.
+        workers: number of workers; of a list of engines, each is one.
         expected_ms: expected latency of a function, ms.
         options: further arguments of the stage's `Batcher`, for example `{"process": True}`.
     """
@@ -56,7 +63,6 @@ class Stage:
     batch_size: int | None = None
     min_accuracy: float | None = None
     workers: int = 1
-    most_workers: int | None = None
     expected_ms: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -71,38 +77,57 @@ class Stage:
         """Whether the stage is a plain function instead of an engine."""
         return not isinstance(self.runner, Sequence) and not hasattr(self.runner, "run")
 
-    def latencies(self) -> LatencyTable:
-        """Return the latency table of the stage, up to its largest batch size.
 
-        Raises:
-            PipelineError: an engine has neither a table nor a policy.
-            TableError: no batch size of the table is small enough.
-        """
-        table = self.table if self.table is not None or self.policy is None else self.policy.table
-        if table is None and self.is_function:
-            table = LatencyTable([self.name], [100.0], [1], [[self.expected_ms]])
-        if table is None:
-            raise PipelineError(f"stage {self.name!r}: neither a table nor a policy; give one of them")
-        if self.batch_size is not None and self.batch_size < table.batch_sizes[-1]:
-            sizes = [size for size in table.batch_sizes if size <= self.batch_size]
-            if not sizes:
-                raise PipelineError(
-                    f"stage {self.name!r}: batch_size {self.batch_size} is below the smallest of the table "
-                    f"({table.batch_sizes[0]})"
-                )
-            table = table.select(batch_sizes=sizes)
+def engines_of(stage: Stage) -> Any:
+    """Return what a `Batcher` runs on each worker: the engines, or the function as one."""
+    if isinstance(stage.runner, Sequence):
+        return stage.runner
+    runner = _FunctionRunner(stage.name, stage.runner) if stage.is_function else stage.runner
+    return [runner] * check_count(stage.workers, "workers")
+
+
+def table_of(stage: Stage) -> LatencyTable:
+    """Return the latency table of the stage, up to its largest batch size."""
+    table = stage.table if stage.table is not None or stage.policy is None else stage.policy.table
+    if table is None and stage.is_function:
+        table = LatencyTable([stage.name], [100.0], [1], [[stage.expected_ms]])
+    if table is None:
+        raise PipelineError(f"stage {stage.name!r}: neither a table nor a policy; give one of them")
+    if stage.batch_size is None or stage.batch_size >= table.batch_sizes[-1]:
         return table
+    return with_batches_up_to(table, stage.batch_size, stage.name)
 
 
-class FunctionRunner:
-    """Runs a plain function on the inputs of a batch, one after the other.
+def open_stage(stage: Stage, slo_ms: float, table: LatencyTable, **options: Any) -> Batcher:
+    """Open the batcher of the stage, whose requests usually have `slo_ms`."""
+    allowed = set(inspect.signature(Batcher).parameters) - _OF_STAGES
+    if wrong := sorted(set(stage.options) - allowed):
+        raise PipelineError(
+            f"stage {stage.name!r}: options: {wrong[0]!r} is no further argument of a Batcher; allowed "
+            f"are {', '.join(sorted(allowed))}"
+        )
+    if stage.policy is None and not stage.is_function and slo_ms < table.fastest_ms:
+        raise PipelineError(
+            f"stage {stage.name!r}: its share of the time is {slo_ms:.3g} ms, but its fastest subnet "
+            f"needs {table.fastest_ms:.3g} ms; allow more"
+        )
+    slo_ms = max(slo_ms, table.fastest_ms)
+    batcher = Batcher(
+        engines_of(stage),
+        policy=HullFit(table, slo_ms) if stage.policy is None else stage.policy,
+        table=table,
+        slo_ms=slo_ms,
+        **{**options, **stage.options},
+    )
+    if stage.is_function:  # its latency was guessed, so a difference says nothing about the machine
+        batcher.corrections.threshold = math.inf
+    return batcher
 
-    Args:
-        name: what the function is called in tables.
-        function: takes one input and returns its output.
-    """
 
-    def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
+class _FunctionRunner:
+    """Runs a plain function on the inputs of a batch, one after the other."""
+
+    def __init__(self, name: str, function: Any) -> None:
         self.keys = (name,)
         self._function = function
 

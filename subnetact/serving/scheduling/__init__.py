@@ -1,10 +1,7 @@
-"""The steps that the live batcher and the simulator share: one queue, one context, one way to form a batch.
+"""Which request runs when, on which worker and which subnet: no lock, no thread, no clock.
 
-* `queue`: the earliest-deadline-first queue; equal deadlines leave in order of arrival.
-* `context`: what a policy sees, and the protocol that a policy implements.
-* `dispatch`: removes expired requests, asks the policy and forms the batch.
-* `priority`: which requests expire first when not every deadline can be met.
-* `floors`: minimum accuracies, as the accuracies of the subnets that meet them.
-* `frontier`: Pareto-optimal subnets and concave hulls of a latency table.
-* `checks`: validation of settings.
+* `scheduler`: every transition of a request and of a worker; `request`: asks, requests and jobs.
+* `dispatch`: how a policy's answer becomes a batch; `context`: what a policy sees.
+* `queue`, `floors`, `priority`, `fair_shares`: who goes first; `turns`: which of several schedulers does.
+* `worker_states`: which workers there are; `failures`: the errors that requests end with.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +20,11 @@ from subnetact.serving.policies import make_policy, policy_names
 from subnetact.serving.scheduling.checks import EXPIRED_RULES
 from subnetact.serving.simulation.datasets import TRACES, load_trace, superserve_a40
 from subnetact.serving.simulation.fluid import fluid_bound
-from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
 from subnetact.serving.simulation.replay import LiveRun
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
 
 __all__ = ["main"]
-
-_HEADER = f"{'policy':<16}{'attainment':>12}{'mean acc':>10}{'eff acc':>10}{'missed':>10}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,12 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 after an error, which is printed.
     """
-    options = _parser().parse_args(arguments)
+    absent = dict.fromkeys(("table", "replay", "slo_ms", "workers", "expired", "duration_s", "json"))
+    options = _parser().parse_args(arguments, argparse.Namespace(**absent))
     try:
-        if options.replay is not None:
-            _replay(options)
-        else:
-            _compare(options)
+        _compare(options)
     except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
         raise
     except (SubnetActError, OSError) as error:
@@ -52,96 +48,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _replay(options: argparse.Namespace) -> None:
-    """Print the live run of a decision log, and simulations of other policies on the same arrivals."""
-    live = LiveRun.load(options.replay)
-    table = LatencyTable.load(options.table) if options.table else live.measured
-    slo_ms = options.slo_ms if options.slo_ms is not None else float(np.median(live.slo_ms))
-    workers = options.workers if options.workers is not None else live.workers
-    expired = options.expired or live.expired
-    names = policy_names(table) if "all" in options.policy else options.policy
-    possible = live.slo_ms >= table.fastest_ms  # every policy misses the other requests
-    print(
-        f"{options.replay}: {len(live.arrivals_ms)} requests, {workers} workers, median SLO {slo_ms:g} ms, "
-        f"expired requests: {expired}"
-    )
-    print(_HEADER)
-    shown = f"live {live.policy}"
-    results = {shown: live.result}
-    print(_line(shown, live.result))
-    for name in names:
-        results[name] = result = simulate(
-            live.arrivals_ms[possible],
-            table,
-            make_policy(name, table, slo_ms),
-            slo_ms=live.slo_ms[possible],
-            workers=workers,
-            expired=expired,
-            noise=options.noise,
-            overhead_ms=options.overhead_ms,
-            min_accuracy=live.floors[possible],
-            seed=options.seed,
-            decisions=options.plot is not None,
-        )
-        result.requests, result.dropped = len(possible), result.dropped + int((~possible).sum())
-        print(_line(name, result))
-    if options.plot is not None:
-        plot_dynamics(
-            results, live.arrivals_ms, table, options.plot, f"replay of {Path(options.replay).name}"
-        )
-        print(f"figure: {options.plot}")
-    if options.json is not None:
-        write_json(options.json, {"policies": {name: result.summary() for name, result in results.items()}})
-
-
-def _line(name: str, result: SimulationResult) -> str:
-    return (
-        f"{name:<16}{result.attainment:>12.6f}{result.mean_accuracy:>10.3f}"
-        f"{result.effective_accuracy:>10.3f}{result.missed:>10}"
-    )
-
-
 def _compare(options: argparse.Namespace) -> None:
-    options.slo_ms = 36.0 if options.slo_ms is None else options.slo_ms
-    options.workers = 8 if options.workers is None else options.workers
-    options.expired = options.expired or "drop"
-    table = LatencyTable.load(options.table) if options.table else superserve_a40()
-    arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+    """Print how policies do on a trace, or on the arrivals of a live run beside the run itself."""
+    results: dict[str, SimulationResult] = {}
+    floors: Any = None
+    slos: Any = None
+    refused = 0  # the requests of a live run that no policy can meet
+    usual: dict[str, Any] = {"slo_ms": 36.0, "workers": 8, "expired": "drop"}
+    if options.replay is not None:
+        live = LiveRun.load(options.replay)
+        results[f"live {live.policy}"] = live.result
+        table = LatencyTable.load(options.table) if options.table else live.measured
+        possible = live.slo_ms >= table.fastest_ms
+        arrivals, slos, floors = live.arrivals_ms[possible], live.slo_ms[possible], live.floors[possible]
+        refused = len(possible) - len(arrivals)
+        usual = {"slo_ms": float(np.median(live.slo_ms)), "workers": live.workers, "expired": live.expired}
+    else:
+        table = LatencyTable.load(options.table) if options.table else superserve_a40()
+        arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+    for option, value in usual.items():
+        if getattr(options, option) is None:
+            setattr(options, option, value)
     names = policy_names(table) if "all" in options.policy else options.policy
     policies = {name: make_policy(name, table, options.slo_ms) for name in names}
-    bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
+    bound = None if options.replay else fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
     print(
-        f"{options.trace} x{options.scale:g}: {len(arrivals)} requests, {options.workers} workers, "
-        f"SLO {options.slo_ms:g} ms, expired requests: {options.expired}"
+        f"{options.replay or f'{options.trace} x{options.scale:g}'}: {len(arrivals) + refused} requests, "
+        f"{options.workers} workers, {'median ' if options.replay else ''}SLO {options.slo_ms:g} ms, "
+        f"expired requests: {options.expired}\n"
+        f"{'policy':<16}{'attainment':>12}{'mean acc':>10}{'eff acc':>10}{'missed':>10}"
+        + ("" if bound is None else f"{'to bound':>10}")
     )
-    print(f"{_HEADER}{'to bound':>10}")
-    results: dict[str, SimulationResult] = {}
+    for name, result in results.items():
+        _show(name, result, bound)
     for name, policy in policies.items():
         result = results[name] = simulate(
             arrivals,
             table,
             policy,
-            slo_ms=options.slo_ms,
+            slo_ms=options.slo_ms if slos is None else slos,
             workers=options.workers,
             expired=options.expired,
             noise=options.noise,
             overhead_ms=options.overhead_ms,
+            min_accuracy=floors,
             seed=options.seed,
-            decisions=options.plot is not None,
         )
-        print(f"{_line(name, result)}{bound - result.effective_accuracy:>10.3f}")
-        if options.plot is not None:
-            options.plot.mkdir(parents=True, exist_ok=True)
-            file = options.plot / f"dynamics_{options.trace}_{name.replace(':', '_')}.png"
-            plot_dynamics(result, arrivals, table, file, f"{name} on {options.trace}")
-            result.decisions = None
-    print(f"{'fluid bound':<16}{'':>12}{'':>10}{bound:>10.3f}")
-    if options.plot is not None:
-        plot_comparison(results, options.plot / f"comparison_{options.trace}.png", options.trace, bound)
-        print(f"figures in {options.plot}")
+        result.requests, result.dropped = result.requests + refused, result.dropped + refused
+        _show(name, result, bound)
+    summary: dict[str, Any] = {"policies": {name: result.summary() for name, result in results.items()}}
+    if bound is not None:
+        print(f"{'fluid bound':<16}{'':>12}{'':>10}{bound:>10.3f}")
+        summary["fluid_bound"] = bound
     if options.json is not None:
-        summary = {"fluid_bound": bound, "policies": {name: r.summary() for name, r in results.items()}}
         write_json(options.json, summary)
+
+
+def _show(name: str, result: SimulationResult, bound: float | None) -> None:
+    to_bound = "" if bound is None else f"{bound - result.effective_accuracy:>10.3f}"
+    print(
+        f"{name:<16}{result.attainment:>12.6f}{result.mean_accuracy:>10.3f}"
+        f"{result.effective_accuracy:>10.3f}{result.missed:>10}{to_bound}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -152,19 +120,21 @@ def _parser() -> argparse.ArgumentParser:
         "mean acc, the mean profiled accuracy over met requests; eff acc, effective accuracy: that accuracy "
         "summed over met requests, divided by all requests; missed, the number of requests that are not met; "
         "to bound, by how much effective accuracy is below the fluid bound. Accuracies are in percent.",
-        formatter_class=_Formatter,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # an option without a default shows none
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--table", type=Path, help="latency table, a JSON file (default: SuperServe's table of an NVIDIA A40)"
     )
-    parser.add_argument("--trace", default="maf", choices=TRACES, help="the trace of arrivals")
-    parser.add_argument(
+    add("--trace", default="maf", choices=TRACES, help="the trace of arrivals")
+    add(
         "--policy",
         nargs="+",
         default=["all"],
         help="one or more policies, such as hullfit slackfit:4 fixed:0, or all",
     )
-    parser.add_argument(
+    add(
         "--replay",
         type=Path,
         metavar="LOG",
@@ -172,32 +142,19 @@ def _parser() -> argparse.ArgumentParser:
         "accuracies. The SLO, the workers and the rule for expired requests are those of the live run unless "
         "given; the latencies are the measured ones unless --table is given",
     )
-    parser.add_argument("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
-    parser.add_argument("--workers", type=int, help="number of workers (default: 8)")
-    parser.add_argument(
+    add("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
+    add("--workers", type=int, help="number of workers (default: 8)")
+    add(
         "--expired",
         choices=EXPIRED_RULES,
         help="what happens to requests that no subnet can answer in time any more: drop ends them "
         "unanswered, defer runs them when nothing else waits, serve runs them all the same, as SuperServe "
         "does; with --replay the rule of the live run (default: drop)",
     )
-    parser.add_argument("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
-    parser.add_argument("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
-    parser.add_argument("--scale", type=float, default=2.0, help="factor on the rates of the trace")
-    parser.add_argument(
-        "--duration-s", type=float, help="keep only the first seconds of the trace (default: all)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals and noise")
-    parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="folder for figures; with --replay, the file of one figure"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
+    add("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
+    add("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
+    add("--scale", type=float, default=2.0, help="factor on the rates of the trace")
+    add("--duration-s", type=float, help="keep only the first seconds of the trace (default: all)")
+    add("--seed", type=int, default=0, help="seed of arrivals and noise")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
     return parser
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of every option that has one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        absent = action.default is None or action.default is False
-        return action.help if absent else super()._get_help_string(action)

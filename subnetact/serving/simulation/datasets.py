@@ -15,12 +15,7 @@ import numpy.typing as npt
 
 from subnetact.errors import TraceError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.simulation.traces import (
-    bursty,
-    from_counts,
-    from_timestamps,
-    time_varying,
-)
+from subnetact.serving.simulation.traces import bursty, from_counts, from_timestamps, time_varying
 
 __all__ = ["TRACES", "load_trace", "superserve_a40", "trace_info", "trace_series"]
 
@@ -46,7 +41,7 @@ def trace_series(name: str) -> dict[str, npt.NDArray[Any]]:
     Raises:
         TraceError: there is no such trace.
     """
-    with as_file(_data() / "traces" / f"{_file(name)}.npz") as path, np.load(path) as archive:
+    with as_file(_trace(name, "npz")) as path, np.load(path) as archive:
         return {key: archive[key] for key in archive.files}
 
 
@@ -59,8 +54,7 @@ def trace_info(name: str) -> dict[str, Any]:
     Raises:
         TraceError: there is no such trace.
     """
-    text = (_data() / "traces" / f"{_file(name)}.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    return dict(json.loads(_trace(name, "json").read_text(encoding="utf-8")))
 
 
 def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTable:
@@ -72,8 +66,8 @@ def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTabl
     Returns:
         The latencies of the forward pass as SuperServe's authors measured them, with the statistic "std".
     """
-    text = (_data() / "profiles" / "superserve_a40_ofa_resnet50.json").read_text(encoding="utf-8")
-    document = json.loads(text)
+    path = files("subnetact") / "data" / "profiles" / "superserve_a40_ofa_resnet50.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
     measured = document["subnets"]
     cells = {
         kind: [[subnet["latency_ms"][str(size)][kind] for size in batch_sizes] for subnet in measured]
@@ -130,11 +124,7 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
     return arrivals if duration_s is None else arrivals[arrivals < duration_s * 1000.0]
 
 
-def _file(name: str) -> str:
+def _trace(name: str, kind: str) -> Any:
     if name not in _FILES:
         raise TraceError(f"trace: {name!r} is not known; choose from {', '.join(TRACES)}")
-    return _FILES[name]
-
-
-def _data() -> Any:
-    return files("subnetact") / "data"
+    return files("subnetact") / "data" / "traces" / f"{_FILES[name]}.{kind}"

@@ -1,4 +1,4 @@
-"""Upper bounds on the effective accuracy that any policy can reach on a trace, from a fluid relaxation."""
+"""An upper bound on the effective accuracy that any policy can reach on a trace, from a fluid relaxation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.frontier import time_per_request, upper_hull
 from subnetact.serving.simulation.scenario import checked_arrivals
 
-__all__ = ["binned_fluid_bound", "fluid_bound"]
+__all__ = ["fluid_bound"]
 
-Floats = npt.NDArray[np.float64]
 LONGEST = 10**8
 """Most steps of the grid."""
 
@@ -63,53 +62,13 @@ def fluid_bound(
     lower = np.searchsorted(due, grid, side="right")
     lower[0] = upper[0] = 0
     knots = _taut_string(lower.tolist(), upper.tolist())
-    steps = np.diff(np.array(knots, dtype=np.float64), axis=0)
-    return float(_reward(table, workers * step_ms * steps[:, 0], steps[:, 1]).sum() / len(arrivals))
-
-
-def binned_fluid_bound(
-    arrivals_ms: npt.ArrayLike,
-    table: LatencyTable,
-    slo_ms: float,
-    *,
-    workers: int = 1,
-    bin_ms: float = 1000.0,
-) -> float:
-    """Return a looser bound than `fluid_bound`, which treats every time bin on its own.
-
-    The requests of a bin share the worker time of the bin and of the `slo_ms` that follow.
-
-    Args:
-        arrivals_ms: arrival times, ms, ascending, shape (n,).
-        table: the latency table.
-        slo_ms: time from arrival to deadline, ms.
-        workers: number of workers.
-        bin_ms: width of the bins, ms.
-
-    Returns:
-        The bound on effective accuracy, percent.
-
-    Raises:
-        TraceError: the arrivals cannot be simulated.
-        PolicyError: `workers` is not a positive integer.
-    """
-    arrivals = checked_arrivals(arrivals_ms)
-    check_count(workers, "workers")
-    numbers = np.bincount(((arrivals - arrivals[0]) // bin_ms).astype(np.int64)).astype(np.float64)
-    return float(
-        _reward(table, np.full(len(numbers), workers * (bin_ms + slo_ms)), numbers).sum() / len(arrivals)
-    )
-
-
-def _reward(table: LatencyTable, work_ms: Floats, requests: Floats) -> Floats:
-    """Return the greatest accuracy summed over `requests` that share `work_ms` of worker time, per bin."""
+    steps, requests = np.diff(np.array(knots, dtype=np.float64), axis=0).T
     points = [(tau, table.accuracy[i], i) for i, (tau, _) in enumerate(time_per_request(table))]
     hull = upper_hull([(0.0, 0.0, -1), *points])
-    x = np.array([point[0] for point in hull])
-    y = np.array([point[1] for point in hull])
+    work_ms = workers * step_ms * steps
     share = np.divide(work_ms, requests, out=np.zeros_like(work_ms), where=requests > 0)
-    reward: Floats = np.interp(share, x, y) * requests
-    return reward
+    accuracy = np.interp(share, [point[0] for point in hull], [point[1] for point in hull])
+    return float((accuracy * requests).sum() / len(arrivals))
 
 
 def _taut_string(lower: list[int], upper: list[int]) -> list[tuple[int, float]]:

@@ -70,59 +70,44 @@ class LiveRun:
 
 def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | os.PathLike[str]) -> LiveRun:
     table = LatencyTable.from_json(header["table"])
-    result = SimulationResult(served_by=[0] * len(table.subnets), decisions=[])
+    result = SimulationResult(served_by=[0] * len(table.subnets))
     total, count = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
-    arrivals: list[float] = []
-    slos: list[float] = []
-    floors: list[float] = []
+    requests: list[tuple[float, float, float]] = []  # arrival, time given, minimum accuracy
+    decisions: list[Decision] = []
     for entry in entries:
-        requests = len(entry["a"])
-        arrivals += entry["a"]
-        slos += entry["d"]
-        floors += entry.get("f", [0.0] * requests)
-        if "s" in entry:
-            _book(result, entry, table)
-            cell = entry["s"], table.pad_index[entry["b"]]
-            total[cell] += entry["ms"]
-            count[cell] += 1
-        elif entry["o"] == "dropped":
-            result.dropped += 1
-        else:
-            result.unserved += 1
-    if not arrivals:
+        k = len(entry["a"])
+        requests += zip(entry["a"], entry["d"], entry.get("f", [0.0] * k), strict=True)
+        if "s" not in entry:
+            result.dropped += entry["o"] == "dropped"
+            result.unserved += entry["o"] != "dropped"
+            continue
+        start, took, subnet, met = entry["t"], entry["ms"], entry["s"], int(entry["met"])
+        result.met += met
+        result.late += k - met
+        result.accuracy_sum += met * table.accuracy[subnet]
+        result.batches += 1
+        result.busy_ms += took
+        result.served_by[subnet] += k
+        result.end_ms = max(result.end_ms, start + took)
+        seen = entry["w"], entry["queued"], entry["slack"]
+        decisions.append(Decision(start, *seen, subnet, entry["b"], k, start + took))
+        cell = subnet, table.pad_index[entry["b"]]
+        total[cell] += took
+        count[cell] += 1
+    if not requests:
         raise FileFormatError(f"{path}: no request arrived; there is nothing to replay")
-    result.requests = len(arrivals)
-    order = np.argsort(arrivals, kind="stable")
-    start = min(arrivals)
-    decisions = [decision._replace(t_ms=decision.t_ms - start) for decision in result.decisions or ()]
-    result.decisions = sorted(decisions)
+    arrivals, slos, floors = np.array(sorted(requests, key=lambda request: request[0])).T
+    result.requests = len(requests)
+    result.decisions = sorted(one._replace(t_ms=one.t_ms - arrivals[0]) for one in decisions)
     latency = np.divide(total, count, out=table.latency_ms.copy(), where=count > 0)
-    measured = LatencyTable(table.subnets, table.accuracy, table.batch_sizes, latency)
     return LiveRun(
-        np.array(arrivals)[order] - start,
-        np.array(slos)[order],
-        np.array(floors)[order],
+        arrivals - arrivals[0],
+        slos,
+        floors,
         table,
-        measured,
+        LatencyTable(table.subnets, table.accuracy, table.batch_sizes, latency),
         result,
         str(header["policy"]),
         int(header["workers"]),
         str(header["expired"]),
     )
-
-
-def _book(result: SimulationResult, entry: dict[str, Any], table: LatencyTable) -> None:
-    start, took, subnet, k = entry["t"], entry["ms"], entry["s"], len(entry["a"])
-    finish = start + took
-    met = int(entry["met"])
-    result.met += met
-    result.late += k - met
-    result.accuracy_sum += met * table.accuracy[subnet]
-    result.batches += 1
-    result.busy_ms += took
-    result.served_by[subnet] += k
-    result.end_ms = max(result.end_ms, finish)
-    if result.decisions is not None:
-        result.decisions.append(
-            Decision(start, entry["w"], entry["queued"], entry["slack"], subnet, entry["b"], k, finish)
-        )

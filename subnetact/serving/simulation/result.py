@@ -120,13 +120,5 @@ class SimulationResult:
 
     def summary(self) -> dict[str, float]:
         """Return the figures as plain numbers, for tables and JSON."""
-        return {
-            "requests": self.requests,
-            "attainment": self.attainment,
-            "mean_accuracy": self.mean_accuracy,
-            "effective_accuracy": self.effective_accuracy,
-            "missed": self.missed,
-            "dropped": self.dropped,
-            "batches": self.batches,
-            "mean_batch": self.mean_batch,
-        }
+        shown = ("attainment", "mean_accuracy", "effective_accuracy", "missed", "dropped", "batches")
+        return {name: getattr(self, name) for name in ("requests", *shown, "mean_batch")}

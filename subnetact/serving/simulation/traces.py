@@ -38,10 +38,8 @@ def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, s
     Source:
         SuperServe (NSDI'25, section 6.1).
     """
-    _at_least("base_qps", base_qps, 0.0)
-    _at_least("variant_qps", variant_qps, 0.0)
-    _at_least("cv2", cv2, 0.0)
-    _above("duration_s", duration_s)
+    _check(zero=True, base_qps=base_qps, variant_qps=variant_qps, cv2=cv2)
+    _check(duration_s=duration_s)
     _bounded("duration_s", (base_qps + variant_qps) * duration_s)
     rng = np.random.default_rng(seed)
     base = np.arange(math.ceil(base_qps * duration_s)) * (1000.0 / base_qps) if base_qps else np.empty(0)
@@ -84,11 +82,8 @@ def time_varying(
     Source:
         SuperServe (NSDI'25, section 6.1).
     """
-    _above("start_qps", start_qps)
-    _above("end_qps", end_qps)
-    _above("acceleration", acceleration)
-    for name, value in (("cv2", cv2), ("lead_s", lead_s), ("tail_s", tail_s)):
-        _at_least(name, value, 0.0)
+    _check(start_qps=start_qps, end_qps=end_qps, acceleration=acceleration)
+    _check(zero=True, cv2=cv2, lead_s=lead_s, tail_s=tail_s)
     ramp_s = abs(end_qps - start_qps) / acceleration
     times_s = np.linspace(0.0, ramp_s, 4097)
     ramp = start_qps * times_s + math.copysign(acceleration, end_qps - start_qps) * times_s**2 / 2
@@ -133,16 +128,16 @@ def from_counts(
     bins = np.asarray(counts, dtype=np.float64)
     if bins.ndim != 1 or not len(bins) or not np.isfinite(bins).all() or bins.min() < 0 or not bins.sum():
         raise TraceError("counts: give one dimension of finite counts >= 0, not all zero")
-    _above("duration_s", duration_s)
+    _check(duration_s=duration_s)
     if in_bin not in IN_BIN:
         raise TraceError(f"in_bin: {in_bin!r} is not a process; choose from {', '.join(IN_BIN)}")
     width_ms = duration_s * 1000.0 / len(bins)
     expected = bins
     if mean_qps is not None:
-        _above("mean_qps", mean_qps)
+        _check(mean_qps=mean_qps)
         expected = bins / bins.mean() * mean_qps * width_ms / 1000.0
     if peak_qps is not None:
-        _above("peak_qps", peak_qps)
+        _check(peak_qps=peak_qps)
         expected = np.minimum(expected, peak_qps * width_ms / 1000.0)
     _bounded("counts", float(expected.sum()))
     rng = np.random.default_rng(seed)
@@ -160,16 +155,13 @@ def from_counts(
 
 
 @numeric_arguments()
-def from_timestamps(
-    timestamps: npt.ArrayLike, unit_ms: float = 1.0, mean_qps: float | None = None, start_at_zero: bool = True
-) -> Floats:
-    """Return arrivals from recorded time stamps.
+def from_timestamps(timestamps: npt.ArrayLike, unit_ms: float = 1.0, mean_qps: float | None = None) -> Floats:
+    """Return arrivals from recorded time stamps; the first is shifted to 0.
 
     Args:
         timestamps: recorded times, shape (n,), in any order.
         unit_ms: length of one unit of the time stamps, ms.
         mean_qps: time is stretched or compressed to this mean rate, arrivals per second. If None, it is not.
-        start_at_zero: whether the first arrival is shifted to 0.
 
     Returns:
         Arrival times, ms, ascending, shape (n,).
@@ -177,16 +169,14 @@ def from_timestamps(
     Raises:
         TraceError: the time stamps are empty or not finite, or an argument is out of range.
     """
-    _above("unit_ms", unit_ms)
+    _check(unit_ms=unit_ms)
     arrivals = checked_arrivals(np.sort(np.asarray(timestamps, dtype=np.float64).ravel())) * unit_ms
-    if start_at_zero:
-        arrivals = arrivals - arrivals[0]
+    arrivals -= arrivals[0]
     if mean_qps is not None:
-        _above("mean_qps", mean_qps)
-        span_ms = arrivals[-1] - arrivals[0]
-        if span_ms <= 0:
+        _check(mean_qps=mean_qps)
+        if arrivals[-1] <= 0:
             raise TraceError("mean_qps: every arrival has the same time; there is no rate to scale")
-        arrivals = arrivals * ((len(arrivals) - 1) / span_ms * 1000.0 / mean_qps)
+        arrivals *= (len(arrivals) - 1) / arrivals[-1] * 1000.0 / mean_qps
     return arrivals
 
 
@@ -227,11 +217,8 @@ def _bounded(name: str, arrivals: float) -> None:
         raise TraceError(f"{name}: about {arrivals:.3g} arrivals; at most {MOST_ARRIVALS:.3g} fit in a trace")
 
 
-def _above(name: str, value: float, least: float = 0.0) -> None:
-    if not (math.isfinite(value) and value > least):
-        raise TraceError(f"{name}: {value} must be finite and > {least:g}")
-
-
-def _at_least(name: str, value: float, least: float) -> None:
-    if not (math.isfinite(value) and value >= least):
-        raise TraceError(f"{name}: {value} must be finite and >= {least:g}")
+def _check(zero: bool = False, **values: float) -> None:
+    """Refuse arguments that are not finite and > 0, or, with `zero`, not >= 0."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+            raise TraceError(f"{name}: {value} must be finite and {'>=' if zero else '>'} 0")

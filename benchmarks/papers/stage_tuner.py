@@ -1,14 +1,15 @@
-"""`StageTuner`: scales the stages of a pipeline, one `Tuner` per stage."""
+"""`StageTuner`: scales the stages of a pipeline, one `Tuner` per stage (InferLine, SoCC'20, section 5)."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from subnetact.errors import PipelineError
+from subnetact.serving import PipelineModel, PipelinePlan
 from subnetact.serving.planning.tuner import Tuner
 
-__all__ = ["StageTuner"]
+__all__ = ["StageTuner", "tuner_of"]
 
 _KEPT = 1000
 
@@ -20,26 +21,15 @@ class StageTuner:
     slowly; see `Tuner`, whose windows are those of network calculus.
 
     Args:
-        tuners: for every stage that may be scaled, its tuner. `PipelinePlan.tuner` makes one of a plan.
-        step_ms: time between two steps, ms.
+        tuners: for every stage that may be scaled, its tuner. `tuner_of` makes them of a plan.
 
     Attributes:
         tuners: the tuners by stage.
-        step_ms: time between two steps, ms.
         history: (time in ms, workers of every stage) of the last 1,000 steps that changed something.
-
-    Raises:
-        PipelineError: there are no tuners, or the step is not > 0.
-
-    Source:
-        InferLine (SoCC'20, section 5).
     """
 
-    def __init__(self, tuners: Mapping[str, Tuner], step_ms: float = 100.0) -> None:
-        if not tuners or not step_ms > 0:
-            raise PipelineError("tuners: give at least one, and a step_ms > 0")
+    def __init__(self, tuners: Mapping[str, Tuner]) -> None:
         self.tuners = dict(tuners)
-        self.step_ms = step_ms
         self.history: deque[tuple[float, dict[str, int]]] = deque(maxlen=_KEPT)
 
     def step(self, now_ms: float, arrivals_ms: Mapping[str, Sequence[float]]) -> dict[str, int]:
@@ -61,3 +51,23 @@ class StageTuner:
         if changed:
             self.history.append((now_ms, {name: tuner.workers for name, tuner in self.tuners.items()}))
         return changed
+
+
+def tuner_of(plan: PipelinePlan, model: PipelineModel, most_workers: int, **options: Any) -> StageTuner:
+    """Return a tuner that scales every stage when more arrives than the plan was made for.
+
+    Args:
+        plan: the plan.
+        model: what the plan was made of.
+        most_workers: the greatest number of workers of every stage.
+        options: further arguments of `Tuner`, for example `patience_ms`.
+    """
+    tables = model.chosen_tables(plan.choices)
+    tuners = {}
+    for name, choice in plan.choices.items():
+        arrivals_ms, most = plan.estimate.stages[name].arrivals_ms, max(most_workers, choice.workers)
+        if len(arrivals_ms):
+            tuners[name] = Tuner(
+                arrivals_ms, choice.workers, tables[name], model.slo_ms, most_workers=most, **options
+            )
+    return StageTuner(tuners)

@@ -1,8 +1,8 @@
 """The headline experiments of VELTAIR, Shepherd and InferLine in kind; what blocks and preemption cost live.
 
-    python benchmarks/papers.py --out benchmarks/results/papers.json     # five minutes on two idle cores
-    python benchmarks/papers.py --only veltair shepherd inferline        # simulations, the same everywhere
-    python benchmarks/papers.py --only blocks urgent pipeline tenants    # live, timed
+    python benchmarks/paper_experiments.py --out benchmarks/results/papers.json  # 5 min, two idle cores
+    python benchmarks/paper_experiments.py --only veltair shepherd inferline  # simulated, the same everywhere
+    python benchmarks/paper_experiments.py --only blocks urgent pipeline tenants  # live, timed
 
 blocks: throughput of batches of 16 of the largest digits subnet, whole, in blocks and in layer blocks, when
     nothing is urgent.
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from papers.coarse_pipeline import plan_coarsely
 
 from subnetact import Batcher, Engine, LatencyTable, calibrate
 from subnetact.device import machine
@@ -231,7 +232,7 @@ def pipeline() -> Found:
     model, arrivals = two_stages()
     settings: Found = {"most_workers": 32, "overhead_ms": batch_overhead_ms()}
     plan = plan_pipeline(arrivals, model, 99.0, **settings)
-    coarse = plan_pipeline(arrivals, model, 99.0, coarse=True, **settings)
+    coarse = plan_coarsely(arrivals, model, 99.0, **settings)
     tables = model.chosen_tables(plan.choices)
     rng = np.random.default_rng(0)
     counts = rng.choice(np.array(model.stages[1].inputs), len(arrivals))
@@ -395,9 +396,9 @@ def inferline() -> Found:
     model, arrivals = two_stages()
     fresh = bursty(60.0, 120.0, 8.0, 20.0, seed=5)
     plans = {"plan": plan_pipeline(arrivals, model, 99.0, most_workers=32)}
-    plans["coarse, peak"] = plan_pipeline(arrivals, model, 99.0, most_workers=32, coarse=True)
+    plans["coarse, peak"] = plan_coarsely(arrivals, model, 99.0, most_workers=32)
     calm = poisson(len(arrivals) / 20.0, 20.0, seed=4)
-    plans["coarse, mean"] = plan_pipeline(calm, model, 99.0, most_workers=32, coarse=True)
+    plans["coarse, mean"] = plan_coarsely(calm, model, 99.0, most_workers=32)
     found: Found = {}
     for name, plan in plans.items():
         choices: dict[str, StageChoice] = plan.choices

@@ -1,0 +1,197 @@
+"""`plan_pipeline`: the cheapest workers, batch sizes and hardware that meet a percentile end to end."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+
+from subnetact.errors import PipelineError, PolicyError
+from subnetact.serving.pipelines.model import (
+    MakePolicy,
+    PipelineEstimate,
+    PipelineModel,
+    StageChoice,
+    estimate_pipeline,
+)
+from subnetact.serving.policies import HullFit
+from subnetact.serving.scheduling.checks import check_count
+from subnetact.serving.simulation.scenario import checked_arrivals
+
+__all__ = ["PipelinePlan", "PlanSearch", "plan_pipeline"]
+
+Choices = dict[str, StageChoice]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How every stage is provisioned.
+
+    Attributes:
+        choices: for every stage, its hardware, workers, batch size and minimum accuracy.
+        cost: the price of all workers together.
+        percent: the percentile that was planned for.
+        estimate: the simulation of this plan.
+        tried: how many plans were simulated.
+    """
+
+    choices: Choices
+    cost: float
+    percent: float
+    estimate: PipelineEstimate
+    tried: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as values that JSON can hold."""
+        stages = {
+            name: {**choice._asdict(), "mean_accuracy": self.estimate.stages[name].mean_accuracy}
+            for name, choice in self.choices.items()
+        }
+        return {
+            "stages": stages,
+            "cost": self.cost,
+            f"p{self.percent:g}_ms": self.estimate.percentile_ms(self.percent),
+            "slo_ms": self.estimate.slo_ms,
+            "attainment": self.estimate.attainment,
+            "tried": self.tried,
+        }
+
+
+@dataclass
+class PlanSearch:
+    """Simulates plans with `simulate(choices)`, and keeps what was found."""
+
+    model: PipelineModel
+    percent: float
+    most_workers: int
+    simulate: Callable[[Choices], PipelineEstimate]
+    found: dict[tuple[Any, ...], PipelineEstimate | None] = field(default_factory=dict)
+
+    def meets(self, choices: Choices) -> bool:
+        """Return whether a plan meets the percentile."""
+        key = tuple(sorted(choices.items()))
+        if key not in self.found:
+            try:
+                self.found[key] = self.simulate(choices)
+            except PolicyError:  # a stage's share of the time is too short to plan
+                self.found[key] = None
+        estimate = self.found[key]
+        return estimate is not None and estimate.percentile_ms(self.percent) <= self.model.slo_ms
+
+    def fewest(self, make: Callable[[int], Choices], high: int | None = None) -> Choices | None:
+        """Return the plan with the fewest workers that meets the percentile, or None."""
+        failed, passed = 0, 1 if high is None else high
+        while not self.meets(make(passed)):
+            if passed >= self.most_workers or high is not None:
+                return None
+            failed, passed = passed, min(2 * passed, self.most_workers)
+        between = range(failed + 1, passed)
+        return make(failed + 1 + bisect_left(between, True, key=lambda workers: self.meets(make(workers))))
+
+    def uniform(self, workers: int, hardware: str | None = None) -> Choices:
+        """Return a plan with as many workers at every stage, on its fastest hardware if none is given."""
+        found = {}
+        for stage in self.model.stages:
+            kind, table = min(stage.tables.items(), key=lambda one: (one[0] != hardware, one[1].fastest_ms))
+            found[stage.name] = StageChoice(kind, workers, table.batch_sizes[-1], stage.min_accuracy)
+        return found
+
+    def finished(self, choices: Choices | None) -> PipelinePlan:
+        """Return a plan with its simulation and its cost; None was found if no plan meets the percentile."""
+        if choices is None:
+            raise PipelineError(
+                f"percent: the {self.percent:g}th percentile does not meet the SLO of {self.model.slo_ms:g} "
+                f"ms with {self.most_workers} workers at every stage; allow more time or more workers"
+            )
+        cost, estimate = self.model.cost(choices), self.simulate(choices)
+        return PipelinePlan(choices, cost, self.percent, estimate, len(self.found))
+
+
+def plan_pipeline(
+    arrivals_ms: npt.ArrayLike,
+    model: PipelineModel,
+    percent: float = 99.0,
+    *,
+    make: MakePolicy = HullFit,
+    most_workers: int = 256,
+    overhead_ms: float = 0.0,
+    seed: int = 0,
+) -> PipelinePlan:
+    """Find workers, batch size and hardware for every stage that meet a percentile at least cost.
+
+    The search starts with the fastest hardware and enough workers everywhere. Then it takes, as long as one
+    of them meets the percentile, the step that lowers the cost the most: fewer workers at a stage with the
+    same or another batch size, or cheaper hardware with as many workers as that needs. Among steps to the
+    same cost, the one with the largest batch size is taken. At last the minimum accuracy of every stage is
+    raised in turn as far as the percentile permits at the same cost.
+
+    Args:
+        arrivals_ms: arrival times, ms, ascending, shape (requests,).
+        model: the stages, the prices and the SLO.
+        percent: the percentile of the latency that has to be within the SLO.
+        make: makes the policy of a stage from its table and the time that requests usually have there, ms.
+        most_workers: the greatest number of workers of a stage.
+        overhead_ms: time added to every batch, ms.
+        seed: seed of the simulations.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PipelineError: no plan meets the percentile.
+        PolicyError: a setting is out of range.
+        TraceError: the arrivals cannot be simulated.
+
+    Source:
+        InferLine (SoCC'20, section 4).
+    """
+    arrivals = checked_arrivals(arrivals_ms)
+    if not 0.0 < percent <= 100.0:
+        raise PolicyError(f"percent: {percent} must be in (0, 100]")
+    check_count(most_workers, "most_workers")
+    simulate = partial(estimate_pipeline, arrivals, model, make=make, overhead_ms=overhead_ms, seed=seed)
+    search = PlanSearch(model, percent, most_workers, simulate)
+    choices = search.fewest(search.uniform)
+    options = [choices] if choices is not None else []
+    while options:
+        choices = min(options, key=model.cost)
+        options = _cheaper(search, choices)
+    return search.finished(choices if choices is None else _raised_accuracy(search, choices))
+
+
+def _cheaper(search: PlanSearch, choices: Choices) -> list[Choices]:
+    """Return the plans that differ in one stage, meet the percentile and cost less."""
+    prices, found = search.model.prices, []
+    for stage in search.model.stages:
+        now = choices[stage.name]
+        for hardware, table in stage.tables.items():
+            for size in reversed(table.batch_sizes):
+                # Only plans that are cheaper than this stage now are worth a simulation.
+                budget = now.workers * prices[now.hardware] / prices[hardware]
+                most = math.ceil(min(budget, search.most_workers + 1) - 1e-9) - 1
+                if most >= 1:
+                    other = partial(
+                        _with, choices, stage.name, now._replace(hardware=hardware, batch_size=size)
+                    )
+                    found.append(search.fewest(other, most))
+    return [plan for plan in found if plan is not None]
+
+
+def _with(choices: Choices, stage: str, choice: StageChoice, workers: int) -> Choices:
+    return {**choices, stage: choice._replace(workers=workers)}
+
+
+def _raised_accuracy(search: PlanSearch, choices: Choices) -> Choices:
+    """Raise the minimum accuracy of one stage after the other as far as the percentile permits."""
+    for stage in search.model.stages:
+        now = choices[stage.name]
+        table = stage.tables[now.hardware]
+        levels = [now.min_accuracy, *sorted(a for a in set(table.known_accuracy()) if a > now.min_accuracy)]
+        plans = [{**choices, stage.name: now._replace(min_accuracy=level)} for level in levels]
+        choices = plans[bisect_left(plans[1:], True, key=lambda plan: not search.meets(plan))]
+    return choices
