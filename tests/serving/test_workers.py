@@ -547,7 +547,7 @@ def test_parked_workers_finish_their_batch_and_come_back_when_they_are_wanted(wa
     with Batcher([engine] * 3, policy=Fixed(TABLE, 0), slo_ms=FOREVER, learn=False) as batcher:
         first = [batcher.submit(hold, FOREVER) for _ in range(1)]
         wait_for(lambda: len(running) == 1)
-        batcher.resize(1)
+        batcher.assign([0])
         assert batcher.stats().workers_up == 1
         gate.set()
         assert [f.result(5).output for f in first] == ["done"]
@@ -558,7 +558,7 @@ def test_parked_workers_finish_their_batch_and_come_back_when_they_are_wanted(wa
         for future in many:
             future.result(5)
         assert names == {"subnetact-batcher-0"}
-        batcher.resize(3)
+        batcher.assign(range(3))
         wait_for(lambda: batcher.stats().workers_up == 3)
         barrier = threading.Barrier(3)
         together = []
@@ -566,9 +566,9 @@ def test_parked_workers_finish_their_batch_and_come_back_when_they_are_wanted(wa
             together.append(batcher.submit(lambda: barrier.wait(5), FOREVER))
             wait_for(lambda: barrier.n_waiting == len(together) or together[-1].done())
         assert all(f.exception(5) is None for f in together)
-        batcher.resize(1)
-        with pytest.raises(PolicyError, match="workers: 4 are more than the 3"):
-            batcher.resize(4)
+        batcher.assign([0])
+        with pytest.raises(PolicyError, match="workers: 3 is none; they are 0 to 2"):
+            batcher.assign(range(4))
     assert not threads_of_batchers()
 
 

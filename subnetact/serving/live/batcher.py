@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from numbers import Real
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from subnetact.errors import BatcherClosed, PolicyError, ProfileMismatch
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
+from subnetact.serving.live.closing import ClosedOnExit
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.driver import Driver, SharedWorkers
@@ -47,7 +47,7 @@ _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
 """The batchers of this process; after a fork, the child has none of their threads."""
 
 
-class Batcher:
+class Batcher(ClosedOnExit):
     """Serves subnets under deadlines, from threads and from asyncio, on one engine or on several.
 
     Requests wait in one earliest-deadline-first queue. Whenever a worker is idle, the policy picks a subnet
@@ -279,12 +279,7 @@ class Batcher:
             The answer.
 
         Raises:
-            InvalidRequest: As in `submit`.
-            QueueFull: `max_queue` requests wait already, or the client has its share of them.
-            DeadlinePassed: The request expired: no subnet could answer in time any more.
-            BatchFailed: The engine or the policy raised; the cause is chained.
-            WorkerHung: Two workers hung with this request.
-            BatcherClosed: The batcher is closed or draining, or was closed before the request ran.
+            RequestError: What `submit` raises, or what the exception of its future would be.
         """
         loop = asyncio.get_running_loop()
         ask = self._checked(x, deadline_ms, options)
@@ -338,26 +333,8 @@ class Batcher:
         self._check_process()
         return self._driver.replan(at_once=True)
 
-    def resize(self, workers: int) -> None:
-        """Let fewer or more of the worker threads take batches, for example as a `Tuner` asks.
-
-        A worker that is no longer wanted finishes its batch and then waits; no request is lost.
-
-        Args:
-            workers: how many, from 1 to the number that the batcher was opened with.
-
-        Raises:
-            PolicyError: The number is out of range.
-            BatcherClosed: This process was forked from the batcher's.
-        """
-        self._check_process()
-        most = len(self._runners)
-        if check_count(workers, "workers") > most:
-            raise PolicyError(f"workers: {workers} are more than the {most} that the batcher was opened with")
-        self._driver.assign(range(workers))
-
     def assign(self, workers: Collection[int]) -> None:
-        """Let only certain workers take batches; the others finish theirs and wait, as in `resize`.
+        """Let only certain workers take batches; the others finish theirs and wait, so no request is lost.
 
         Args:
             workers: the numbers of the workers that take batches, from 0; none of them pauses the batcher.
@@ -426,19 +403,6 @@ class Batcher:
         if self._driver.scheduler.closing:
             raise BatcherClosed("the batcher is closed; open another one")
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(drain=error is None)
-
-    async def __aenter__(self) -> Batcher:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self.close, error is None)
 
     def _is_there(self, worker: int) -> bool:
         """Return whether a worker has a process that lives, or a spare that takes over."""

@@ -10,7 +10,6 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from subnetact.errors import (
@@ -25,6 +24,7 @@ from subnetact.errors import (
 )
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
+from subnetact.serving.live.closing import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
@@ -116,7 +116,7 @@ class _Trip:
     ended: bool = False
 
 
-class Pipeline:
+class Pipeline(ClosedOnExit):
     """Serves a directed acyclic graph of stages under end-to-end deadlines.
 
     Every stage has a `Batcher`, so each chooses its own subnet per batch. The deadline of a request at a
@@ -435,19 +435,3 @@ class Pipeline:
                 self._batchers[name].close(drain=drain)
         finally:
             self._closers.discard(thread)
-
-    def __enter__(self) -> "Pipeline":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(drain=error is None)
-
-    async def __aenter__(self) -> "Pipeline":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self.close, error is None)

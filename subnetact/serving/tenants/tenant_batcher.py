@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from subnetact.errors import PolicyError
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
+from subnetact.serving.live.closing import ClosedOnExit
 from subnetact.serving.live.driver import SharedWorkers
 from subnetact.serving.live.periodic_call import PeriodicCall
 from subnetact.serving.live.stats import BatcherStats
@@ -48,7 +48,7 @@ class TenantStats:
     planning_errors: int = 0
 
 
-class TenantBatcher:
+class TenantBatcher(ClosedOnExit):
     """Serves several supernets on the same workers.
 
     Every tenant has its own queue, policy and limits; they take turns on the workers. If several want a
@@ -301,11 +301,3 @@ class TenantBatcher:
             self._planner.stop()
         for batcher in self._batchers.values():
             batcher.close(drain)
-
-    def __enter__(self) -> TenantBatcher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(drain=error is None)

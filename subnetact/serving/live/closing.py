@@ -1,0 +1,35 @@
+"""`ClosedOnExit`: what a `with` or an `async with` statement closes."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import TypeVar
+
+__all__ = ["ClosedOnExit"]
+
+Self = TypeVar("Self", bound="ClosedOnExit")
+
+
+class ClosedOnExit:
+    """Closes at the end of the statement: after what waits was served, or at once if there is an error."""
+
+    def close(self, drain: bool = True) -> None:
+        """Finish what waits if `drain`, and end."""
+        raise NotImplementedError
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=error is None)
+
+    async def __aenter__(self: Self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.close, error is None)
