@@ -1,12 +1,12 @@
-"""The validated input of a simulation."""
+"""The input of a simulation, and its validation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.request import Ask
 
-__all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked_arrivals", "numeric_arguments"]
+__all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked", "checked_arrivals", "numeric_arguments"]
 
 Floats = npt.NDArray[np.float64]
 MOST_WORKERS = 65_536
@@ -100,102 +100,82 @@ def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Validated input of one simulation; see `simulate` for what the fields mean.
+    """The input of one simulation; see `simulate` for what the fields mean.
 
     Attributes:
         floors: what `Floors` makes of the minimum accuracies, percent, one number or shape (n,); 0 accepts
-            any subnet.
-        priority: one number or shape (n,).
-        clients: name of the client of every request. If None, they have none.
+            any subnet. Before `checked`, the minimum accuracies themselves.
     """
 
-    arrivals_ms: Floats
+    arrivals_ms: Any
     table: LatencyTable
     policy: Policy
-    slo_ms: float | Floats
+    slo_ms: Any
     workers: int
-    floors: float | Floats = 0.0
-    priority: float | Floats = 0.0
+    floors: Any = 0.0
+    priority: Any = 0.0
     clients: Sequence[str] | None = None
     shares: FairShares | None = None
     noise: float = 0.0
     overhead_ms: float = 0.0
     switch_ms: float = 0.0
-    events: tuple[WorkerEvent, ...] = ()
-    co_runners: tuple[CoRunner, ...] = ()
+    events: Sequence[WorkerEvent] = ()
+    co_runners: Sequence[CoRunner] = ()
     blocks: int = 1
     look_ms: float = 0.0
-
-    @classmethod
-    @numeric_arguments()
-    def checked(
-        cls,
-        arrivals_ms: npt.ArrayLike,
-        table: LatencyTable,
-        policy: Policy,
-        slo_ms: float | npt.ArrayLike,
-        workers: int,
-        min_accuracy: float | npt.ArrayLike | None,
-        priority: int | npt.ArrayLike,
-        clients: Sequence[str] | None,
-        shares: FairShares | None,
-        events: Sequence[WorkerEvent],
-        co_runners: Sequence[CoRunner],
-        blocks: int,
-        **times_and_noise: float,
-    ) -> Scenario:
-        """Validate the input; see `simulate` for arguments and errors."""
-        arrivals = checked_arrivals(arrivals_ms)
-        count = len(arrivals)
-        check_policy(policy)
-        seen = policy.table
-        if seen.subnets != table.subnets or seen.batch_sizes != table.batch_sizes:
-            raise ProfileMismatch(
-                "policy: made for another table (its subnets or batch sizes differ); make it from this one"
-            )
-        if check_count(workers, "workers") > MOST_WORKERS:
-            raise PolicyError(f"workers: {workers:.3g} are more than {MOST_WORKERS}")
-        amounts = {name: check_margin(value, name) for name, value in times_and_noise.items()}
-        amounts["switch_ms"] = max(amounts["switch_ms"], float(getattr(policy, "switch_ms", 0.0)))
-        slo = _per_request(slo_ms, count, "slo_ms")
-        least = float(np.min(slo))
-        if least < table.fastest_ms:
-            raise TraceError(too_short(least, table))
-        asked = _per_request(0.0 if min_accuracy is None else min_accuracy, count, "min_accuracy")
-        known = Floors(table)
-        if float(np.max(asked)) > known.best:
-            raise TraceError(
-                f"min_accuracy: {float(np.max(asked))} % is above the best subnet ({known.best} %)"
-            )
-        if clients is not None and len(clients) != count:
-            raise TraceError(f"clients: {len(clients)} names; give one per request ({count})")
-        return cls(
-            arrivals,
-            table,
-            policy,
-            slo,
-            workers,
-            known(asked) if isinstance(asked, float) else known.of_all(asked),
-            _per_request(priority, count, "priority", least=-(2.0**53)),
-            clients,
-            shares,
-            events=_checked_events(events, workers),
-            co_runners=_checked_co_runners(co_runners, table),
-            blocks=check_count(blocks, "blocks"),
-            **amounts,
-        )
 
     def asks(self, start: int, end: int) -> Ask | list[Ask]:
         """Return what the requests from `start` to `end` ask for; one ask if all ask for the same."""
         columns = (self.slo_ms, self.floors, self.priority)
         if self.clients is None and all(isinstance(column, float) for column in columns):
-            return Ask(self.slo_ms, self.floors, int(self.priority))  # type: ignore[arg-type]
+            return Ask(self.slo_ms, self.floors, int(self.priority))
         slo, floors, priority = (
             np.broadcast_to(column if isinstance(column, float) else column[start:end], end - start).tolist()
             for column in columns
         )
         clients = [""] * (end - start) if self.clients is None else self.clients[start:end]
         return list(map(Ask, slo, floors, map(int, priority), clients))
+
+
+@numeric_arguments()
+def checked(given: Scenario) -> Scenario:
+    """Return the validated input, with arrays for sequences; see `simulate` for the errors."""
+    arrivals, table, policy, workers = given.arrivals_ms, given.table, given.policy, given.workers
+    arrivals = checked_arrivals(arrivals)
+    count = len(arrivals)
+    check_policy(policy)
+    if policy.table.subnets != table.subnets or policy.table.batch_sizes != table.batch_sizes:
+        raise ProfileMismatch(
+            "policy: made for another table (its subnets or batch sizes differ); make it from this one"
+        )
+    if check_count(workers, "workers") > MOST_WORKERS:
+        raise PolicyError(f"workers: {workers:.3g} are more than {MOST_WORKERS}")
+    check_count(given.blocks, "blocks")
+    amounts: dict[str, Any] = {
+        name: check_margin(getattr(given, name), name)
+        for name in ("noise", "overhead_ms", "switch_ms", "look_ms")
+    }
+    amounts["switch_ms"] = max(amounts["switch_ms"], float(getattr(policy, "switch_ms", 0.0)))
+    slo = _per_request(given.slo_ms, count, "slo_ms")
+    least = float(np.min(slo))
+    if least < table.fastest_ms:
+        raise TraceError(too_short(least, table))
+    asked = _per_request(0.0 if given.floors is None else given.floors, count, "min_accuracy")
+    known = Floors(table)
+    if float(np.max(asked)) > known.best:
+        raise TraceError(f"min_accuracy: {float(np.max(asked))} % is above the best subnet ({known.best} %)")
+    if given.clients is not None and len(given.clients) != count:
+        raise TraceError(f"clients: {len(given.clients)} names; give one per request ({count})")
+    return replace(
+        given,
+        arrivals_ms=arrivals,
+        slo_ms=slo,
+        floors=known(asked) if isinstance(asked, float) else known.of_all(asked),
+        priority=_per_request(given.priority, count, "priority", least=-(2.0**53)),
+        events=_checked_events(given.events, workers),
+        co_runners=_checked_co_runners(given.co_runners, table),
+        **amounts,
+    )
 
 
 def _per_request(values: float | npt.ArrayLike, count: int, name: str, least: float = 0.0) -> float | Floats:

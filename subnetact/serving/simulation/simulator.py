@@ -14,7 +14,7 @@ from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import SimulationResult
-from subnetact.serving.simulation.scenario import CoRunner, Scenario, WorkerEvent, numeric_arguments
+from subnetact.serving.simulation.scenario import CoRunner, Scenario, WorkerEvent, checked, numeric_arguments
 
 __all__ = ["CoRunner", "WorkerEvent", "simulate"]
 
@@ -99,23 +99,25 @@ def simulate(
     Example:
         `result = simulate(arrivals_ms, table, SlackFit(table, slo_ms=36.0), slo_ms=36.0, workers=8)`
     """
-    scenario = Scenario.checked(
-        arrivals_ms,
-        table,
-        policy,
-        slo_ms,
-        workers,
-        min_accuracy,
-        priority,
-        clients,
-        shares,
-        events,
-        co_runners,
-        blocks,
-        noise=noise,
-        overhead_ms=overhead_ms,
-        switch_ms=switch_ms,
-        look_ms=look_ms,
+    scenario = checked(
+        Scenario(
+            arrivals_ms,
+            table,
+            policy,
+            slo_ms,
+            workers,
+            min_accuracy,
+            priority,
+            clients,
+            shares,
+            noise,
+            overhead_ms,
+            switch_ms,
+            events,
+            co_runners,
+            blocks,
+            look_ms,
+        )
     )
     reset: Any = getattr(policy, "reset", None)
     if reset is not None:
