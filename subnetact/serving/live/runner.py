@@ -81,20 +81,7 @@ def check_runner(
     finite: bool,
     in_processes: bool,
 ) -> None:
-    """Refuse a runner that cannot do what a batcher needs of it.
-
-    Args:
-        engine: the runner.
-        tables: the latency tables, one per input shape.
-        policy: the policy.
-        threads: the number of CPU threads that each worker is to set. If None, it sets none.
-        finite: whether inputs are checked for values that are not finite.
-        in_processes: whether the workers are processes.
-
-    Raises:
-        PolicyError: the runner lacks a method, or cannot run in blocks as the policy needs.
-        ProfileMismatch: a table is of other subnets or shapes.
-    """
+    """Refuse a runner that cannot do what a batcher needs of it."""
     if not callable(getattr(engine, "run", None)) or not hasattr(engine, "keys"):
         raise PolicyError(
             f"engine: {type(engine).__name__} has no run(...) and keys; give Engine(supernet, specs), an "

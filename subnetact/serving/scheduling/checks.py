@@ -32,11 +32,7 @@ LONGEST_MS = 1e12
 
 
 def expired_rule(expired: str) -> str:
-    """Return the rule for expired requests: `serve`, `drop` or `defer`.
-
-    Raises:
-        PolicyError: there is no such rule.
-    """
+    """Return the rule for expired requests: `serve`, `drop` or `defer`."""
     if expired not in EXPIRED_RULES:
         raise PolicyError(f"expired: {expired!r} is not a rule; choose from {', '.join(EXPIRED_RULES)}")
     return expired
@@ -54,22 +50,14 @@ def too_short(slo_ms: float, table: LatencyTable) -> str:
 
 
 def check_count(value: object, name: str) -> int:
-    """Return `value` as a positive integer.
-
-    Raises:
-        PolicyError: it is not one.
-    """
+    """Return `value` as a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PolicyError(f"{name}: {value!r} is not a positive integer")
     return value
 
 
 def check_accuracy(table: LatencyTable) -> LatencyTable:
-    """Return the table, if the accuracy of every subnet is known.
-
-    Raises:
-        TableError: the accuracy of a subnet is NaN, or `table` is not a LatencyTable.
-    """
+    """Return the table, if the accuracy of every subnet is known."""
     if not isinstance(table, LatencyTable):
         raise TableError(
             f"table: expected a LatencyTable, got {type(table).__name__}; LatencyTable.load(path) reads one"
@@ -79,11 +67,7 @@ def check_accuracy(table: LatencyTable) -> LatencyTable:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse an object that is not a policy.
-
-    Raises:
-        PolicyError: it is a name or a class, or it lacks `table` or `decide`.
-    """
+    """Refuse an object that is not a policy."""
     hint = (
         'make one from a table, for example HullFit(table, slo_ms) or make_policy("hullfit", table, slo_ms)'
     )
@@ -99,12 +83,7 @@ def check_policy(policy: object) -> None:
 
 
 def check_slo(slo_ms: float, table: LatencyTable) -> float:
-    """Return `slo_ms` as a float.
-
-    Raises:
-        PolicyError: it is not finite, or below the lowest latency of the table.
-        TableError: the accuracy of a subnet is not known.
-    """
+    """Return `slo_ms` as a float."""
     check_accuracy(table)
     slo_ms = check_time(slo_ms, "slo_ms")
     if slo_ms < table.fastest_ms:
@@ -113,11 +92,7 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
 
 
 def check_time(value: object, name: str) -> float:
-    """Return a time, in ms, as a float.
-
-    Raises:
-        PolicyError: it is not a number, or not finite and > 0.
-    """
+    """Return a time, in ms, as a float."""
     time_ms = _number(value, name)
     if not (math.isfinite(time_ms) and time_ms > 0):
         raise PolicyError(f"{name}: {value} must be finite and > 0")
@@ -125,11 +100,7 @@ def check_time(value: object, name: str) -> float:
 
 
 def check_positive(value: object, name: str) -> float:
-    """Return a number above 0, which may be infinite, as a float.
-
-    Raises:
-        PolicyError: it is not a number, NaN, or not above 0.
-    """
+    """Return a number above 0, which may be infinite, as a float."""
     number = _number(value, name)
     if not number > 0.0:
         raise PolicyError(f"{name}: {value} must be > 0")
@@ -141,13 +112,6 @@ def check_deadline(value: object, name: str = "deadline_ms") -> float:
 
     Every kind of server refuses the same deadlines; one that is over already is no different from another
     number that is not above 0.
-
-    Args:
-        value: what the client gave.
-        name: how the client calls it.
-
-    Raises:
-        InvalidRequest: it is not a number, or not finite and > 0.
     """
     time_ms = check_request_number(value, name, "give milliseconds from now")
     if not 0.0 < time_ms < math.inf:
@@ -156,11 +120,7 @@ def check_deadline(value: object, name: str = "deadline_ms") -> float:
 
 
 def check_request_number(value: object, name: str, hint: str) -> float:
-    """Return a number that a client gave as a float, NaN and infinity too.
-
-    Raises:
-        InvalidRequest: it is not a number, or beyond every float; the hint says what to give.
-    """
+    """Return a number that a client gave as a float, NaN and infinity too."""
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -173,11 +133,7 @@ def check_request_number(value: object, name: str, hint: str) -> float:
 
 
 def check_margin(margin: float, name: str) -> float:
-    """Return `margin` as a float.
-
-    Raises:
-        PolicyError: it is negative or not finite.
-    """
+    """Return `margin` as a float."""
     margin = _number(margin, name)
     if not (math.isfinite(margin) and margin >= 0):
         raise PolicyError(f"{name}: {margin} must be finite and >= 0")

@@ -37,11 +37,7 @@ class ArrivalMeter:
         self.total = 0
 
     def extend(self, times_ms: Sequence[float]) -> None:
-        """Record several arrivals.
-
-        Args:
-            times_ms: their times, ascending, none before the last one recorded.
-        """
+        """Record several arrivals."""
         if self.start_ms is None:
             self.start_ms = times_ms[0]
         self._times.extend(times_ms)
@@ -50,11 +46,7 @@ class ArrivalMeter:
             self._trim()
 
     def append(self, time_ms: float) -> None:
-        """Record one arrival.
-
-        Args:
-            time_ms: its time, not before the last one recorded.
-        """
+        """Record one arrival."""
         if self.start_ms is None:
             self.start_ms = time_ms
         self._times.append(time_ms)
@@ -70,16 +62,7 @@ class ArrivalMeter:
         return bisect_right(times, until_ms) - bisect_right(times, since_ms)
 
     def rate_per_ms(self, now_ms: float, window_ms: float) -> float:
-        """Return the arrival rate of a window that ends now.
-
-        Args:
-            now_ms: the time.
-            window_ms: length of the window. If the first arrival is less than that ago, the window starts
-                there, but is not shorter than 1/400 of its length.
-
-        Returns:
-            Arrivals per millisecond.
-        """
+        """Return the arrival rate of a window that ends now."""
         if self.start_ms is None:
             return 0.0
         seen_ms = max(now_ms - self.start_ms, window_ms / 400.0)

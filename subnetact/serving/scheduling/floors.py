@@ -39,11 +39,7 @@ class Floors:
         self.accuracies = sorted(known)
 
     def __call__(self, min_accuracy: float) -> float:
-        """Return the floor that a minimum accuracy, percent, comes to; `NO_FLOOR` if every answer meets it.
-
-        Raises:
-            PolicyError: no subnet reaches it.
-        """
+        """Return the floor that a minimum accuracy, percent, comes to; `NO_FLOOR` if every answer meets it."""
         at = self.at(min_accuracy)
         return self.accuracies[at] if at else NO_FLOOR
 
@@ -53,11 +49,7 @@ class Floors:
         return steps[np.searchsorted(self.accuracies, min_accuracies)]
 
     def at(self, min_accuracy: float) -> int:
-        """Return the position among `accuracies` of the least one that is at least `min_accuracy`.
-
-        Raises:
-            PolicyError: no subnet reaches it.
-        """
+        """Return the position among `accuracies` of the least one that is at least `min_accuracy`."""
         at = bisect_left(self.accuracies, min_accuracy)
         if at == len(self.accuracies):
             raise unreachable(min_accuracy, self.best)

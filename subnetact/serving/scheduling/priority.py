@@ -28,18 +28,6 @@ def unaffordable(
     among those up to it is chosen (the algorithm of Moore and Hodgson for the fewest late jobs). If all of
     them have the same priority, none is chosen, because the policy decides between equals. Only the 1024
     most urgent requests are examined.
-
-    Args:
-        queue: the waiting requests.
-        now_ms: the time.
-        free_at_ms: when each worker is free; inf for one that is down.
-        full_ms: latency of a full batch of the cheapest subnet, ms.
-        full_size: number of requests in that batch.
-        fastest_ms: the least latency of any subnet at any batch size, ms.
-        priority: returns the priority of an item of the queue; higher is more important.
-
-    Returns:
-        Positions in the queue, ascending; 0 is the most urgent request.
     """
     seats = [max(free, now_ms) for free in free_at_ms if free < math.inf]
     if not seats:
