@@ -5,7 +5,7 @@
 Every run is `python -m subnetact.demo` in a process of its own. With `--load N`, N processes compute for
 random spans of up to two seconds and pause for random spans, from the start of every run to its end, so that
 the machine has another speed while the demo serves than while it profiled. `--text` runs the demo of
-the language model. Runs of seeds that the file has are kept. `--report` writes the sections of README.md.
+the language model. Runs of seeds that the file has are kept. `--report` writes their pages in results/.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from readme_section import write_section
+from results_section import write_section
 from tqdm import tqdm
 
 from subnetact.files.documents import write_json
@@ -70,7 +70,7 @@ def report(result: dict[str, Any], text: bool) -> None:
         lines += text_lines(runs) if text else digits_lines(runs)
         noted = sum(bool(run["notes"]) for run in runs)
         lines += ["", f"The demo itself noted a doubtful machine in {noted} of {len(runs)} runs."]
-    write_section("text demo" if text else "demo", lines[1:])
+    write_section("text_demo" if text else "demo", lines[1:])
 
 
 def digits_lines(runs: list[dict[str, Any]]) -> list[str]:
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=0, help="processes that compute now and then")
     parser.add_argument("--out", type=Path, help="default: demo.json or text_demo.json of the results")
     parser.add_argument("--figure", type=Path, help="file for the figure of seed 0")
-    parser.add_argument("--report", action="store_true", help="write the section of README.md and stop")
+    parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
     out = args.out or RESULTS / ("text_demo.json" if args.text else "demo.json")
     result = json.loads(out.read_text()) if out.exists() else {}
