@@ -20,7 +20,6 @@ import time
 from multiprocessing import Event, Process
 from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from results_section import write_section
@@ -67,33 +66,19 @@ def report(result: dict[str, Any], text: bool) -> None:
     for name, runs in result.items():
         facts = runs[0]["machine"]
         lines += ["", f"{facts['device_name']}, {facts['cpus']} CPUs, torch {facts['torch']}; {name}:", ""]
-        lines += text_lines(runs) if text else digits_lines(runs)
+        lines += contender_lines(runs)
         noted = sum(bool(run["notes"]) for run in runs)
         lines += ["", f"The demo itself noted a doubtful machine in {noted} of {len(runs)} runs."]
     write_section("text_demo" if text else "demo", lines[1:])
 
 
-def digits_lines(runs: list[dict[str, Any]]) -> list[str]:
-    lines = ["| contender | in time, % of each run | right and in time, median % | speed, of each run |"]
+def contender_lines(runs: list[dict[str, Any]]) -> list[str]:
+    lines = ["| contender | right and in time, % of each run | in time, % of each run | speed, of each run |"]
     lines += ["|---|---|---|---|"]
-    for i, contender in enumerate(runs[0]["contenders"]):
-        found = [run["contenders"][i] for run in runs]
-        right = median(one["right_and_in_time"] for one in found)
-        cells = each(found, "in_time", ".1f"), f"{right:.1f}", each(found, "slowdown", ".2f")
-        lines.append(f"| {contender['name']} | {' | '.join(cells)} |")
-    return lines
-
-
-def text_lines(runs: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| contender | tokens in time x right, % of each run | tokens in time, % of each run | loss, median |"
-    ]
-    lines += ["|---|---|---|---|"]
-    for i, contender in enumerate(runs[0]["contenders"]):
-        found = [run["contenders"][i] for run in runs]
-        loss = median(one["loss"] for one in found)
-        cells = each(found, "in_time_times_right", ".2f"), each(found, "in_time", ".1f"), f"{loss:.3f}"
-        lines.append(f"| {contender['name']} | {' | '.join(cells)} |")
+    for contender in runs[0]["contenders"]:
+        found = [one for run in runs for one in run["contenders"] if one["name"] == contender["name"]]
+        cells = each(found, "right_and_in_time", ".2f"), each(found, "in_time", ".1f")
+        lines.append(f"| {contender['name']} | {' | '.join(cells)} | {each(found, 'slowdown', '.2f')} |")
     return lines
 
 

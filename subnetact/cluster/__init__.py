@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from subnetact.cluster.application import build_app
-    from subnetact.cluster.autoscaling import Autoscaling
+    from subnetact.cluster.autoscaler import Autoscaling
 
 __all__ = ["Autoscaling", "build_app"]
 
-_HOME = {"Autoscaling": "autoscaling", "build_app": "application"}
+_HOME = {"Autoscaling": "autoscaler", "build_app": "application"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from subnetact.cluster.autoscaling import Autoscaling, input_ms_at_floor, replicas_needed
+from subnetact.cluster.autoscaler import Autoscaling, input_ms_at_floor, replicas_needed
 from subnetact.cluster.client import ReplicaClient
 from subnetact.cluster.ray_serve import FULL, LOST, AutoscalingConfig, AutoscalingPolicy, check_version, serve
 from subnetact.cluster.replica import EngineReplica, Reply

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from subnetact.cluster.autoscaling import Autoscaling
+from subnetact.cluster.autoscaler import Autoscaling
 from subnetact.command import TERMINATED
 from subnetact.errors import ServeError
 from subnetact.serve import cli

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from subnetact.cluster.application import ReplicaCount, client_of, replicas_of
-from subnetact.cluster.autoscaling import Autoscaling
+from subnetact.cluster.autoscaler import Autoscaling
 from subnetact.cluster.ray_serve import ray, serve
 from subnetact.errors import ServeError
 from subnetact.serve.source import Source

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from subnetact import LatencyTable
-from subnetact.cluster.autoscaling import Autoscaling, input_ms_at_floor, replicas_needed
+from subnetact.cluster.autoscaler import Autoscaling, input_ms_at_floor, replicas_needed
 from subnetact.errors import ServeError
 
 TABLE = LatencyTable(["small", "large"], [70.0, 80.0], [1, 2, 4, 8], [[5, 6, 8, 12], [20, 30, 50, 90]])
