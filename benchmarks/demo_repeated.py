@@ -109,7 +109,7 @@ def main() -> None:
     for seed in tqdm([seed for seed in args.seeds if seed not in known], desc=name):
         runs.append(run(seed, args.load, args.text, None if seed else args.figure))
         write_json(out, result)
-        key = "in_time_times_right" if args.text else "in_time"
+        key = "right_and_in_time" if args.text else "in_time"
         print([round(contender[key], 2) for contender in runs[-1]["contenders"]], runs[-1]["notes"])
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from subnetact.files.documents import write_json
 from subnetact.serving.simulation.traces import bursty
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Run", "Trace", "compare", "header", "lulls_and_burst", "machine_notes", "outcome", "send"]
+__all__ = ["Run", "Trace", "compare", "draw", "header", "lulls_and_burst", "machine_notes", "outcome", "send"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -151,6 +152,13 @@ def machine_notes(runs: Sequence[Run], share: Sequence[float], slo_ms: float) ->
     return found
 
 
+def _figure_class() -> Any:
+    try:
+        return import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise MissingExtra("figures need matplotlib: pip install 'subnetact[plot]'") from error
+
+
 def compare(
     serve: Sequence[Callable[[], Run]], trace: Trace, out: Path, report: Path | None, facts: Mapping[str, Any]
 ) -> None:
@@ -158,7 +166,7 @@ def compare(
 
     The contender with all subnets, the largest and the smallest one come first.
     """
-    plt = _pyplot()
+    _figure_class()  # before the work is done
     share, runs = [share_of_core()], []
     gc.collect()
     gc.freeze()  # a full collection that visits all objects of torch would stop the server for tens of ms
@@ -174,29 +182,19 @@ def compare(
     notes = machine_notes(runs, share, trace.slo_ms)
     for note in notes:
         print(f"NOTE: {note}")
-    _draw(plt, out, runs[:3] + sorted(runs[3:], key=lambda run: -run.right.mean())[:1], trace)
+    shown = runs[:3] + sorted(runs[3:], key=lambda run: -run.right.mean())[:1]
+    of = "{}: {in time:.1f} % in time, {right and in time:.1f} % right and in time"
+    draw(out, shown, trace, "\n".join(of.format(run.name, **run.shares) for run in shown))
     print(f"Figure: {out}")
     if report is not None:
         contenders = [run.figures for run in runs]
         write_json(report, {**facts, "share_of_core": share, "notes": notes, "contenders": contenders})
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingExtra("the demo's figure needs matplotlib: pip install 'subnetact[demo]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def _draw(plt: Any, path: Path, runs: Sequence[Run], trace: Trace) -> None:
+def draw(path: Path, runs: Sequence[Run], trace: Trace, title: str) -> None:
     """Draw what was asked for, and for every contender accuracy and misses, per bin."""
-    figure, (asked, accuracy, missed) = plt.subplots(
-        3, 1, figsize=(9, 7.5), sharex=True, constrained_layout=True, height_ratios=(1, 2, 1.3)
-    )
+    figure: Any = _figure_class()(figsize=(9, 7.5), layout="constrained")
+    asked, accuracy, missed = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2, 1.3))
     edges = np.arange(0, trace.due_ms.max() + trace.bin_ms, trace.bin_ms)
     counts = np.histogram(trace.due_ms, edges)[0]
     asked.stairs(1e3 * counts / trace.bin_ms, edges / 1e3, fill=True, color="tab:gray", alpha=0.5)
@@ -214,9 +212,8 @@ def _draw(plt: Any, path: Path, runs: Sequence[Run], trace: Trace) -> None:
     accuracy.set_ylabel("accuracy of what was\nanswered in time (%)")
     missed.set_ylabel("missed (%)")
     missed.set_xlabel("seconds")
-    asked.legend(loc="upper right", fontsize=8)
+    if trace.sustained:
+        asked.legend(loc="upper right", fontsize=8)
     accuracy.legend(loc="lower right", fontsize=8)
-    of = "{}: {in time:.1f} % in time, {right and in time:.1f} % right and in time"
-    asked.set_title("\n".join(of.format(run.name, **run.shares) for run in runs), fontsize=9)
+    asked.set_title(title, fontsize=9)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
