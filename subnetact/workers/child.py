@@ -135,8 +135,7 @@ def _serve(pipe: socket.socket, parts: Parts, requests: Any, answers: Any) -> in
             if kind == RUN:
                 subnet, size, layout = pickle.loads(data)
                 outputs = run(subnet, requests.read(layout, copy=False), size)
-                reply = pickle.dumps(answers.write(_as_list(outputs)))
-                send(pipe, ANSWER, reply)
+                send(pipe, ANSWER, answers.write(_as_list(outputs)))
             elif kind == CHANGE:
                 _follow(pickle.loads(data), receive_descriptors(pipe, descriptors), parts)
                 send(pipe, DONE, b"")

@@ -117,7 +117,7 @@ class WorkerProcess:
         kind, data = self._ask(RUN, pickle.dumps((subnet, batch_size, layout)))
         if kind == FAILED:
             raise _error(data)
-        return self._answers.read(pickle.loads(data), copy=True)
+        return self._answers.read(data, copy=True)
 
     def follow(self, changes: Sequence[Change], states: States) -> None:
         """Apply changes of the runner; a process in which one fails ends."""
