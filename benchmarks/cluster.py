@@ -139,7 +139,7 @@ async def ask_pages(
 def summarise(found: Sequence[tuple[Sent, int]], slo_ms: float) -> dict[str, Any]:
     """Return attainment, the digits that were right among the pages in time, and among all pages."""
     met = [n for sent, n in found if _in_time(sent, slo_ms)]
-    outcomes = Counter(sent.outcome for sent, _ in found)
+    outcomes = Counter(sent.outcome.partition(":")[0] for sent, _ in found)
     latencies = [sent.latency_ms for sent, _ in found if sent.reply is not None]
     return {
         "pages": len(found),

@@ -13,8 +13,8 @@ from subnetact.latency.table import LatencyTable
 
 __all__ = ["Autoscaling", "input_ms_at_floor", "replicas_needed"]
 
-TARGET = 0.7
-"""The load of a replica at which another one is added."""
+TARGET, RELEASE = 0.7, 0.5
+"""The mean load at which a replica is added, and the one that removing a replica may lead to."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Autoscaling:
     """How many replicas to run: accuracy gives way first, down to its floor, and then replicas are added.
 
     Every replica exports its load: the share of its time that its inputs would take in full batches of the
-    fastest subnet that reaches the floor. Replicas are added or removed so that the mean load is at most 0.7.
+    fastest subnet that reaches the floor. Replicas are added so that the mean load is at most 0.7, and
+    removed if it is then at most 0.5.
 
     Attributes:
         accuracy_floor: accuracy in percent that the replicas should be able to hold.
@@ -68,4 +69,8 @@ def replicas_needed(context: Any) -> tuple[int, dict[str, Any]]:
     loads = (context.aggregated_metrics or {}).get("load")
     if not loads:
         return context.target_num_replicas, {}
-    return max(1, math.ceil(sum(loads.values()) / TARGET)), {}
+    load, running = sum(loads.values()), context.target_num_replicas
+    needed = math.ceil(load / TARGET)
+    if needed < running:  # Loads are measured, so that without a distance replicas would come and go.
+        needed = min(running, math.ceil(load / RELEASE))
+    return max(1, needed), {}

@@ -60,9 +60,7 @@ class ReplicaClient:
         self._call, self._check, self._replicas = call, check, replicas
         self._died, self._full = died, full
         self._max_per_replica = max_per_replica
-        self._outstanding = 0
-        self._counters = Counters()
-        self._closed = False
+        self._outstanding, self._closed, self._counters = 0, False, Counters()
 
     async def infer_rows(
         self,
