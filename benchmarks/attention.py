@@ -11,7 +11,7 @@ upstream's code computes them. For AutoFormer these are tables with an entry per
 for DynaBERT scores and softmax as separate operations and a GELU of five operations (`peers.py`). timm and
 Hugging Face are their own upstream. Cells are added to `--out`, so that they may be measured in pieces.
 `--profile` prints where the time of the fused program goes, and measures nothing. `--report` draws the plot
-and writes the table into benchmarks/README.md.
+and writes the table into results/attention.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from bar_plot import plot_bars
 from interleaved_passes import interleaved_ms, ratios
 from peers import as_upstream_autoformer, as_upstream_dynabert, import_torchvision
-from readme_section import write_section
+from results_section import write_section
 from torch import Tensor
 
 import subnetact
@@ -161,7 +161,7 @@ def shares(run: Callable[[], Any]) -> dict[str, float]:
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Draw the plot, and write the figures into benchmarks/README.md."""
+    """Draw the plot, and write the figures into results/attention.md."""
     on, cells = result["machine"], result["cells"]
     labels = [f"{cell['network']}\n{cell['size']}\nbatch {cell['batch']}" for cell in cells]
     title = f"{on['device_name']}, {on['threads']} thread(s)"
@@ -209,7 +209,7 @@ def main() -> None:
         "--profile", action="store_true", help="print a profile of the fused program and stop"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.json"))
-    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
+    parser.add_argument("--report", action="store_true", help="draw, write the page in results/ and stop")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"cells": []}

@@ -2,7 +2,7 @@
 
     python benchmarks/batcher.py                   # everything, 15 minutes on two idle cores (Linux)
     python benchmarks/batcher.py --only null       # one section; the others keep their earlier figures
-    python benchmarks/batcher.py --report          # plot --out, write its tables into README.md and stop
+    python benchmarks/batcher.py --report          # plot --out, write results/batcher.md and stop
 
 null: requests per second and added latency with a model that does nothing; SlackFit decides.
 digits: the embedded supernet in this process. SlackFit, HullFit, every fixed subnet and a first-in, first-out
@@ -69,9 +69,7 @@ def main() -> None:
         help="the subnets that servers of one fixed subnet run over HTTP",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batcher.json")
-    parser.add_argument(
-        "--report", action="store_true", help="plot --out, write its tables into README.md and stop"
-    )
+    parser.add_argument("--report", action="store_true", help="plot, write the page in results/ and stop")
     args = parser.parse_args()
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.report:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from readme_section import write_section
+from results_section import write_section
 
 __all__ = ["report"]
 
@@ -16,7 +16,7 @@ LONGEST_LAG_MS = 5.0
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Plot the result, and write its tables into benchmarks/README.md."""
+    """Plot the result, and write its tables into results/batcher.md."""
     _plot(result, out.with_suffix(".png"))
     lines = [*_null(result["null"]), *_digits(result["digits"])]
     lines += [*_replay(result["replay"]), *_http(result["http"])]

@@ -10,7 +10,7 @@ windows.
 
 There are two sets of subnets. `independent` are random subnets, which have little in common. `pareto` are
 neighbours, as an evolutionary search leaves them on its front: each differs from an earlier one in one or two
-slots. `--report` writes the figures in `--out` into README.md.
+slots. `--report` writes the figures in `--out` into results/calibrate.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from peers import upstream_network
-from readme_section import write_section
+from results_section import write_section
 from torch import Tensor
 from tqdm import tqdm
 
@@ -208,7 +208,7 @@ def rows(supernet: Supernet, specs: list[SubnetSpec]) -> dict[SubnetSpec, NormRo
 
 
 def report(result: dict[str, Any]) -> None:
-    """Write the figures into benchmarks/README.md."""
+    """Write the figures into results/calibrate.md."""
     on = result["machine"]
     where = f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}"
     lines = [f"{where}, {result['pixels']} px, float32."]
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/calibrate.json"))
-    parser.add_argument("--report", action="store_true", help="write --out into README.md and stop")
+    parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}

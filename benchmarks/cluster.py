@@ -1,12 +1,11 @@
-"""Compares ways to serve pages of 16 digits from replicas, kills and adds replicas, and simulates many.
+"""Compares ways to serve pages of 16 digits from replicas, kills replicas, and lets them follow the load.
 
     python benchmarks/cluster.py --sections live --seeds 0     (needs the extra `ray`; minutes per seed)
     python benchmarks/cluster.py --sections faults
     python benchmarks/cluster.py --sections autoscaling        (5 minutes)
-    python benchmarks/cluster.py --sections model
     python benchmarks/cluster.py --report
 
-Every run adds its results to `--out`; `--report` prints medians over the seeds.
+Every run adds its results to `--out`; `--report` writes results/cluster.md.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from cluster_model import model_section
+from results_section import write_section
 
 from subnetact import profile_latency
 from subnetact.device import machine
@@ -64,14 +63,12 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--slo-ms", f"{SLO_MS - RESERVE_MS:g}"),
     ),
     "ours, Ray, 1 replica of 2 threads": (*OURS, "--replicas", "1", "--threads", "2"),
-    "ours, Ray, 2 replicas, SlackRouter": OURS,
-    "ours, Ray, 2 replicas, Ray's router": (*OURS, "--router", "ray"),
-    "ours, Ray, 2 replicas, central queue": (*OURS, "--queue", "central"),
+    "ours, Ray, 2 replicas": OURS,
     "plain Ray Serve, subnet 0": ("cluster_server.py", "plain", "--subnet", "0"),
     "plain Ray Serve, subnet 3": ("cluster_server.py", "plain", "--subnet", "3"),
     "plain Ray Serve, subnet 5": ("cluster_server.py", "plain", "--subnet", "5"),
 }
-FAULTY = "ours, Ray, 2 replicas, SlackRouter"
+FAULTY = "ours, Ray, 2 replicas"
 STEPS = (("low", 15.0, 20.0), ("high", 15.0, 90.0), ("still high", 30.0, 90.0), ("low again", 30.0, 20.0))
 """Name, length in s and pages per second of every step of the load."""
 FLOOR = 80.0
@@ -142,7 +139,7 @@ async def ask_pages(
 def summarise(found: Sequence[tuple[Sent, int]], slo_ms: float) -> dict[str, Any]:
     """Return attainment, the digits that were right among the pages in time, and among all pages."""
     met = [n for sent, n in found if _in_time(sent, slo_ms)]
-    outcomes = Counter(sent.outcome for sent, _ in found)
+    outcomes = Counter(sent.outcome.partition(":")[0] for sent, _ in found)
     latencies = [sent.latency_ms for sent, _ in found if sent.reply is not None]
     return {
         "pages": len(found),
@@ -370,15 +367,15 @@ def facts() -> dict[str, Any]:
     return {"machine": machine(torch.device("cpu")), "python": platform.python_version(), **versions}
 
 
-def report(results: dict[str, Any]) -> str:
-    """Return tables of the results in Markdown."""
+def report(results: dict[str, Any]) -> list[str]:
+    """Return the lines of results/cluster.md."""
     lines: list[str] = []
     live = results.get("live", [])
     rates = sorted({run["rate"] for run in live})
     if live:
         head = " | ".join(f"{rate:g} pages/s" for rate in rates)
         lines += [f"| server | {head} |", "|---" * (len(rates) + 1) + "|"]
-        for name in SERVERS:
+        for name in dict.fromkeys([*SERVERS, *(run["server"] for run in live)]):
             runs = [[r for r in live if r["server"] == name and r["rate"] == rate] for rate in rates]
             lines.append(f"| {name} | " + " | ".join(map(_cell, runs)) + " |")
     scaled = results.get("autoscaling")
@@ -388,10 +385,16 @@ def report(results: dict[str, Any]) -> str:
         )
         lines += ["", f"| server | {head} | replica-seconds |", "|---" * (len(scaled["steps"]) + 2) + "|"]
         lines += [_scaled_line(name, found) for name, found in scaled["servers"].items()]
-    model = results.get("model")
-    if model:
-        lines += ["", *_model_lines(model["cells"])]
-    return "\n".join(lines)
+    faults = results.get("faults")
+    if faults:
+        lines += ["", f"{faults['rate']:g} pages/s for {faults['seconds']:g} s, due in 1 s:", ""]
+        for how in ("without", "with"):
+            run = faults[how]
+            lines.append(
+                f"* {run['killed']} replicas killed: {run['attainment']:.1f} % of {run['pages']} pages in "
+                f"time, latency p99 {run['latency_p99_ms']:.0f} ms, {run['outcomes']}"
+            )
+    return lines
 
 
 def _scaled_line(name: str, found: dict[str, Any]) -> str:
@@ -400,35 +403,6 @@ def _scaled_line(name: str, found: dict[str, Any]) -> str:
         for step in found["steps"].values()
     ]
     return f"| {name} | {' | '.join(cells)} | {sum(second[-1] for second in found['seconds'])} |"
-
-
-def _model_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
-    lines = []
-    for load in sorted({cell["load"] for cell in cells}, reverse=True):
-        here = [cell for cell in cells if cell["load"] == load]
-        counts = sorted({cell["workers"] for cell in here})
-        lines += [
-            f"Load {load:g}:",
-            "",
-            "| routing | reports | routers | " + " | ".join(f"{n} workers" for n in counts) + " |",
-            "|---" * (len(counts) + 3) + "|",
-        ]
-        kinds = dict.fromkeys((c["routing"], c.get("period_ms"), c.get("routers")) for c in here)
-        order = {"central": 0, "slack": 1, "naive": 2, "two": 3, "random": 4}
-        for routing, period, routers in sorted(kinds, key=lambda kind: order[kind[0]]):
-            row = []
-            for count in counts:
-                found = [
-                    c
-                    for c in here
-                    if (c["routing"], c.get("period_ms"), c.get("routers"), c["workers"])
-                    == (routing, period, routers, count)
-                ]
-                row.append(f"{found[0]['attainment']:.1f} / {found[0]['effective']:.1f}" if found else "-")
-            shown = "-" if period is None else "exact" if not period else f"{period:g} ms"
-            lines.append(f"| {routing} | {shown} | {routers or '-'} | " + " | ".join(row) + " |")
-        lines.append("")
-    return lines
 
 
 def _cell(runs: Sequence[dict[str, Any]]) -> str:
@@ -444,9 +418,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--sections", nargs="*", default=[], choices=("live", "faults", "autoscaling", "model")
-    )
+    parser.add_argument("--sections", nargs="*", default=[], choices=("live", "faults", "autoscaling"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="pages per second")
     parser.add_argument("--servers", nargs="+", default=[*SERVERS, *SCALED], choices=[*SERVERS, *SCALED])
@@ -475,17 +447,10 @@ def main() -> None:
         known = results.get("autoscaling", {}).get("servers", {})
         chosen = [name for name in args.servers if name in SCALED]
         results["autoscaling"] = {**facts(), **autoscaling_section(args.seeds[0], chosen, known)}
-    if "model" in args.sections:
-
-        def keep(model: dict[str, Any]) -> None:
-            results["model"] = model
-            args.out.write_text(json.dumps(results, indent=1) + "\n")
-
-        model_section(results.get("model", {}).get("cells", []), keep)
     if args.sections:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
     if args.report:
-        print(report(results))
+        write_section("cluster", report(results))
 
 
 if __name__ == "__main__":

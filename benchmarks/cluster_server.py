@@ -31,19 +31,10 @@ def ours(args: argparse.Namespace) -> None:
     source = Source(bundle=args.bundle, slo_ms=args.slo_ms, workers=args.threads, policy=args.policy)
     scaling = None
     if args.floor is not None:
-        scaling = Autoscaling(
-            args.floor, most=args.replicas, attainment=args.attainment, patience_s=args.patience_s
-        )
-    session = RaySession(
-        source,
-        args.replicas,
-        autoscaling=scaling,
-        queue=args.queue,
-        router=args.router,
-        report_s=args.report_s,
-    )
+        scaling = Autoscaling(args.floor, most=args.replicas, patience_s=args.patience_s)
+    session = RaySession(source, 1 if scaling else args.replicas, scaling)
     try:
-        app = build_app(session.answerer, session.engine, slo_ms=args.slo_ms, name="digits")
+        app = build_app(session.client, session.engine, slo_ms=args.slo_ms, name="digits")
         run(app, port=args.port)
     finally:
         session.close()
@@ -105,16 +96,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="workers of every replica")
-    parser.add_argument("--queue", default="replicas")
-    parser.add_argument("--router", default="slack")
-    parser.add_argument("--report-s", type=float, default=0.2)
     parser.add_argument("--policy", default="slackfit:4")
     parser.add_argument("--slo-ms", type=float, default=250.0)
     parser.add_argument("--subnet", type=int, default=0)
-    parser.add_argument(
-        "--floor", type=float, help="least accuracy; up to --replicas replicas follow the load"
-    )
-    parser.add_argument("--attainment", type=float, default=0.95)
+    parser.add_argument("--floor", type=float, help="of accuracy; replicas follow the load")
     parser.add_argument("--patience-s", type=float, default=8.0)
     args = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from peers import import_torchvision
-from readme_section import write_section
+from results_section import write_section
 from torch import nn
 from tqdm import tqdm
 
@@ -257,9 +257,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run models whose names contain this text")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="run models that are done already")
-    parser.add_argument(
-        "--report", action="store_true", help="write the table of the results into the README"
-    )
+    parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
     import_torchvision()
     if args.one:

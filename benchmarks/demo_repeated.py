@@ -5,7 +5,7 @@
 Every run is `python -m subnetact.demo` in a process of its own. With `--load N`, N processes compute for
 random spans of up to two seconds and pause for random spans, from the start of every run to its end, so that
 the machine has another speed while the demo serves than while it profiled. `--text` runs the demo of
-the language model. Runs of seeds that the file has are kept. `--report` writes the sections of README.md.
+the language model. Runs of seeds that the file has are kept. `--report` writes their pages in results/.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import time
 from multiprocessing import Event, Process
 from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from readme_section import write_section
+from results_section import write_section
 from tqdm import tqdm
 
 from subnetact.files.documents import write_json
@@ -67,33 +66,19 @@ def report(result: dict[str, Any], text: bool) -> None:
     for name, runs in result.items():
         facts = runs[0]["machine"]
         lines += ["", f"{facts['device_name']}, {facts['cpus']} CPUs, torch {facts['torch']}; {name}:", ""]
-        lines += text_lines(runs) if text else digits_lines(runs)
+        lines += contender_lines(runs)
         noted = sum(bool(run["notes"]) for run in runs)
         lines += ["", f"The demo itself noted a doubtful machine in {noted} of {len(runs)} runs."]
-    write_section("text demo" if text else "demo", lines[1:])
+    write_section("text_demo" if text else "demo", lines[1:])
 
 
-def digits_lines(runs: list[dict[str, Any]]) -> list[str]:
-    lines = ["| contender | in time, % of each run | right and in time, median % | speed, of each run |"]
+def contender_lines(runs: list[dict[str, Any]]) -> list[str]:
+    lines = ["| contender | right and in time, % of each run | in time, % of each run | speed, of each run |"]
     lines += ["|---|---|---|---|"]
-    for i, contender in enumerate(runs[0]["contenders"]):
-        found = [run["contenders"][i] for run in runs]
-        right = median(one["right_and_in_time"] for one in found)
-        cells = each(found, "in_time", ".1f"), f"{right:.1f}", each(found, "slowdown", ".2f")
-        lines.append(f"| {contender['name']} | {' | '.join(cells)} |")
-    return lines
-
-
-def text_lines(runs: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| contender | tokens in time x right, % of each run | tokens in time, % of each run | loss, median |"
-    ]
-    lines += ["|---|---|---|---|"]
-    for i, contender in enumerate(runs[0]["contenders"]):
-        found = [run["contenders"][i] for run in runs]
-        loss = median(one["loss"] for one in found)
-        cells = each(found, "in_time_times_right", ".2f"), each(found, "in_time", ".1f"), f"{loss:.3f}"
-        lines.append(f"| {contender['name']} | {' | '.join(cells)} |")
+    for contender in runs[0]["contenders"]:
+        found = [one for run in runs for one in run["contenders"] if one["name"] == contender["name"]]
+        cells = each(found, "right_and_in_time", ".2f"), each(found, "in_time", ".1f")
+        lines.append(f"| {contender['name']} | {' | '.join(cells)} | {each(found, 'slowdown', '.2f')} |")
     return lines
 
 
@@ -111,7 +96,7 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=0, help="processes that compute now and then")
     parser.add_argument("--out", type=Path, help="default: demo.json or text_demo.json of the results")
     parser.add_argument("--figure", type=Path, help="file for the figure of seed 0")
-    parser.add_argument("--report", action="store_true", help="write the section of README.md and stop")
+    parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
     out = args.out or RESULTS / ("text_demo.json" if args.text else "demo.json")
     result = json.loads(out.read_text()) if out.exists() else {}
@@ -124,7 +109,7 @@ def main() -> None:
     for seed in tqdm([seed for seed in args.seeds if seed not in known], desc=name):
         runs.append(run(seed, args.load, args.text, None if seed else args.figure))
         write_json(out, result)
-        key = "in_time_times_right" if args.text else "in_time"
+        key = "right_and_in_time" if args.text else "in_time"
         print([round(contender[key], 2) for contender in runs[-1]["contenders"]], runs[-1]["notes"])
 
 

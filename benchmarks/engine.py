@@ -7,7 +7,7 @@ Upstream is the PyPI package `ofa` with the same random weights. All contenders 
 in turns. A pass runs every contender once, in random order. A ratio is the median, over all passes, of a
 contender's time divided by the time of upstream's extracted network in eager mode (`extracted_eager`).
 `--report` draws the plots of a JSON file that was measured before and writes its figures into
-benchmarks/README.md.
+results/engine.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from bar_plot import plot_bars
 from interleaved_passes import interleaved_ms, ratios
 from peers import upstream_network
-from readme_section import write_section
+from results_section import write_section
 from torch import Tensor
 from tqdm import tqdm
 
@@ -343,7 +343,7 @@ def _hammered(
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Draw the plots, and write the figures into benchmarks/README.md."""
+    """Draw the plots, and write the figures into results/engine.md."""
     on = result["machine"]
     for family, cells in result["forward"].items():
         labels = [f"{cell['size']}\nbatch {cell['batch']}" for cell in cells]
@@ -416,7 +416,7 @@ def main() -> None:
     parser.add_argument("--hammer-seconds", type=float, default=60.0)
     parser.add_argument("--compile", action="store_true", help="also torch.compile, which takes minutes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))
-    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
+    parser.add_argument("--report", action="store_true", help="draw, write the page in results/ and stop")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}

@@ -11,7 +11,7 @@ file whose network is the identity. Its resident memory is what it has allocated
 `resident_MiB_beyond_file` is the memory that TorchScript itself needs, 1 to 2 KiB per operation of every
 class; `methods_alone` has the same figures for a second network that is the identity.
 
-`--report` writes the table in benchmarks/README.md from these results and those of export_formats.py.
+`--report` writes the table in results/export.md from these results and those of export_formats.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from readme_section import write_section
+from results_section import write_section
 from torch import Tensor, nn
 from tqdm import tqdm
 

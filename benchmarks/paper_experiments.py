@@ -353,7 +353,7 @@ def _greatest_rate(table: LatencyTable, cuts: int, long_share: float) -> float:
             result = simulate(arrivals, table, policy, slo, **options)
         else:
             cut = Preemptive(policy, block_ms=0.0)
-            result = simulate(arrivals, table, cut, slo, resume=True, blocks=cuts, **options)
+            result = simulate(arrivals, table, cut, slo, blocks=cuts, **options)
         assert result.log is not None
         met = result.log.finish_ms <= arrivals + slo
         return bool(met[is_long].mean() >= 0.95 and met[~is_long].mean() >= 0.95)

@@ -1,7 +1,7 @@
 """HullFit compared with SlackFit and the best fixed subnet on tables, loads and SLOs of many kinds.
 
     python benchmarks/policy_grid.py             # continues what an earlier run began; 45 minutes on one core
-    python benchmarks/policy_grid.py --report    # write the results into README.md and stop
+    python benchmarks/policy_grid.py --report    # write results/policy_grid.md and stop
 
 Every cell is one setting: a latency table, a number of workers, a load, the burstiness of the arrivals, and
 an SLO. All policies of a cell see the same arrivals. SlackFit (K = 4 and 8) has the margins of HullFit. The
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from readme_section import write_section
+from results_section import write_section
 from tqdm import tqdm
 
 from subnetact import __version__
@@ -275,7 +275,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(document: dict[str, Any]) -> None:
-    """Write the results into README.md."""
+    """Write the results into results/policy_grid.md."""
     lines = [
         "| cells | number | HullFit at most 0.2 points behind | worst | mean lead | HullFit | SlackFit, K = 4"
         " | K = 8 | best fixed | HullFit, SlackFit (K = 8) to the fluid bound |",
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=14, help="seed of the random cells")
     parser.add_argument("--requests", type=int, default=10_000, help="least number of requests per trace")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_grid.json")
-    parser.add_argument("--report", action="store_true", help="write --out into README.md and stop")
+    parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.report:

@@ -2,7 +2,7 @@
 
     python benchmarks/policy_live.py                      # five minutes on two idle cores (Linux)
     python benchmarks/policy_live.py --only sleeper --seeds 1 --reserves 0 1
-    python benchmarks/policy_live.py --report             # write the results into README.md and stop
+    python benchmarks/policy_live.py --report             # write results/policy_live.md and stop
 
 A section that is not measured keeps its earlier results.
 
@@ -29,7 +29,7 @@ import batcher_replay
 import torch
 from batcher_client import ask_batcher
 from in_service import measured_in_service
-from readme_section import write_section
+from results_section import write_section
 from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, __version__
@@ -106,7 +106,7 @@ def sleeper(seeds: int, seconds: float, reserves: list[float]) -> list[dict[str,
 
 
 def report(document: dict[str, Any]) -> None:
-    """Write the means into README.md, and the spread of the means of single seeds."""
+    """Write the means into results/policy_live.md, and the spread of the means of single seeds."""
     sections = [(name, document[name]) for name in ("pages", "sleeper") if name in document]
     reserves = {float(name.split()[1]): name for name in sections[0][1]["means"] if name != "HullFit"}
     names = ["HullFit", *(reserves[share] for share in sorted(reserves))]
@@ -146,7 +146,7 @@ def main() -> None:
         "--reserves", type=float, nargs="+", default=[0, 2.5, 5, 10, 20], help="percent of the SLO"
     )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_live.json")
-    parser.add_argument("--report", action="store_true", help="write --out into README.md and stop")
+    parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.report:

@@ -10,7 +10,7 @@ A machine that refuses a precision gets a row that says why. `--parts packed` me
 CPUs without VNNI (`packed_int8.py`), and `--parts small` decides about fused int8 programs of small
 networks (`SMALL_INT8` in `subnetact/engine/fusion_plan.py`), by CPU time of the thread. torchao is measured
 if it is installed. `--report` draws the plot of a measured file and writes its figures into
-benchmarks/README.md.
+results/precision.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bar_plot import plot_bars
 from interleaved_passes import interleaved_ms, ratios
 from linear import shares
 from packed_int8 import layers_of, packed_layers
-from readme_section import write_section
+from results_section import write_section
 from torch import Tensor, nn
 
 import subnetact
@@ -281,7 +281,7 @@ def known_product(x: Tensor, weight: Tensor, scale: Any, bias: Tensor, known: fl
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Draw the plot, and write the figures into benchmarks/README.md."""
+    """Draw the plot, and write the figures into results/precision.md."""
     on, cells = result["machine"], result["forward"]
     labels = [f"{cell['family']}\nbatch {cell['batch']}" for cell in cells]
     title = f"largest subnets, {on['device_name']}, {on['threads']} thread(s)"
@@ -289,8 +289,8 @@ def report(result: dict[str, Any], out: Path) -> None:
     plot_bars(times, labels, title, "eager float32", out.with_suffix(".png"), top=1.6)
     names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"] if name != BASE))
     lines = [
-        f"{on['device_name']}, {on['instructions']}, {on['threads']} thread(s), torch {on['torch']}, largest "
-        "subnets. `ms` is the "
+        f"{on['device_name']}, {on.get('instructions', 'AVX-512 VNNI')}, {on['threads']} thread(s), "
+        f"torch {on['torch']}, largest subnets. `ms` is the "
         "time of the extracted float32 network in eager mode; the other columns are times divided by that "
         "time, medians over interleaved passes.",
         "",
@@ -341,7 +341,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS][:4])
     parser.add_argument("--seconds", type=float, default=30.0, help="of timed running per cell")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
+    parser.add_argument("--report", action="store_true", help="draw, write the page in results/ and stop")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/precision.json"))
     args = parser.parse_args()
     warnings.simplefilter("ignore")

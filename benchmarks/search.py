@@ -10,7 +10,7 @@
   costs     measures how many subnets per second the cost model counts, and torch's FlopCounterMode
   latency   fits the latency predictor to subnets that are measured on this machine
 
-`--report` draws the plots and writes the section of README.md.
+`--report` draws the plots and writes the page results/search.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from readme_section import write_section
+from results_section import write_section
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
@@ -382,7 +382,7 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Draw the plots, and write the section of benchmarks/README.md."""
+    """Draw the plots, and write the section of results/search.md."""
     lines = []
     if "digits" in result and "families" in result:
         plot(result, out)
@@ -441,7 +441,7 @@ def precisions(found: dict[str, Any]) -> list[str]:
         f"{one['hypervolume_with_over_without']:.3f} |"
         for one in found["fronts"]
     ]
-    return [*lines, "", "![Fronts with and without int8](results/search_precision.png)"]
+    return [*lines, "", "![Fronts with and without int8](search_precision.png)"]
 
 
 def fronts(result: dict[str, Any]) -> list[str]:
@@ -475,7 +475,7 @@ def fronts(result: dict[str, Any]) -> list[str]:
             lines.append(
                 f"| {family}, {method} | {min(s):.4f} | {np.mean(s):.4f} | {min(sizes)} to {max(sizes)} |"
             )
-    return [*lines, "", "![Fronts of evolution and random search](results/search.png)"]
+    return [*lines, "", "![Fronts of evolution and random search](search.png)"]
 
 
 def plot(result: dict[str, Any], out: Path) -> None:
@@ -557,7 +557,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="searches per method, 1 to 10")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/search.json"))
-    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
+    parser.add_argument("--report", action="store_true", help="draw, write the page in results/ and stop")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ import torch
 import subnetact
 import subnetact.serving
 from subnetact.demo.cli import main
-from subnetact.demo.digits_demo import Run, _serve
-from subnetact.demo.machine_notes import machine_notes
+from subnetact.demo.contenders import Run, machine_notes
+from subnetact.demo.digits_demo import _serve
 from subnetact.digits import (
     distort,
     load_digits_supernet,
@@ -83,7 +82,7 @@ def test_the_demo_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for words in (
         "shared statistics",
         "Pareto set",
-        "right+in time",
+        "right and in time",
         "HullFit, all",
         "fixed, largest",
         "fixed, smallest",
@@ -102,14 +101,26 @@ def test_the_demo_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def run(slowdown: float = 1.0, late_ms: float = 0.5) -> Run:
-    met = np.array([True, True, False, True])
-    right = np.array([True, False, False, True])
     accuracy = np.array([80.0, 70.0, np.nan, 60.0])
-    return Run("ours", met, right, accuracy, np.full(4, late_ms), slowdown)
+    right = np.array([1.0, 0.0, 0.0, 1.0])
+    return Run(
+        "ours", ~np.isnan(accuracy), accuracy, right, np.full(4, late_ms), slowdown, {"measured": 66.0}
+    )
 
 
 def test_a_contender_is_counted() -> None:
-    assert run().row.split() == ["ours", "75.00", "%", "70.00", "%", "66.67", "%", "50.00", "%"]
+    shares = {"in time": 75.0, "profiled": 70.0, "measured": 66.0, "right and in time": 50.0}
+    assert run().shares == shares
+    assert run(1.5).figures == {
+        "name": "ours",
+        "items": 4,
+        "slowdown": 1.5,
+        "in_time": 75.0,
+        "profiled": 70.0,
+        "measured": 66.0,
+        "right_and_in_time": 50.0,
+        "late_p99_ms": 0.5,
+    }
 
 
 def test_a_failed_batch_of_the_demo_is_no_late_answer() -> None:
@@ -117,7 +128,7 @@ def test_a_failed_batch_of_the_demo_is_no_late_answer() -> None:
     engine: Any = SimpleNamespace(keys=("a",), check=Mock(), run=Mock(side_effect=ValueError("broken")))
     data: Any = SimpleNamespace(images=[1], labels=torch.zeros(1))
     with pytest.raises(BatchFailed):
-        asyncio.run(_serve("", subnetact.serving.Fixed(table, 0), engine, data, np.zeros(1), 50.0))
+        _serve("", subnetact.serving.Fixed(table, 0), engine, data, np.zeros(1), 50.0)
 
 
 def test_the_demo_says_when_the_machine_decided_the_result() -> None:

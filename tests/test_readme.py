@@ -143,11 +143,25 @@ def test_every_link_leads_somewhere() -> None:
             assert anchor in headings, target
 
 
-def test_the_page_of_the_benchmarks_names_every_script_and_every_result() -> None:
+def test_the_index_of_the_benchmarks_leads_to_every_script_and_every_result() -> None:
+    """A result begins with the name of a file that the index links."""
     folder = ROOT / "benchmarks"
-    page = (folder / "README.md").read_text()
-    files = [*folder.glob("*.py"), *folder.glob("results/**/*.*")]
-    assert [path.name for path in files if path.name not in page] == []
+    index = (folder / "README.md").read_text()
+    assert len(index.encode()) <= 5000
+    scripts = [path.name for path in folder.rglob("*.py") if "__main__" in path.read_text()]
+    helpers = {"batcher_client.py", "cluster_server.py", "litserve_server.py"}  # Their scripts start them.
+    assert [name for name in scripts if name not in index and name not in helpers] == []
+    links = re.findall(r"\]\(([^)]+)\)", index)
+    assert [link for link in links if not (folder / link).exists()] == []
+    known = tuple(Path(link).stem for link in links)
+    results = [path for path in (folder / "results").rglob("*.*") if path.is_file()]
+    assert [path.name for path in results if not path.name.startswith(known)] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "benchmarks" / "results").glob("*.md")), ids=lambda p: p.name)
+def test_every_link_of_a_page_of_results_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
 
 
 def test_every_trial_says_what_was_measured_and_how() -> None:

@@ -2,7 +2,6 @@
 
 * `build_app` makes an application for `ray.serve.run`, `serve build` and KubeRay.
 * `python -m subnetact.cluster` starts replicas from one command.
-* `SlackRouter` sends every request to the one of two random replicas that holds less work.
 
 The names are imported on first use, because Ray takes seconds to import.
 """
@@ -13,18 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from subnetact.cluster.application import Autoscaling, build_app
-    from subnetact.cluster.autoscaler import AccuracyFirst
-    from subnetact.cluster.slack_router import SlackRouter
+    from subnetact.cluster.application import build_app
+    from subnetact.cluster.autoscaler import Autoscaling
 
-__all__ = ["AccuracyFirst", "Autoscaling", "SlackRouter", "build_app"]
+__all__ = ["Autoscaling", "build_app"]
 
-_HOME = {
-    "AccuracyFirst": "autoscaler",
-    "Autoscaling": "application",
-    "SlackRouter": "slack_router",
-    "build_app": "application",
-}
+_HOME = {"Autoscaling": "autoscaler", "build_app": "application"}
 
 
 def __getattr__(name: str) -> Any:

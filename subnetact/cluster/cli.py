@@ -1,8 +1,8 @@
 """The command line of `python -m subnetact.serve`, with replicas on Ray Serve behind the server.
 
---workers replicas start on this machine, or on the cluster at --ray-address, and the server sends every
-request to the one of two random replicas that holds less work. The bundle must be at the same path on every
-node. `python -m subnetact.serve --help` explains the addresses.
+--workers replicas start on this machine, or on the cluster at --ray-address, and Ray's router spreads the
+requests. The bundle must be at the same path on every node. `python -m subnetact.serve --help` explains the
+addresses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from subnetact.cluster.autoscaler import Autoscaling
 from subnetact.command import TERMINATED
 from subnetact.errors import ServeError
 from subnetact.serve import cli
@@ -30,26 +31,13 @@ class RayBackend(cli.Backend):
     epilog = f"replicas:\n{(__doc__ or '').partition('.')[2]}"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options that say where replicas run and how requests reach them."""
+        """Add the options that say where replicas run and how many."""
         group = parser.add_argument_group("Ray")
         group.add_argument("--ray-address", help="of a running cluster; default: Ray starts on this machine")
         group.add_argument(
-            "--queue",
-            choices=("replicas", "central"),
-            default="replicas",
-            help="one deadline queue per replica, or one in the server, which sends batches to idle replicas",
-        )
-        group.add_argument(
-            "--router",
-            choices=("slack", "ray"),
-            default="slack",
-            help="of two replicas that are drawn at random, the one with less work gets a request, or, as in "
-            "Ray itself, the one with fewer requests",
-        )
-        group.add_argument(
             "--accuracy-floor",
             type=float,
-            help="let the number of replicas follow the load: accuracy gives way down to this mean, in "
+            help="let the number of replicas follow the load: accuracy gives way down to this one, in "
             "percent, and then replicas are added; --workers is the least number",
         )
         group.add_argument(
@@ -62,20 +50,14 @@ class RayBackend(cli.Backend):
             raise ServeError("--accuracy-floor and --most-workers: one needs the other; give both or neither")
         if args.worker_processes:
             raise ServeError("--worker-processes: the replicas of Ray are processes already; leave it out")
-        from subnetact.cluster.session import Autoscaling, RaySession  # The extra `ray` may be missing.
+        from subnetact.cluster.session import RaySession  # The extra `ray` may be missing.
 
-        floor, least, most = args.accuracy_floor, args.workers, args.most_workers
-        session = RaySession(
-            replace(source, workers=1),
-            args.workers,
-            autoscaling=None if floor is None else Autoscaling(floor, least=least, most=most),
-            queue=args.queue,
-            router=args.router,
-            address=args.ray_address,
-        )
+        floor, least = args.accuracy_floor, args.workers
+        scaling = None if floor is None else Autoscaling(floor, least, args.most_workers)
+        session = RaySession(replace(source, workers=1), least, scaling, args.ray_address)
         stack.callback(session.close)
         signal.signal(signal.SIGTERM, _terminate)  # uvicorn raises the signal again after it has closed
-        return session.engine, session.answerer
+        return session.engine, session.client
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

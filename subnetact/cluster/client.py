@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from subnetact import errors
-from subnetact.cluster.arrays import to_arrays, to_tensors
-from subnetact.cluster.deadline import Deadline
-from subnetact.cluster.replica import Reply
+from subnetact.cluster.replica import Reply, to_arrays, to_tensors, unix_ms
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
 from subnetact.serving.live.answers import Answer
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.stats import BatcherStats, Counters
 
-__all__ = ["Call", "ReplicaClient"]
+__all__ = ["ReplicaClient"]
 
 LATE_MS = 1000.0
 """How long after its deadline the answer to a request is waited for, in ms."""
 DRAIN_S = 30.0
-
-#: sends the rows of one request to some replica, as `EngineReplica.answer` takes them
-Call = Callable[..., Awaitable[Reply]]
+OUTCOMES = {
+    QueueFull: "refused",
+    InvalidRequest: "refused",
+    DeadlinePassed: "dropped",
+    BatcherClosed: "closed",
+    asyncio.CancelledError: "cancelled",
+}
+"""The counter of every error; those of all others is `failed`."""
 
 
 class ReplicaClient:
@@ -34,47 +36,33 @@ class ReplicaClient:
     is sent once more, with the time that it has left.
 
     Args:
-        call: sends one request to a replica that it chooses.
+        call: sends the rows of one request to a replica, as `EngineReplica.answer` takes them.
         accuracy: profiled accuracy per subnet id, in percent.
         died: the exceptions that say that the replica is lost.
         full: the exceptions that say that no replica can take the request now.
-        check: refuses inputs that no replica could run. If None, the replicas do.
+        check: refuses inputs that no replica could run; otherwise the replicas do.
         replicas: returns how many replicas run, and how many should.
         max_per_replica: number of inputs without an answer per replica beyond which further requests are
             refused.
-
-    Attributes:
-        sender: name of this process among those that send requests.
     """
 
     def __init__(
         self,
-        call: Call,
+        call: Callable[..., Awaitable[Reply]],
         accuracy: Mapping[int, float],
         *,
         died: tuple[type[BaseException], ...] = (),
         full: tuple[type[BaseException], ...] = (),
-        check: Callable[[Any], None] | None = None,
+        check: Callable[[Any], None] = lambda _: None,
         replicas: Callable[[], tuple[int, int]] = lambda: (1, 1),
         max_per_replica: int = 10_000,
     ) -> None:
-        self.sender = uuid.uuid4().hex[:16]
-        self._call = call
-        self._accuracy = dict(accuracy)
-        self._died = died
-        self._full = full
-        self._check = check
-        self._replicas = replicas
+        self.accuracy = dict(accuracy)
+        self._call, self._check, self._replicas = call, check, replicas
+        self._died, self._full = died, full
         self._max_per_replica = max_per_replica
-        self._outstanding = 0
-        self._turned_away = 0
-        self._counters = Counters()
-        self._closed = False
-
-    @property
-    def accuracy(self) -> Mapping[int, float]:
-        """Profiled accuracy per subnet id, in percent."""
-        return self._accuracy
+        self._outstanding, self._closed, self._counters = 0, False, Counters()
+        self._counts: Counter[str] = Counter()
 
     async def infer_rows(
         self,
@@ -98,130 +86,84 @@ class ReplicaClient:
 
         Raises:
             InvalidRequest: the request is malformed.
-            QueueFull: too many requests wait, or no replica can meet the deadline any more.
+            QueueFull: too many requests wait; retry later.
             DeadlinePassed: the deadline passed.
             BatchFailed: the network failed on the request, or two replicas died with it.
             BatcherClosed: the client is closed.
         """
         counters, count = self._counters, len(xs)
         try:
-            if self._closed:
-                raise BatcherClosed("the server is closing; send the request to another one")
-            if self._check is not None:
-                for x in xs:
-                    self._check(x)
-            up, _ = self._replicas()
-            if self._outstanding + count > self._max_per_replica * max(1, up):
-                self._turned_away += count
-                raise QueueFull(f"{self._outstanding} inputs wait for answers; retry later")
-            counters.submitted += count
-            self._outstanding += count
-            try:
-                answers = await self._send(xs, deadline_ms, min_accuracy, priority, client)
-            finally:
-                self._outstanding -= count
-        except QueueFull:
-            counters.full += count
-            counters.refused += count
-            raise
-        except InvalidRequest:
-            counters.refused += count
-            raise
-        except DeadlinePassed:
-            counters.dropped += count
-            raise
-        except asyncio.CancelledError:
-            counters.cancelled += count
-            raise
-        except BatcherClosed:
-            counters.closed += count
-            raise
-        except BatchFailed:
-            counters.failed += count
-            raise
-        except Exception as error:
-            counters.failed += count
-            raise BatchFailed("the replica failed") from error
+            asked = {"min_accuracy": min_accuracy, "priority": priority, "client": client}
+            answers = await self._send(xs, deadline_ms, **asked)
+        except BaseException as error:
+            outcome = OUTCOMES.get(type(error), "failed")
+            if outcome == "refused":
+                counters.refused += count
+                counters.full += count * isinstance(error, QueueFull)
+            else:
+                self._counts[outcome] += count
+            if outcome != "failed" or isinstance(error, BatchFailed) or not isinstance(error, Exception):
+                raise
+            raise BatchFailed(f"the replica failed: {type(error).__name__}") from error
         for answer in answers:
-            self._note(answer)
+            counters.served_by[answer.subnet] += 1
+            counters.batch_sizes[answer.batch_size] += 1
+            counters.latency_ms.add(answer.latency_ms)
+            counters.met += answer.met
+            counters.late += not answer.met
+            counters.accuracy_sum += answer.accuracy * answer.met
         return answers
 
-    async def _send(
-        self,
-        xs: Sequence[Any],
-        deadline_ms: float,
-        min_accuracy: float | None,
-        priority: int | None,
-        client: str,
-    ) -> list[Answer]:
+    async def _send(self, xs: Sequence[Any], deadline_ms: float, **asked: Any) -> list[Answer]:
+        """Return the answers, or raise the error of the request."""
         started = time.perf_counter()
-        arrays = [to_arrays(x) for x in xs]
-        for again in (False, True):
+        if self._closed:
+            raise BatcherClosed("the server is closing; send the request to another one")
+        for x in xs:
+            self._check(x)
+        if self._outstanding + len(xs) > self._max_per_replica * max(1, self._replicas()[0]):
+            raise QueueFull(f"{self._outstanding} inputs wait for answers; retry later")
+        self._outstanding += len(xs)
+        try:
+            reply = await self._reply([to_arrays(x) for x in xs], started, deadline_ms, **asked)
+        finally:
+            self._outstanding -= len(xs)
+        if isinstance(reply, Exception):
+            raise reply
+        spent_ms = (time.perf_counter() - started) * 1e3
+        own: dict[str, Any] = {"latency_ms": spent_ms, "met": spent_ms <= deadline_ms}
+        answers = [Answer(*fields) for fields in reply]
+        return [answer._replace(output=to_tensors(answer.output), **own) for answer in answers]
+
+    async def _reply(self, xs: list[Any], started: float, deadline_ms: float, **asked: Any) -> Reply:
+        """Return the reply of a replica, or of another one if the first one dies."""
+        for last in (False, True):
             left_ms = deadline_ms - (time.perf_counter() - started) * 1e3
             if left_ms <= 0.0:
                 raise DeadlinePassed("the replica of the request died, and no time is left for another one")
-            sent = self._call(
-                xs=arrays,
-                deadline=tuple(Deadline.after(left_ms)),
-                sender=self.sender,
-                min_accuracy=min_accuracy,
-                priority=priority,
-                client=client,
-                turned_away=self._turned_away,
-            )
-            told, self._turned_away = self._turned_away, 0
+            sent = self._call(xs=xs, left_ms=left_ms, due_ms=unix_ms() + left_ms, **asked)
             try:
-                reply = Reply(*await asyncio.wait_for(sent, (left_ms + LATE_MS) * 1e-3))
+                return await asyncio.wait_for(sent, (left_ms + LATE_MS) * 1e-3)
             except asyncio.TimeoutError:
                 raise DeadlinePassed(f"no replica answered within {deadline_ms:g} ms") from None
-            except QueueFull:  # by the router: no replica has heard of it
-                self._turned_away += told + len(xs)
-                raise
             except self._full as error:
-                self._turned_away += told + len(xs)
-                raise QueueFull("no replica can answer in time; retry later") from error
+                raise QueueFull("no replica takes requests now; retry later") from error
             except self._died as error:
-                if again:
+                if last:
                     raise BatchFailed("two replicas died with this request") from error
-                self._counters.retried += len(xs)
-                continue
-            if reply.error:
-                raise _error(reply)
-            spent_ms = (time.perf_counter() - started) * 1e3
-            return [_answer(fields, spent_ms, deadline_ms) for fields in reply.answers]
+                self._counts["retried"] += len(xs)
         raise AssertionError("unreachable")
-
-    def _note(self, answer: Answer) -> None:
-        counters = self._counters
-        counters.served_by[answer.subnet] += 1
-        counters.batch_sizes[answer.batch_size] += 1
-        counters.latency_ms.add(answer.latency_ms)
-        if answer.met:
-            counters.met += 1
-            counters.accuracy_sum += answer.accuracy
-        else:
-            counters.late += 1
 
     def stats(self) -> BatcherStats:
         """Return the counters of the requests that this process sent; `workers` are replicas."""
         up, wanted = self._replicas()
-        return self._counters.snapshot(
-            queued=self._outstanding,
-            running=0,
-            replanned=0,
-            workers=wanted,
-            workers_up=up,
-            batch_limits={},
-            correction=1.0,
-            drifted={},
-        )
+        counters = self._counters
+        ended = sum(self._counts[how] for how in ("dropped", "failed", "cancelled", "closed"))
+        self._counts["submitted"] = self._outstanding + counters.met + counters.late + ended
+        return counters.snapshot(self._counts, queued=self._outstanding, workers=wanted, workers_up=up)
 
     def prometheus(self) -> str:
-        """Return the counters in Prometheus' text format.
-
-        Raises:
-            MissingExtra: prometheus_client is not installed.
-        """
+        """Return the counters in Prometheus' text format; without prometheus_client, raise MissingExtra."""
         return Collector(self).text()
 
     def close(self, drain: bool = True) -> None:
@@ -234,15 +176,3 @@ class ReplicaClient:
         end = time.monotonic() + DRAIN_S
         while drain and self._outstanding and time.monotonic() < end:
             time.sleep(0.01)
-
-
-def _answer(fields: Sequence[Any], spent_ms: float, deadline_ms: float) -> Answer:
-    answer = Answer(*fields)
-    return answer._replace(output=to_tensors(answer.output), latency_ms=spent_ms, met=spent_ms <= deadline_ms)
-
-
-def _error(reply: Reply) -> Exception:
-    kind = getattr(errors, reply.error, None)
-    if isinstance(kind, type) and issubclass(kind, errors.RequestError):
-        return kind(reply.message)
-    return BatchFailed(f"the replica failed: {reply.error}")

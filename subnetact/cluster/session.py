@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
 
-from subnetact.cluster.application import Autoscaling, ReplicaCount, answerer, least_and_most, replicas_of
+from subnetact.cluster.application import ReplicaCount, client_of, replicas_of
+from subnetact.cluster.autoscaler import Autoscaling
 from subnetact.cluster.ray_serve import ray, serve
 from subnetact.errors import ServeError
 from subnetact.serve.source import Source
 
-__all__ = ["Autoscaling", "RaySession"]
+__all__ = ["RaySession"]
 
 APPLICATION = "subnetact"
 STORE_BYTES = 256 * 2**20
@@ -29,15 +29,11 @@ class RaySession:
         source: what to serve.
         replicas: number of replicas, unless `autoscaling` is given.
         autoscaling: how the number of replicas follows the load.
-        queue: `replicas` or `central`.
-        router: `slack` or `ray`.
         address: address of a running cluster. If None, Ray is started on this machine and ended by `close`.
-        report_s: time between two reports of a replica, in s.
-        cpus: CPU cores that Ray reserves per replica. If None, the CPU threads of its workers.
 
     Attributes:
         engine: the engine, loaded in this process too.
-        answerer: what the server has in place of a batcher.
+        client: what the server has in place of a batcher.
 
     Raises:
         ServeError: the replicas do not start.
@@ -48,70 +44,55 @@ class RaySession:
         self,
         source: Source,
         replicas: int,
-        *,
         autoscaling: Autoscaling | None = None,
-        queue: str = "replicas",
-        router: str = "slack",
         address: str | None = None,
-        report_s: float = 0.2,
-        cpus: float | None = None,
     ) -> None:
-        self._own = address is None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._count: ReplicaCount | None = None
-        try:
-            source = self._on_disk(source).pinned()
-            app = replicas_of(source, replicas, autoscaling, queue, router, cpus, report_s)
+        with ExitStack() as stack:
+            source = self._on_disk(source, stack).pinned()
+            app = replicas_of(source, replicas, autoscaling, None)
             self.engine = source.engine(mapped=True)
-            least, most = least_and_most(replicas, autoscaling)
-            self._start(address, most * (cpus or source.workers * source.threads_per_worker))
+            most = replicas if autoscaling is None else autoscaling.most
+            stack.callback(self._end, address)
+            self._start(address, most * source.workers * source.threads_per_worker)
             try:
                 handle = serve.run(app, name=APPLICATION, route_prefix=None)
             except RuntimeError as error:
                 raise ServeError(f"backend: the replicas do not start on Ray; {error}") from error
-            self._count = ReplicaCount(APPLICATION, least)
-            self.answerer = answerer(handle, source, self.engine, queue, least, self._count)
-        except BaseException:
-            self.close()
-            raise
+            count = ReplicaCount(APPLICATION, replicas)
+            stack.callback(count.close)
+            self.client = client_of(handle, source, self.engine, count)
+            self._open = stack.pop_all()
 
-    def _on_disk(self, source: Source) -> Source:
+    def close(self) -> None:
+        """End the replicas, and Ray if this object started it. A second call does nothing."""
+        self._open.close()
+
+    @staticmethod
+    def _on_disk(source: Source, stack: ExitStack) -> Source:
         """Return the source with a bundle on the disk that has a latency table: replicas load it."""
         if source.bundle is not None and (source.table is not None or source.engine(mapped=True).tables):
             return source
         engine = source.engine()
         engine.tables["scheduler"] = source.latency_table(engine)
-        self._folder = tempfile.TemporaryDirectory(prefix="subnetact-")
-        folder = os.path.join(self._folder.name, os.path.basename(source.bundle or "digits"))
+        parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="subnetact-"))
+        folder = os.path.join(parent, os.path.basename(source.bundle or "digits"))
         engine.save(folder)
         return replace(source, bundle=folder, table=None)
 
-    def _start(self, address: str | None, cpus: float) -> None:
+    @staticmethod
+    def _start(address: str | None, cpus: int) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        own = {"num_cpus": cpus + 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
-            if address is None:
-                ray.init(
-                    "local",
-                    num_cpus=int(cpus) + 1,
-                    include_dashboard=False,
-                    object_store_memory=STORE_BYTES,
-                    **quiet,
-                )
-            else:
-                ray.init(address, **quiet)
+            quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+            ray.init(address or "local", **quiet, **(own if address is None else {}))
         except ConnectionError as error:
             raise ServeError(f"backend: no Ray cluster answers at {address}; {error}") from error
         serve.start(proxy_location="Disabled")
 
-    def close(self) -> None:
-        """End the replicas, and Ray if this object started it. A second call does nothing."""
-        if self._count is not None:
-            self._count.close()
+    @staticmethod
+    def _end(address: str | None) -> None:
         if ray.is_initialized():
             with suppress(Exception):  # whatever of Ray has ended already
-                serve.shutdown() if self._own else serve.delete(APPLICATION)
+                serve.shutdown() if address is None else serve.delete(APPLICATION)
             ray.shutdown()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None

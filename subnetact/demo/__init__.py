@@ -2,5 +2,5 @@
 
 * `digits_demo`: handwritten digits under deadlines, from calibration to live serving.
 * `text_demo`: prompts under deadlines per token, with a subnet per step of generation.
-* `machine_notes`: when a result says more about the machine than about the policies.
+* `contenders`: what both share.
 """

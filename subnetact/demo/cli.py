@@ -14,12 +14,11 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from subnetact.demo.digits_demo import PROFILE_MS, demonstrate_digits
-from subnetact.errors import MissingExtra, SubnetActError
+from subnetact.errors import SubnetActError
 
 __all__ = ["main"]
 
@@ -27,14 +26,7 @@ USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a demonstration on this machine, print its tables and draw its figure.
-
-    Args:
-        arguments: the command line without the program's name. If None, `sys.argv` is used.
-
-    Returns:
-        The exit status: 0, or 2 if a package is missing or the demonstration failed.
-    """
+    """Run a demonstration with the options of `sys.argv` if None are given; return the exit status."""
     parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
     parser.add_argument(
         "--text", action="store_true", help="serve prompts with the embedded language model (the extra hf)"
@@ -69,11 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.text:
             from subnetact.demo.text_demo import demonstrate_text  # The extra `hf` may be missing.
 
-            demonstrate_text(_pyplot(), args.out, args.seconds, args.seed, args.json)
+            demonstrate_text(args)
         else:
-            demonstrate_digits(
-                _pyplot(), args.out, args.seconds, args.seed, args.candidates, args.profile_ms, args.json
-            )
+            demonstrate_digits(args)
     except SubnetActError as error:
         print(f"subnetact.demo: {error}", file=sys.stderr)
         return USAGE
@@ -82,14 +72,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(threads)
         sys.setswitchinterval(interval)
     return 0
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingExtra("the demo's figure needs matplotlib: pip install 'subnetact[demo]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt

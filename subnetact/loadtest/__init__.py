@@ -1,5 +1,5 @@
 """Open-loop load tests: `python -m subnetact.loadtest URL` sends a trace and reports what became of it.
 
 * `arrivals`: the traces; `open_loop`: sends requests at their times, and sums up.
-* `http_client`, `server_client`: how requests travel; `report`: the live line, the table and the figure.
+* `http_client`, `server_client`: how requests travel.
 """

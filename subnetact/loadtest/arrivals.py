@@ -14,23 +14,12 @@ __all__ = ["trace"]
 
 
 def trace(name: str, rate: float, seconds: float, cv2: float = 4.0, seed: int = 0) -> npt.NDArray[np.float64]:
-    """Make the arrival times of a trace.
+    """Return the arrival times of a trace, in ms, ascending.
 
-    Args:
-        name: `poisson`; `bursty`, half of whose rate is steady; `time_varying`, whose rate rises from half to
-            one and a half times the mean; a recorded trace (`maf`, `azure_llm`, `servegen`); or the path of a
-            file of time stamps, `.npy` or text.
-        rate: mean number of requests per second.
-        seconds: length in s; longer traces are cut.
-        cv2: squared coefficient of variation of the gaps of bursty arrivals.
-        seed: seed of random traces.
-
-    Returns:
-        The arrival times in ms, ascending.
-
-    Raises:
-        TraceError: The rate or the length is not positive, or the file holds no time stamps.
-        OSError: The file cannot be read.
+    `name` is `poisson`; `bursty`, half of whose rate is steady and the other half has gaps of `cv2`;
+    `time_varying`, whose rate rises from half to one and a half times the mean; a recorded trace (`maf`,
+    `azure_llm`, `servegen`); or the path of a file of time stamps, `.npy` or text. The mean `rate` is per
+    second, and what comes after `seconds` is cut.
     """
     if name == "poisson":
         return poisson(rate, seconds, seed)

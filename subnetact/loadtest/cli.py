@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from subnetact.errors import ServeError, SubnetActError
 from subnetact.files.documents import write_json
 from subnetact.loadtest.arrivals import trace
-from subnetact.loadtest.open_loop import Sent, summary
-from subnetact.loadtest.report import LiveLine, plot, table
+from subnetact.loadtest.open_loop import Sent, summary, table
 from subnetact.loadtest.server_client import BODIES, ask_server, served_input
 from subnetact.serving import TRACES
 
@@ -32,6 +32,7 @@ __all__ = ["main"]
 
 DONE, USAGE = 0, 2
 RANDOM_INPUTS = 64
+BINS = 60
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -40,9 +41,8 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 def options() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m subnetact.loadtest", description=__doc__, formatter_class=_Formatter
-    )
+    name = "python -m subnetact.loadtest"
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=_Formatter)
     parser.add_argument("url", help="address of the server, for example http://127.0.0.1:8000")
     parser.add_argument(
         "--trace", default="bursty", help=f"poisson, bursty, time_varying, {', '.join(TRACES)}, or a file"
@@ -66,34 +66,27 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: the options. If None, those of `sys.argv`.
-
-    Returns:
-        The exit status: 0, or 2 if the test cannot run.
-    """
+    """Run the options of `sys.argv` if None are given; return the exit status, 2 if the test cannot run."""
     args = options().parse_args(arguments)
     try:
-        return _run(args)
+        _run(args)
     except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
         raise
     except (SubnetActError, OSError) as error:
         print(f"subnetact.loadtest: {error}", file=sys.stderr)
         return USAGE
+    return DONE
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     if not args.slo_ms > args.reserve_ms >= 0 or not args.seconds > 0:
         raise ServeError("give --seconds > 0 and --slo-ms > --reserve-ms >= 0")
     arrivals = trace(args.trace, args.rate, args.seconds, args.cv2, args.seed).tolist()
     if not arrivals:
         raise ServeError("the trace is empty; give a higher --rate or more --seconds")
     inputs, labels = _inputs(args)
-    live = LiveLine(len(arrivals), args.slo_ms)
-    sent: list[Sent] = asyncio.run(
-        ask_server(
+    with tqdm(total=len(arrivals), disable=None, leave=False, unit=" requests") as line:
+        asked = ask_server(
             args.url,
             list(inputs),
             arrivals,
@@ -102,23 +95,33 @@ def _run(args: argparse.Namespace) -> int:
             args.reserve_ms,
             args.body,
             args.token,
-            live.add,
+            lambda _: line.update(),
         )
-    )
-    live.end()
+        sent = asyncio.run(asked)
     found = summary(sent, [-2] if labels is None else labels, args.slo_ms)
     if labels is None:  # Nobody knows which answers are right.
         del found["measured_accuracy"], found["effective_accuracy"]
-    settings = {
-        name: getattr(args, name) for name in ("url", "trace", "rate", "slo_ms", "reserve_ms", "body")
-    }
-    report: dict[str, Any] = {**settings, **found}
+    names = ("url", "trace", "rate", "slo_ms", "reserve_ms", "body")
+    report: dict[str, Any] = {**{name: getattr(args, name) for name in names}, **found}
     print(table(report))
     if args.out is not None:
         write_json(args.out, report)
     if args.plot is not None:
-        plot(arrivals, sent, args.slo_ms, args.plot)
-    return DONE
+        _plot(np.array(arrivals), sent, report, args.plot)
+
+
+def _plot(arrivals_ms: npt.NDArray[Any], sent: Sequence[Sent], report: dict[str, Any], path: Path) -> None:
+    """Draw arrivals, the accuracy of the answers in time, and missed requests over time."""
+    from subnetact.demo.contenders import Run, Trace, draw  # The extra `plot` may be missing.
+
+    slo_ms = report["slo_ms"]
+    in_time = np.array([one.reply is not None and one.latency_ms <= slo_ms for one in sent])
+    accuracy = np.array([np.nan if one.reply is None else one.reply.accuracy for one in sent])
+    accuracy[~in_time] = np.nan
+    run = Run(report["trace"], in_time, accuracy, in_time, in_time, 1.0)
+    bin_ms = max(float(arrivals_ms[-1]), 1.0) / BINS
+    title = f"{report['url']}: {100 * report['attainment']:.2f} % of {len(sent):,} requests in time"
+    draw(path, [run], Trace(arrivals_ms, slo_ms, {}, bin_ms), title)
 
 
 def _inputs(args: argparse.Namespace) -> tuple[npt.NDArray[Any], list[int] | None]:

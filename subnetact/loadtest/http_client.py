@@ -20,14 +20,9 @@ LONGEST_ANSWER = 2**26
 
 
 class HttpClient:
-    """Sends requests to one server, over as many connections as there are requests in flight.
+    """Sends requests to one server, `http://host:port/path`, over as many connections as are in flight.
 
-    Args:
-        url: the address of the server, `http://host:port`, with the path of `post` if it is not `/infer`.
-        token: the token of the server, if it needs one.
-
-    Raises:
-        ServeError: The address is not of this form.
+    The path of `post` is `/infer` if the address has none.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
@@ -46,47 +41,23 @@ class HttpClient:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def open(self, count: int) -> None:
-        """Open connections in advance.
-
-        Args:
-            count: number of connections.
-        """
+        """Open connections in advance."""
         for _ in range(count):
-            self._idle.append(await self._connect())
+            self._idle.append(await asyncio.open_connection(self._host, self._port))
 
     async def post(self, body: bytes, headers: str = "") -> tuple[int, bytes]:
-        """Send one request and wait for its answer.
+        """Send a request, with headers that each end with CR LF; return the status and body of the answer.
 
-        Args:
-            body: the body to send.
-            headers: more headers, each with a line break (CR LF) at its end.
-
-        Returns:
-            The HTTP status and the body of the answer.
-
-        Raises:
-            ConnectionError: The server closed the connection before it answered.
-            ValueError: The answer is no HTTP.
+        A connection that breaks is a ConnectionError, an answer that is no HTTP a ValueError.
         """
         return await self._exchange(f"{self._post}{len(body)}\r\n{headers}\r\n".encode() + body)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Ask for one address and wait for the answer.
-
-        Args:
-            path: the path on the server.
-
-        Returns:
-            The HTTP status and the body of the answer.
-
-        Raises:
-            ConnectionError: The server closed the connection before it answered.
-            ValueError: The answer is no HTTP.
-        """
+        """Ask for one address; return the status and body of the answer, with the errors of `post`."""
         return await self._exchange(f"GET {path}{self._common}\r\n".encode())
 
     async def _exchange(self, request: bytes) -> tuple[int, bytes]:
-        reader, writer = self._waiting() or await self._connect()
+        reader, writer = self._waiting() or await asyncio.open_connection(self._host, self._port)
         try:
             writer.write(request)
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
@@ -114,9 +85,6 @@ class HttpClient:
                 return reader, writer
             writer.close()
         return None
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self._host, self._port)
 
     def close(self) -> None:
         """Close all idle connections."""

@@ -13,17 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Refused", "Reply", "Send", "Sent", "run_open_loop", "summary"]
+__all__ = ["Refused", "Reply", "Send", "Sent", "run_open_loop", "summary", "table"]
 
 
 class Reply(NamedTuple):
-    """The content of an answer.
-
-    Attributes:
-        label: the class.
-        subnet: id of the subnet that ran.
-        accuracy: profiled accuracy of that subnet, in percent.
-    """
+    """The content of an answer: the class, the subnet that ran, and its profiled accuracy in percent."""
 
     label: int
     subnet: int
@@ -35,18 +29,11 @@ class Refused(Exception):
 
 
 class Sent(NamedTuple):
-    """What became of one request.
+    """What became of one request; times count from when it should have been sent."""
 
-    Attributes:
-        outcome: `answered`, the name of the error, or `unanswered`.
-        lag_ms: how much later than intended the request was sent, in ms.
-        latency_ms: time from when the request should have been sent to the answer or error, in ms.
-        reply: the content of the answer. It is None for other outcomes.
-    """
-
-    outcome: str
-    lag_ms: float
-    latency_ms: float
+    outcome: str  # `answered`, `unanswered`, or the name of the error
+    lag_ms: float  # how much later than intended it was sent
+    latency_ms: float  # until the answer or error
     reply: Reply | None
 
 
@@ -59,26 +46,15 @@ async def run_open_loop(
     send: Send,
     budget_ms: float,
     give_up_ms: float = 5000.0,
-    tell: Callable[[Sent], None] | None = None,
+    tell: Callable[[Sent], object] | None = None,
     clock_s: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
 ) -> list[Sent]:
-    """Send the requests of a trace at their times.
+    """Send the requests of a trace at their times, each with `budget_ms`; return what became of them.
 
     Latencies and deadlines count from the time at which a request should have been sent, so that a client
-    that falls behind does not hide how long requests wait (coordinated omission).
-
-    Args:
-        arrivals_ms: times at which to send, ascending, in ms from the start.
-        send: sends one request and waits for its reply.
-        budget_ms: time that a request is given, in ms from when it should be sent.
-        give_up_ms: how long to wait for answers after the last request was sent, in ms.
-        tell: called with what became of a request as soon as that is known.
-        clock_s: returns the time in s.
-        sleep: waits for a time, in s on this clock, while others run.
-
-    Returns:
-        One entry per request, in order.
+    that falls behind does not hide how long requests wait (coordinated omission). What has no answer
+    `give_up_ms` after the last one was sent is unanswered. `tell` is called with every outcome.
     """
     results: list[Sent | None] = [None] * len(arrivals_ms)
 
@@ -116,20 +92,11 @@ async def run_open_loop(
 
 
 def summary(sent: Sequence[Sent], labels: Sequence[int], slo_ms: float) -> dict[str, Any]:
-    """Summarise a run.
+    """Summarise a run: shares of all requests in time, accuracies in percent, times in ms, and counts.
 
-    Args:
-        sent: what became of every request.
-        labels: the right class of request i is `labels[i % len(labels)]`.
-        slo_ms: an answer is in time if its latency is at most this, in ms.
-
-    Returns:
-        `requests`, the number of requests; `attainment`, the share that was answered in time, 0 to 1;
-        `measured_accuracy`, the percentage of the answers in time that are right; `profiled_accuracy`, the
-        mean accuracy that the table states for them, in percent; `effective_accuracy`, the percentage of all
-        requests that were answered rightly and in time; percentiles of `latency_ms` (answers only) and of
-        `lag_ms`; `subnets`, the number of answers in time per subnet; and `outcomes`, the number of requests
-        per outcome.
+    An answer is in time if its latency is at most `slo_ms`; the right class of request i is
+    `labels[i % len(labels)]`. `measured_accuracy` and `profiled_accuracy` are of the answers in time,
+    `effective_accuracy` of all requests.
     """
     met = [(i, s.reply) for i, s in enumerate(sent) if s.reply is not None and s.latency_ms <= slo_ms]
     right = sum(reply.label == labels[i % len(labels)] for i, reply in met)
@@ -155,3 +122,24 @@ def _percentiles(values: list[float]) -> dict[str, float]:
         return {}
     found = np.percentile(values, [50, 90, 99, 100])
     return dict(zip(("p50", "p90", "p99", "max"), map(float, found), strict=True))
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the table of what `summary` returned."""
+
+    def listed(found: dict[Any, Any], form: str) -> str:
+        return "  ".join(form.format(name, number) for name, number in found.items()) or "-"
+
+    rows = {
+        "requests": f"{report['requests']}",
+        "answered in time": f"{100 * report['attainment']:.2f} %",
+        "accuracy served": f"{report['profiled_accuracy']:.2f} % by the table",
+    }
+    if "measured_accuracy" in report:
+        rows["right, of those"] = f"{report['measured_accuracy']:.2f} %"
+        rows["right and in time"] = f"{report['effective_accuracy']:.2f} % of all requests"
+    rows["latency, ms"] = listed(report["latency_ms"], "{} {:.1f}")
+    rows["sent late by, ms"] = listed(report["lag_ms"], "{} {:.1f}")
+    rows["outcomes"] = listed(report["outcomes"], "{} {}")
+    rows["subnets in time"] = listed(report["subnets"], "{}: {}")
+    return "\n".join(f"{name:<20}{text}" for name, text in rows.items())

@@ -37,16 +37,7 @@ BODIES: dict[str, Callable[[npt.NDArray[Any]], bytes]] = {"npy": numpy_body, "js
 
 
 async def served_input(url: str, token: str | None = None) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
-    """Ask a server for the name of its model, and the shape and dtype of one input.
-
-    Args:
-        url: the address of the server.
-        token: the token of the server, if it needs one.
-
-    Raises:
-        ServeError: The server does not describe a model with one tensor as its input.
-        OSError: The server cannot be reached.
-    """
+    """Return the name of the model of a server, and the shape and dtype of its one input."""
     client = HttpClient(url, token)
     try:
         names = await _get(client, "/v2/models")
@@ -69,18 +60,8 @@ async def _get(client: HttpClient, path: str) -> Any:
     return json.loads(text)
 
 
-NUMPY_NAMES = {
-    "BOOL": "bool",
-    "UINT8": "uint8",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "FP16": "float16",
-    "BF16": "float32",
-    "FP32": "float32",
-    "FP64": "float64",
-}
+NUMPY_NAMES = {"BOOL": "bool", "FP16": "float16", "BF16": "float32", "FP32": "float32", "FP64": "float64"}
+NUMPY_NAMES |= {f"{k.upper()}{n}": f"{k}{n}" for k in ("int", "uint") for n in (8, 16, 32, 64)}
 """The dtype to send by datatype."""
 
 
@@ -93,26 +74,12 @@ async def ask_server(
     reserve_ms: float = 0.0,
     body: str = "npy",
     token: str | None = None,
-    tell: Callable[[Sent], None] | None = None,
+    tell: Callable[[Sent], object] | None = None,
 ) -> list[Sent]:
-    """Send a trace to a server.
+    """Send a trace to a server; return what became of every request.
 
-    Args:
-        url: address of the server.
-        inputs: the inputs, without a batch dimension; request i sends `inputs[i % len(inputs)]`.
-        arrivals_ms: times at which to send, ascending, in ms.
-        slo_ms: time that a request is given at the client, in ms.
-        min_accuracy: minimum accuracy of the answering subnets, in percent. If None, any may answer.
-        reserve_ms: part of `slo_ms` that is kept for the network; the server is told to answer earlier.
-        body: how inputs travel: `npy` or `json`.
-        token: the token of the server, if it needs one.
-        tell: called with what became of a request as soon as that is known.
-
-    Returns:
-        One entry per request, in order.
-
-    Raises:
-        OSError: The server cannot be reached.
+    Request i has `inputs[i % len(inputs)]` and `slo_ms` from its time in the trace, of which the server is
+    told `reserve_ms` less, for the network. `tell` is called with what became of a request.
     """
     bodies = [BODIES[body](x) for x in inputs]
     floor = "" if min_accuracy is None else f"x-min-accuracy: {min_accuracy}\r\n"
@@ -134,12 +101,7 @@ async def ask_server(
 
 
 def refusal(status: int, answer: bytes) -> str:
-    """Return the name of the error that a server returned, or the HTTP status if the body names none.
-
-    Args:
-        status: the HTTP status.
-        answer: the body.
-    """
+    """Return the name of the error that a server returned, or the HTTP status if the body names none."""
     try:
         return str(json.loads(answer)["error"])[:80]
     except (ValueError, TypeError, KeyError):

@@ -14,22 +14,24 @@ import pickle
 import runpy
 import select
 import signal
-import socket
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from subnetact.errors import failure_text
-from subnetact.workers.messages import ANSWER, CHANGE, DONE, FAILED, RUN, receive, receive_descriptors, send
 
 if TYPE_CHECKING:
     from subnetact.workers.engine_snapshot import Parts
     from subnetact.workers.memory import SharedMemory
 
-__all__ = ["StartMessage", "is_worker", "main"]
+__all__ = ["CHANGE", "DONE", "FAILED", "RUN", "StartMessage", "is_worker", "main"]
+
+RUN, CHANGE, DONE, FAILED = b"r", b"c", b"d", b"f"
+"""The first byte of a message says its kind. File descriptors follow a change."""
 
 WARM_UP_S = 2.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -67,7 +69,7 @@ def main(channel: int, message: int, size: int, parent: int) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # The parent decides when its processes end.
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    pipe = socket.socket(fileno=channel)
+    pipe = Connection(channel)
     _end_with(parent, pipe)
     faulthandler.enable()
     started: list[Any] = []
@@ -77,14 +79,14 @@ def main(channel: int, message: int, size: int, parent: int) -> None:
     parts, requests, answers, threads = started or [None] * 4
     status = 1
     if isinstance(parts, BaseException) or parts is None:
-        send(pipe, FAILED, _pickled(parts or RuntimeError("the start failed")))
+        pipe.send_bytes(FAILED + _pickled(parts or RuntimeError("the start failed")))
     else:
         import torch
 
         torch.set_num_threads(threads)
         gc.collect()
         gc.freeze()
-        send(pipe, DONE, b"")
+        pipe.send_bytes(DONE)
         status = _serve(pipe, parts, requests, answers)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -123,25 +125,25 @@ def _start(message: int, size: int, started: list[Any]) -> None:
         started[:] = [error, None, None, None]
 
 
-def _serve(pipe: socket.socket, parts: Parts, requests: Any, answers: Any) -> int:
+def _serve(pipe: Connection, parts: Parts, requests: Any, answers: Any) -> int:
     """Run batches until the parent closes the pipe."""
     run = parts.runner.run
     while True:
         try:
-            kind, data, descriptors = receive(pipe)
+            message = pipe.recv_bytes()
         except (EOFError, OSError):
             return 0
+        kind, data = message[:1], message[1:]
         try:
             if kind == RUN:
                 subnet, size, layout = pickle.loads(data)
                 outputs = run(subnet, requests.read(layout, copy=False), size)
-                reply = pickle.dumps(answers.write(_as_list(outputs)))
-                send(pipe, ANSWER, reply)
+                pipe.send_bytes(DONE + answers.write(_as_list(outputs)))
             elif kind == CHANGE:
-                _follow(pickle.loads(data), receive_descriptors(pipe, descriptors), parts)
-                send(pipe, DONE, b"")
+                _follow(pickle.loads(data), pipe, parts)
+                pipe.send_bytes(DONE)
         except Exception as error:
-            send(pipe, FAILED, _pickled(error))
+            pipe.send_bytes(FAILED + _pickled(error))
             if kind == CHANGE:  # It may be half done.
                 return 1
 
@@ -152,14 +154,11 @@ def _as_list(outputs: Any) -> list[Any]:
     return list(outputs)
 
 
-def _follow(
-    content: tuple[str, int, bytes, dict[int, int]], descriptors: Sequence[int], parts: Parts
-) -> None:
+def _follow(content: tuple[str, int, bytes, dict[int, int]], pipe: Connection, parts: Parts) -> None:
     from subnetact.workers.engine_snapshot import Change, Package, apply
 
     kind, number, data, sizes = content
-    places = zip(descriptors, sizes.values(), strict=True)
-    segments = {n: _opened(place) for n, place in zip(sizes, places, strict=True)}
+    segments = {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}
     apply(Change(kind, number, Package(data, segments)), parts)
 
 
@@ -183,7 +182,7 @@ def _run_main(kind: str, name: str) -> None:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 
-def _end_with(parent: int, pipe: socket.socket) -> None:
+def _end_with(parent: int, pipe: Connection) -> None:
     """Make sure that this process ends when its parent does, however that ends, and whatever runs here."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)

@@ -223,12 +223,12 @@ class _Followed:
 
 
 class _Finder(pickle.Pickler):
-    """Finds the engines and supernets that an object holds; it writes nothing."""
+    """Finds the engines and supernets that an object holds."""
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
         self.supernets: list[Supernet] = []
-        super().__init__(_Nowhere(), protocol=5)
+        super().__init__(io.BytesIO(), protocol=5)
 
     def persistent_id(self, value: Any) -> Any:
         """Note engines and supernets, and pass over them and all tensors."""
@@ -242,11 +242,6 @@ class _Finder(pickle.Pickler):
         elif not isinstance(value, Tensor | TypedStorage | UntypedStorage):
             return None
         return 0
-
-
-class _Nowhere(io.RawIOBase):
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 class _Packer(pickle.Pickler):

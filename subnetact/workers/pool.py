@@ -81,8 +81,9 @@ class ProcessPool:
 
     A thread of its own starts the processes and notices when one ends. They start by spawn: a new interpreter
     each, which imports what it needs. (A forked process would have copies of locks that threads of the parent
-    hold at that moment, and of CUDA contexts that do not work there.) Each uses so many CPU `threads`, and
-    warms up for the `batch_sizes`, for at most two seconds.
+    hold at that moment, and of CUDA contexts that do not work there.) A start takes 2 s of CPU time, 1.2 s of
+    them for importing torch, and as much longer as other programs use the cores: spares hide that. Each
+    process uses so many CPU `threads`, and warms up for the `batch_sizes`, for at most two seconds.
     """
 
     def __init__(

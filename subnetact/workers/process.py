@@ -13,15 +13,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from multiprocessing.connection import Pipe
+from multiprocessing.reduction import send_handle
 from multiprocessing.spawn import get_executable
 from typing import Any
 
 from subnetact.errors import EngineError, WorkerDied, failure_text
 from subnetact.workers.batch_memory import BatchMemory
-from subnetact.workers.child import StartMessage
+from subnetact.workers.child import CHANGE, FAILED, RUN, StartMessage
 from subnetact.workers.engine_snapshot import Change, Package, States
 from subnetact.workers.memory import SharedMemory
-from subnetact.workers.messages import CHANGE, FAILED, RUN, receive, send
 
 __all__ = ["WorkerProcess"]
 
@@ -80,7 +81,7 @@ class WorkerProcess:
     def _start(
         self, message: bytes, memories: Sequence[SharedMemory], threads: int
     ) -> subprocess.Popen[bytes]:
-        self.pipe, theirs = socket.socketpair()
+        self.pipe, theirs = Pipe()
         written = SharedMemory(len(message))
         written.map[: len(message)] = message
         arguments = [theirs.fileno(), written.descriptor, len(message), os.getpid(), sys.path]
@@ -104,38 +105,35 @@ class WorkerProcess:
     def wait_until_ready(self) -> None:
         """Read the first message, in the thread that started the process; raise what the start raised."""
         try:
-            kind, data, _ = receive(self.pipe)
+            answer = self.pipe.recv_bytes()
         except (EOFError, OSError):
             self.wait(2.0)
             raise EngineError(f"a worker process {self.reason()} while it started") from None
-        if kind == FAILED:
-            raise _error(data)
+        _content(answer)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
         """Run one batch; raise what the runner raised, or WorkerDied."""
         layout = self._requests.write(inputs)
-        kind, data = self._ask(RUN, pickle.dumps((subnet, batch_size, layout)))
-        if kind == FAILED:
-            raise _error(data)
-        return self._answers.read(pickle.loads(data), copy=True)
+        answer = self._ask(RUN + pickle.dumps((subnet, batch_size, layout)))
+        return self._answers.read(answer, copy=True)
 
     def follow(self, changes: Sequence[Change], states: States) -> None:
         """Apply changes of the runner; a process in which one fails ends."""
         for kind, number, package in changes:
             sizes = {n: segment.size for n, segment in package.segments.items()}
             content = pickle.dumps((kind, number, package.data, sizes))
-            answer, data = self._ask(CHANGE, content, [s.descriptor for s in package.segments.values()])
-            if answer == FAILED:
-                raise _error(data)
+            self._ask(CHANGE + content, [segment.descriptor for segment in package.segments.values()])
         self.states = states
 
-    def _ask(self, kind: bytes, data: bytes, descriptors: Sequence[int] = ()) -> tuple[bytes, bytes]:
+    def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> bytes:
         try:
-            send(self.pipe, kind, data, descriptors)
-            answer, data, _ = receive(self.pipe)
+            self.pipe.send_bytes(message)
+            for descriptor in descriptors:
+                send_handle(self.pipe, descriptor, self.pid)
+            answer = self.pipe.recv_bytes()
         except (EOFError, OSError):
             raise WorkerDied(f"worker process {self.pid} {self.reason()}") from None
-        return answer, data
+        return _content(answer)
 
     def reason(self) -> str:
         """Return how the process has ended, in words; wait for a moment until that is known."""
@@ -181,13 +179,9 @@ class WorkerProcess:
         for memory in (self._requests.memory, self._answers.memory):
             memory.close()
 
-    def __del__(self) -> None:
-        if "pipe" in self.__dict__:
-            self.pipe.close()
-
     def _shut(self) -> None:
-        with contextlib.suppress(OSError):  # The other end has closed it.
-            self.pipe.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)  # The other end may have closed it.
 
 
 def _main_program() -> tuple[str, str]:
@@ -207,6 +201,13 @@ def _main_program() -> tuple[str, str]:
             "not have; define it in a module"
         )
     return "path", os.path.abspath(path)
+
+
+def _content(answer: bytes) -> bytes:
+    """Return what an answer has behind its first byte, or raise the error that it is."""
+    if answer[:1] == FAILED:
+        raise _error(answer[1:])
+    return answer[1:]
 
 
 def _error(data: bytes) -> BaseException:

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from subnetact.cluster.client import ReplicaClient
-from subnetact.cluster.replica import Reply
-from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    DeadlinePassed,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+    WorkerHung,
+)
 from subnetact.serving import Answer
 
 ANSWER = Answer(output=None, subnet=1, accuracy=70.0, latency_ms=5.0, met=True, batch_size=8)
@@ -47,9 +54,9 @@ class Replicas:
             else:
                 await asyncio.to_thread(outcome.wait, 60)
             outcome = self.outcomes.pop(0) if self.outcomes else None
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, RequestError):
             raise outcome
-        return outcome or Reply([tuple(ANSWER._replace(output=x + 1)) for x in request["xs"]])
+        return outcome or [tuple(ANSWER._replace(output=x + 1)) for x in request["xs"]]
 
 
 class Clock:
@@ -69,7 +76,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in ("client", "deadline"):
+    for module in ("client", "replica"):
         monkeypatch.setattr(f"subnetact.cluster.{module}.time", clock)
     return clock
 
@@ -96,7 +103,7 @@ def test_rows_are_answered_in_order_and_counted(clock):
     assert {(a.subnet, a.accuracy, a.met, a.batch_size) for a in answers} == {(1, 70.0, True, 8)}
     [call] = replicas.calls
     assert (call["min_accuracy"], call["priority"], call["client"]) == (65.0, 2, "someone")
-    assert call["deadline"][1] - call["deadline"][0] == pytest.approx(5000.0)
+    assert (call["left_ms"], call["due_ms"]) == pytest.approx((5000.0, 1e6 + 5000.0))
     stats = client.stats()
     assert (stats.met, stats.served_by, stats.mean_accuracy) == (3, {1: 3}, 70.0)
     assert "subnetact" in client.prometheus()
@@ -106,9 +113,8 @@ def test_a_request_whose_replica_died_is_sent_once_more_with_the_time_that_is_le
     replicas = Replicas(0.1, Lost(), clock=clock)
     client = client_of(replicas)
     assert ask(client, deadline_ms=5000.0)[0].met
-    first, second = (call["deadline"] for call in replicas.calls)
-    assert second[1] - second[0] == pytest.approx(4900.0)
-    assert second[1] == pytest.approx(first[1])  # the same absolute time
+    assert [call["left_ms"] for call in replicas.calls] == pytest.approx([5000.0, 4900.0])
+    assert [call["due_ms"] for call in replicas.calls] == pytest.approx([1e6 + 5000.0] * 2)
     assert ended(client) == {"met": 1, "retried": 1}
 
 
@@ -131,11 +137,11 @@ def test_a_request_that_kills_two_replicas_fails():
 @pytest.mark.parametrize(
     ("outcome", "error", "counted"),
     [
-        (Reply(error="QueueFull", message="full"), QueueFull, {"refused": 1}),
-        (Reply(error="DeadlinePassed", message="late"), DeadlinePassed, {"dropped": 1}),
-        (Reply(error="InvalidRequest", message="bad"), InvalidRequest, {"refused": 1}),
-        (Reply(error="WorkerHung", message="hung"), BatchFailed, {"failed": 1}),
-        (Reply(error="SystemExit", message="no such error"), BatchFailed, {"failed": 1}),
+        (QueueFull("full"), QueueFull, {"refused": 1}),
+        (DeadlinePassed("late"), DeadlinePassed, {"dropped": 1}),
+        (InvalidRequest("bad"), InvalidRequest, {"refused": 1}),
+        (BatcherClosed("the replica ends"), BatcherClosed, {"closed": 1}),
+        (WorkerHung("hung"), BatchFailed, {"failed": 1}),
         (Full(), QueueFull, {"refused": 1}),
         (KeyError("a bug"), BatchFailed, {"failed": 1}),
     ],
@@ -145,7 +151,9 @@ def test_every_error_is_typed_and_counted_once(outcome, error, counted):
     with pytest.raises(error):
         ask(client)
     assert ended(client) == counted
-    assert client.stats().queued == 0
+    stats = client.stats()
+    assert stats.queued == 0
+    assert stats.submitted + stats.refused == 1
 
 
 def test_a_replica_that_never_answers_does_not_hold_the_request(monkeypatch):
@@ -178,18 +186,6 @@ def test_requests_beyond_the_limit_are_refused_at_the_door():
     assert sorted(type(one).__name__ for one in found) == ["QueueFull", "list", "list"]
     assert client.stats().full == 2
     assert len(replicas.calls) == 2
-
-
-def test_replicas_hear_of_the_inputs_that_were_refused_at_the_door():
-    """By the limit of the client, by Ray, and by the router: the next request that is sent tells of them."""
-    replicas = Replicas(Full(), QueueFull("no replica can answer in time"))
-    client = client_of(replicas, max_per_replica=4)
-    for rows in (5, 2, 3):
-        with pytest.raises(QueueFull):
-            ask(client, rows=rows)
-    ask(client)
-    ask(client)
-    assert [call["turned_away"] for call in replicas.calls] == [5, 7, 10, 0]
 
 
 def test_inputs_are_checked_before_they_are_sent():

@@ -14,8 +14,7 @@ from subnetact.errors import ServeError, TraceError
 from subnetact.loadtest.arrivals import trace
 from subnetact.loadtest.cli import main
 from subnetact.loadtest.http_client import HttpClient
-from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary
-from subnetact.loadtest.report import LiveLine, table
+from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary, table
 from subnetact.loadtest.server_client import refusal
 
 
@@ -192,17 +191,22 @@ def test_an_address_of_another_form_is_refused(url):
         HttpClient(url)
 
 
-def test_the_live_line_and_the_table(capsys):
-    line = LiveLine(4, 50.0)
-    for ms in (10.0, 60.0):
-        line.add(Sent("answered", 0.1, ms, Reply(1, 2, 80.0)))
-    line.add(Sent("QueueFull", 0.1, 5.0, None))
-    assert line.text() == "3 of 4 done, 33.33 % in time, accuracy served 80.00 %"
-    line.end()
-    assert capsys.readouterr().err == ""  # there is no terminal
-    shown = table(summary([Sent("answered", 0.1, 10.0, Reply(1, 2, 80.0))], [1], 50.0))
-    assert "answered in time    100.00 %" in shown
-    assert "right and in time   100.00 %" in shown
+def test_the_table():
+    found = summary([Sent("answered", 0.1, 10.0, Reply(1, 2, 80.0))], [1], 50.0)
+    assert table(found).splitlines() == [
+        "requests            1",
+        "answered in time    100.00 %",
+        "accuracy served     80.00 % by the table",
+        "right, of those     100.00 %",
+        "right and in time   100.00 % of all requests",
+        "latency, ms         p50 10.0  p90 10.0  p99 10.0  max 10.0",
+        "sent late by, ms    p50 0.1  p90 0.1  p99 0.1  max 0.1",
+        "outcomes            met 1",
+        "subnets in time     2: 1",
+    ]
+    nothing = table(summary([Sent("QueueFull", 0.1, 5.0, None)], [1], 50.0))
+    assert "latency, ms         -\n" in nothing
+    assert nothing.endswith("subnets in time     -")
 
 
 @pytest.mark.parametrize(

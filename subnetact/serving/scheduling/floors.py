@@ -39,7 +39,7 @@ class Floors:
         self.accuracies = sorted(known)
 
     def __call__(self, min_accuracy: float) -> float:
-        """Return the floor that a minimum accuracy, percent, comes to; `NO_FLOOR` if every answer meets it."""
+        """Return the floor of a minimum accuracy, percent; `NO_FLOOR` if every answer meets it."""
         at = self.at(min_accuracy)
         return self.accuracies[at] if at else NO_FLOOR
 

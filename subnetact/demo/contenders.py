@@ -1,0 +1,219 @@
+"""What the demonstrations share: contenders on one trace, notes on the machine, a table and a figure."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from subnetact.device import machine
+from subnetact.errors import DeadlinePassed, MissingExtra, QueueFull, TraceError
+from subnetact.files.documents import write_json
+from subnetact.serving.simulation.traces import bursty
+from subnetact.supernet.supernet import Supernet
+
+__all__ = ["Run", "Trace", "compare", "draw", "header", "lulls_and_burst", "machine_notes", "outcome", "send"]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+BUSY_SHARE = 0.9
+"""A computing thread that gets less than this share of a core shares the machine with other work."""
+DRIFT = 1.5
+"""Batches that take this many times their profiled latency, or its inverse, mean another machine."""
+COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one contender did with the items of a trace: requests or tokens."""
+
+    name: str
+    in_time: npt.NDArray[np.bool_]  # of every item
+    accuracy: Floats  # in percent, as profiled, of the subnet of every item in time; NaN for the others
+    right: Floats  # whether every item came in time and right, or how likely
+    late_ms: Floats  # how long after its due time the client sent every request
+    slowdown: float  # typical latency of a batch, as a multiple of the profiled one
+    more: Mapping[str, float] = field(default_factory=dict)  # further shares, in percent
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The columns of the printed table, in percent."""
+        promised = float(np.nansum(self.accuracy)) / max(int(self.in_time.sum()), 1)
+        in_time, score = 100 * float(self.in_time.mean()), 100 * float(self.right.mean())
+        return {"in time": in_time, "profiled": promised, **self.more, "right and in time": score}
+
+    @property
+    def late_p99_ms(self) -> float:
+        """How late the client sent the latest 1 % of the requests, in ms."""
+        return float(np.percentile(self.late_ms, 99))
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The run as numbers that JSON can hold."""
+        shares = {name.replace(" ", "_"): share for name, share in self.shares.items()}
+        known = {"name": self.name, "items": len(self.in_time), "slowdown": self.slowdown}
+        return {**known, **shares, "late_p99_ms": self.late_p99_ms}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """When items are due or arrive, in ms, and what subnets alone sustain, in items per second."""
+
+    due_ms: Floats
+    slo_ms: float
+    sustained: Mapping[str, float]
+    bin_ms: float = 100.0  # of the figure
+
+
+def header(supernet: Supernet) -> dict[str, Any]:
+    """Print the supernet and the machine; return the facts of the machine."""
+    facts = machine(torch.device("cpu"))
+    parameters = sum(p.numel() for p in supernet.parameters())
+    print(f"Supernet: {supernet.space}, {parameters:,} parameters. Machine: {facts['device_name']}, ", end="")
+    print(f"{facts['cpus']} CPUs, torch {facts['torch']}, 1 thread")
+    return facts
+
+
+def lulls_and_burst(
+    lull: float, burst: float, seconds: Sequence[float], seed: int, steady: float = 0.5, cv2: float = 4.0
+) -> Floats:
+    """Return arrivals, in ms, of a lull, a burst and a lull, from rates per second."""
+    starts = np.cumsum([0.0, *seconds])
+    parts = [
+        1e3 * start + bursty(steady * qps, (1 - steady) * qps, cv2, length, seed + i)
+        for i, (start, length, qps) in enumerate(zip(starts, seconds, (lull, burst, lull), strict=False))
+    ]
+    found: Floats = np.concatenate(parts)
+    if not len(found):
+        raise TraceError(f"no request arrives within {sum(seconds):g} s; serve for longer")
+    return found
+
+
+def send(arrivals_ms: Floats, submit: Callable[[int, float], Any]) -> tuple[list[Any], Floats]:
+    """Call `submit(number, beginning in s)` in real time; return the results and how late each was, in ms."""
+    sent: list[Any] = []
+    late_ms = np.zeros(len(arrivals_ms))
+    begun = time.perf_counter()
+    for i, due_ms in enumerate(arrivals_ms):
+        time.sleep(max(0.0, begun + due_ms / 1e3 - time.perf_counter()))
+        late_ms[i] = 1e3 * (time.perf_counter() - begun) - due_ms
+        try:
+            sent.append(submit(i, begun))
+        except QueueFull:
+            sent.append(None)
+    return sent, late_ms
+
+
+def outcome(sent: Any) -> Any:
+    """Return the result of a request, or None if it was dropped; a failure is raised."""
+    try:
+        return None if sent is None else sent.result()
+    except (DeadlinePassed, QueueFull):
+        return None
+
+
+def share_of_core(seconds: float = 0.2) -> float:
+    """Return the share of a core that a thread gets which does nothing but compute."""
+    wall, own = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - wall < seconds:
+        sum(range(1000))
+    return (time.thread_time() - own) / (time.perf_counter() - wall)
+
+
+def machine_notes(runs: Sequence[Run], share: Sequence[float], slo_ms: float) -> list[str]:
+    """Return why the result says more about the machine than about the policies, a sentence per reason."""
+    found = []
+    if min(share) < BUSY_SHARE:
+        found.append(
+            f"other programs use this machine: a computing thread got {100 * min(share):.0f} % of a core. "
+            "Run the demo again on an idle machine before you trust these figures."
+        )
+    run = max(runs, key=lambda run: abs(math.log(run.slowdown)))
+    if not 1 / DRIFT < run.slowdown < DRIFT:
+        found.append(
+            f"the machine changed its speed after it was profiled: {run.slowdown:.2f} times the profiled "
+            f"latency while '{run.name}' was served, so the contenders did not have the same machine."
+        )
+    late_ms = max(run.late_p99_ms for run in runs)
+    if late_ms > slo_ms / 4:
+        found.append(
+            f"the client itself was late: 1 % of the requests were sent more than {late_ms:.0f} ms after "
+            "they were due, so the load was burstier than intended."
+        )
+    return found
+
+
+def _figure_class() -> Any:
+    try:
+        return import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise MissingExtra("figures need matplotlib: pip install 'subnetact[plot]'") from error
+
+
+def compare(
+    serve: Sequence[Callable[[], Run]], trace: Trace, out: Path, report: Path | None, facts: Mapping[str, Any]
+) -> None:
+    """Serve the trace by every contender; print a table, draw a figure, and write the numbers as JSON.
+
+    The contender with all subnets, the largest and the smallest one come first.
+    """
+    _figure_class()  # before the work is done
+    share, runs = [share_of_core()], []
+    gc.collect()
+    gc.freeze()  # a full collection that visits all objects of torch would stop the server for tens of ms
+    try:
+        for one in serve:
+            runs.append(one())
+            share.append(share_of_core())
+    finally:
+        gc.unfreeze()
+    print(f"{'contender':<24}" + "".join(f"{name:>19}" for name in runs[0].shares))
+    for run in runs:
+        print(f"{run.name:<24}" + "".join(f"{percent:>17.2f} %" for percent in run.shares.values()))
+    notes = machine_notes(runs, share, trace.slo_ms)
+    for note in notes:
+        print(f"NOTE: {note}")
+    shown = runs[:3] + sorted(runs[3:], key=lambda run: -run.right.mean())[:1]
+    of = "{}: {in time:.1f} % in time, {right and in time:.1f} % right and in time"
+    draw(out, shown, trace, "\n".join(of.format(run.name, **run.shares) for run in shown))
+    print(f"Figure: {out}")
+    if report is not None:
+        contenders = [run.figures for run in runs]
+        write_json(report, {**facts, "share_of_core": share, "notes": notes, "contenders": contenders})
+
+
+def draw(path: Path, runs: Sequence[Run], trace: Trace, title: str) -> None:
+    """Draw what was asked for, and for every contender accuracy and misses, per bin."""
+    figure: Any = _figure_class()(figsize=(9, 7.5), layout="constrained")
+    asked, accuracy, missed = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2, 1.3))
+    edges = np.arange(0, trace.due_ms.max() + trace.bin_ms, trace.bin_ms)
+    counts = np.histogram(trace.due_ms, edges)[0]
+    asked.stairs(1e3 * counts / trace.bin_ms, edges / 1e3, fill=True, color="tab:gray", alpha=0.5)
+    for (name, rate), color in zip(trace.sustained.items(), COLORS[1:], strict=False):
+        asked.axhline(rate, color=color, ls="--", label=f"the {name} subnet sustains")
+    middle = (edges[:-1] + edges[1:]) / 2e3
+    for run, color in zip(runs, COLORS, strict=False):
+        met = np.histogram(trace.due_ms[run.in_time], edges)[0]
+        total = np.histogram(trace.due_ms, edges, weights=np.nan_to_num(run.accuracy))[0]
+        share = np.where(counts > 0, 100 * (1 - met / np.maximum(counts, 1)), np.nan)
+        mean = np.where(met > 0, total / np.maximum(met, 1), np.nan)
+        accuracy.plot(middle, mean, color=color, lw=1.5, label=run.name)
+        missed.plot(middle, share, color=color, lw=1.5)
+    asked.set_ylabel("asked for\nper second")
+    accuracy.set_ylabel("accuracy of what was\nanswered in time (%)")
+    missed.set_ylabel("missed (%)")
+    missed.set_xlabel("seconds")
+    if trace.sustained:
+        asked.legend(loc="upper right", fontsize=8)
+    accuracy.legend(loc="lower right", fontsize=8)
+    asked.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=110)
