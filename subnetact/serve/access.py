@@ -1,4 +1,4 @@
-"""Who may use a server: bearer tokens, compared in constant time, and the names of the server."""
+"""Who may use a server: bearer tokens, compared in constant time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 
 from subnetact.errors import MissingFile, ServeError
@@ -24,50 +24,30 @@ class Access:
 
     Args:
         tokens: the name of the client per token. If empty, every client may use the server.
-        hosts: names by which clients may address the server, without ports. If None, any name.
 
     Raises:
         ServeError: a token has fewer than 16 characters.
     """
 
-    def __init__(self, tokens: Mapping[str, str], hosts: Iterable[str] | None = None) -> None:
+    def __init__(self, tokens: Mapping[str, str]) -> None:
         if any(len(token) < SHORTEST for token in tokens):
             raise ServeError(f"tokens: every token needs at least {SHORTEST} characters")
+        # Digests have equal lengths, so that comparing reveals none.
         self._names = [
-            (_digest(token.encode("utf-8", "surrogateescape")), name) for token, name in tokens.items()
+            (hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest(), name)
+            for token, name in tokens.items()
         ]
-        self._hosts = None if hosts is None else frozenset(name.strip("[]").lower() for name in hosts)
 
     def client(self, authorization: str | None, address: str) -> str | None:
-        """Return the name of the client, or None if the client may not use the server.
-
-        Args:
-            authorization: the value of the header.
-            address: the client's address, which is the name if the server needs no token.
-        """
+        """Return the client's name, its address if no token is needed, or None if it may not enter."""
         if not self._names:
             return address
-        given = _digest(_token_of(authorization or ""))
+        given = hashlib.sha256(_token_of(authorization or "")).digest()
         found = None
         for digest, name in self._names:  # Every token is compared, whichever fits.
             if hmac.compare_digest(digest, given):
                 found = name
         return found
-
-    def serves(self, host: str | None) -> bool:
-        """Return whether the server may be addressed by a name.
-
-        A web page of a foreign site can make a browser send requests to this machine (DNS rebinding); the
-        browser then names the foreign site.
-
-        Args:
-            host: the value of the header `Host`. Without the header, the request is no browser's.
-        """
-        if self._hosts is None or host is None:
-            return True
-        name, colon, port = host.rpartition(":")
-        name = name if colon and port.isdigit() and name else host
-        return name.strip("[]").lower() in self._hosts
 
 
 def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
@@ -103,10 +83,6 @@ def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
     return tokens
 
 
-def _digest(token: bytes) -> bytes:
-    return hashlib.sha256(token).digest()  # Digests have equal lengths, so that comparing reveals none.
-
-
 def _token_of(authorization: str) -> bytes:
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
@@ -115,5 +91,5 @@ def _token_of(authorization: str) -> bytes:
         try:
             return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
         except (binascii.Error, ValueError):
-            return b""
+            pass
     return b""

@@ -17,7 +17,8 @@ while the server keeps serving, so that load balancers can drain it. Then it tak
 and answers those that it has already taken, for up to 30 s.
 
 The server listens on this machine only, unless --host says otherwise. Give it a token then: --token-file, or
-the environment variable SUBNETACT_TOKEN. It speaks plain HTTP; put a proxy with TLS before it.
+the environment variable SUBNETACT_TOKEN. It speaks plain HTTP, and waits for slow clients: put a proxy with
+TLS before it, which also cuts those off (examples/proxy in the repository).
 """
 
 from __future__ import annotations
@@ -158,17 +159,12 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--image-std", type=float, nargs="+", default=[1.0], help="of images scaled to 0..1")
     usual = Limits()
     limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--max-body-mb", type=float, help="of a request; default: 1 MB and 32 bytes per value"
-    )
-    limits.add_argument("--max-connections", type=int, default=usual.connections, help="open at one time")
-    limits.add_argument(
-        "--max-pixels", type=int, default=usual.pixels, help="of an image, before it is decoded"
-    )
-    limits.add_argument("--header-s", type=float, default=usual.header_s, help="for the headers of a request")
-    limits.add_argument("--body-s", type=float, default=usual.body_s, help="for the body of a request")
-    limits.add_argument("--idle-s", type=float, default=usual.idle_s, help="between two requests")
-    limits.add_argument("--write-s", type=float, default=usual.write_s, help="that an answer may stay unread")
+    add = limits.add_argument
+    add("--max-body-mb", type=float, help="of a request; default: 1 MB and 32 bytes per value")
+    add("--max-connections", type=int, default=usual.connections, help="open at one time")
+    add("--max-pixels", type=int, default=usual.pixels, help="of an image, before it is decoded")
+    add("--body-s", type=float, default=usual.body_s, help="for the body of a request")
+    add("--idle-s", type=float, default=usual.idle_s, help="between two requests")
     return parser
 
 
@@ -206,10 +202,8 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
         body_bytes=None if args.max_body_mb is None else math.ceil(args.max_body_mb * 2**20),
         connections=args.max_connections,
         pixels=args.max_pixels,
-        header_s=args.header_s,
         body_s=args.body_s,
         idle_s=args.idle_s,
-        write_s=args.write_s,
     )
     tokens = _tokens(args)
     torch.set_num_threads(1)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import math
-import struct
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
-from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import torch
+from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
+from pydantic import ConfigDict, Field, TypeAdapter
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest, MissingExtra, ServeError
@@ -27,7 +25,6 @@ __all__ = [
     "is_image",
     "is_numpy",
     "numpy_input",
-    "tensor_json",
     "tensor_of",
     "values_input",
     "write_numpy",
@@ -49,12 +46,7 @@ def is_image(body: bytes) -> bool:
 
 
 def values_input(values: Any, signature: Signature) -> Any:
-    """Return one input of the engine from JSON.
-
-    Args:
-        values: a list of numbers, nested like the input or flat; an object of lists by name if the input
-            has several tensors.
-        signature: what the engine takes.
+    """Return one input of the engine from JSON: a list for a tensor, an object of lists for several.
 
     Raises:
         InvalidRequest: the values do not fit; the message names what is served.
@@ -84,24 +76,22 @@ def tensor_of(
         InvalidRequest: the values are no numbers, of another shape, fractions for whole numbers, or beyond
             the range of the dtype.
     """
-    kind = (
-        ("f" if part.dtype.is_floating_point else "b" if part.dtype == torch.bool else "i")
-        if (dtype is None)
-        else dtype.kind
-    )
+    kind = dtype.kind if dtype is not None else KINDS.get(part.dtype, "i")
+    flat = type(values) is list and not (values and type(values[0]) is list)
+    count = math.prod(shape)
     try:
-        level = _in_order(values, shape)
-        if not set(map(type, level)) <= KINDS_OF_VALUES[kind]:
-            raise TypeError("other values than numbers of that kind")
-        array = np.array(level, np.float64 if kind == "f" else np.int64).reshape(shape)
+        numbers = _numbers(kind, 1 if flat else len(shape)).validate_python(values)
+        array = np.array(numbers, np.float64 if kind == "f" else np.int64)
+        if array.shape not in (shape, (count,)):
+            raise ValueError("another shape")
         if kind != "f" and dtype is not None and not (array.astype(dtype) == array).all():
             raise ValueError("a number that the dtype does not hold")
+        array = array.reshape(shape)
         found = array_tensor(array if dtype is None or kind == "f" else array.astype(dtype), part)
         if part.dtype.is_floating_point and bool(found.isinf().any()):
             raise ValueError("a number that the dtype does not hold")
-    except (TypeError, ValueError, OverflowError, RecursionError):
+    except (ValueError, OverflowError):  # pydantic's ValidationError is a ValueError
         wanted = {"f": "numbers", "b": "true or false"}.get(kind, "whole numbers")
-        count = math.prod(shape)
         raise InvalidRequest(
             f"{part.name}: give {wanted} for {dtype or part.dtype} of shape {shape}, nested like it or all "
             f"{count} in a row"
@@ -109,81 +99,46 @@ def tensor_of(
     return found
 
 
-KINDS_OF_VALUES: Mapping[str, set[type]] = {
-    "f": {int, float},
-    "i": {int},
-    "u": {int},
-    "b": {bool, int},
-}
-"""What JSON may hold, by the kind of the dtype; 0 and 1 count as false and true, and not the other way."""
+KINDS = {torch.bool: "b", **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), "f")}
 
 
-def _in_order(values: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Return the values of a list that is nested like the shape, or flat."""
-    flat = type(values) is list and not (values and type(values[0]) is list)
-    level = [values]
-    for size in (math.prod(shape),) if flat else shape:
-        if not all(type(one) is list and len(one) == size for one in level):
-            raise ValueError("another shape")
-        level = list(chain.from_iterable(level))
-    return level
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert, and refuse whole numbers that the dtype does not hold."""
-    found = tensor.to(dtype)
-    if not dtype.is_floating_point and not bool((found.to(tensor.dtype) == tensor).all()):
-        raise ValueError("a number that the dtype does not hold")
-    return found
+@lru_cache(maxsize=64)
+def _numbers(kind: str, depth: int) -> TypeAdapter[Any]:
+    """Return what checks nested lists of numbers; 0 and 1 count as false and true, not the other way."""
+    found: Any = {"f": float, "b": bool | Annotated[int, Field(ge=0, le=1)]}.get(kind, int)
+    for _ in range(depth):
+        found = list[found]
+    return TypeAdapter(found, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def numpy_input(body: bytes, signature: Signature) -> Tensor:
     """Return one input of the engine from a NumPy file (`numpy.save`). Pickled objects are refused.
-
-    Args:
-        body: the file.
-        signature: what the engine takes: one tensor.
 
     Raises:
         InvalidRequest: the file is damaged, or of another shape or kind of number than the input.
     """
     if not signature.single():
         raise InvalidRequest("body: a NumPy file holds one tensor, and this input has several; send JSON")
-    part = signature.parts[0]
+    part, file = signature.parts[0], io.BytesIO(body)
     try:
-        version, length = body[6], struct.unpack_from("<H" if body[6] == 1 else "<I", body, 8)[0]
-        start = (10 if version == 1 else 12) + length
-        if length > LONGEST_NUMPY_HEADER or start > len(body) or version not in (1, 2, 3):
-            raise ValueError("its header")
-        dtype, fortran, shape = _numpy_header(body[start - length : start])
-        count = math.prod(shape)
-        if len(body) - start != count * dtype.itemsize:
+        read = {(1, 0): read_array_header_1_0, (2, 0): read_array_header_2_0}[read_magic(file)]
+        shape, fortran, dtype = read(file, max_header_size=LONGEST_NUMPY_HEADER)
+        if dtype.kind not in "biuf" or dtype.itemsize > 8:
+            raise ValueError("its dtype")
+        array = np.frombuffer(body, dtype, offset=file.tell())
+        if array.size != math.prod(shape):
             raise ValueError("its length")
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-        struct.error,
-    ):
+    except Exception:  # NumPy's reader of headers raises errors of many kinds.
         raise InvalidRequest("body: not a whole NumPy file of numbers; write it with numpy.save") from None
     if shape != part.shape:
         raise InvalidRequest(
             f"body: the array has shape {shape}, this engine serves {part.shape}; send one input"
         )
-    array = np.frombuffer(body, dtype, count, start).reshape(shape, order="F" if fortran else "C")
-    return array_tensor(array, part)
+    return array_tensor(array.reshape(shape, order="F" if fortran else "C"), part)
 
 
 def array_tensor(array: npt.NDArray[Any], part: InputPart) -> Tensor:
-    """Return an array as a tensor of its own, converted if no kind of number is lost.
-
-    Args:
-        array: the array; it may be read-only and of any byte order.
-        part: what the tensor is.
+    """Return a copy of an array, read-only and of any byte order as it may be, as the tensor it is for.
 
     Raises:
         InvalidRequest: fractions for whole numbers, or numbers that the dtype does not hold.
@@ -196,50 +151,18 @@ def array_tensor(array: npt.NDArray[Any], part: InputPart) -> Tensor:
         raise InvalidRequest(
             f"{part.name}: got {array.dtype}, this engine serves {part.dtype}; send whole numbers"
         )
-    if tensor.dtype == part.dtype:
-        return tensor
-    try:
-        return _converted(tensor, part.dtype)
-    except ValueError:
-        raise InvalidRequest(f"{part.name}: a number that {part.dtype} does not hold; send another") from None
-
-
-@lru_cache(maxsize=64)
-def _numpy_header(text: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
-    header = ast.literal_eval(text.decode("latin-1").strip())
-    if set(header) != {"descr", "fortran_order", "shape"} or not isinstance(header["descr"], str):
-        raise ValueError("its header")
-    dtype, shape = np.dtype(header["descr"]), header["shape"]
-    if dtype.kind not in "biuf" or dtype.itemsize > 8 or type(header["fortran_order"]) is not bool:
-        raise ValueError("its dtype")
-    if (
-        type(shape) is not tuple
-        or len(shape) > 16
-        or not all(type(n) is int and 0 <= n < 2**40 for n in shape)
-    ):
-        raise ValueError("its shape")
-    return dtype, header["fortran_order"], shape
+    found = tensor.to(part.dtype)
+    if not part.dtype.is_floating_point and not bool((found.to(tensor.dtype) == tensor).all()):
+        raise InvalidRequest(f"{part.name}: a number that {part.dtype} does not hold; send another")
+    return found
 
 
 def write_numpy(tensor: Tensor) -> bytes:
-    """Return a tensor as a NumPy file; bfloat16 becomes float32.
-
-    Args:
-        tensor: the tensor, on any device.
-    """
+    """Return a tensor, on any device, as a NumPy file; bfloat16 becomes float32."""
     tensor = tensor.detach().cpu()
     file = io.BytesIO()
     np.save(file, (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(), allow_pickle=False)
     return file.getvalue()
-
-
-def tensor_json(tensor: Tensor) -> str:
-    """Return a tensor as nested lists; values that are not finite become null, because JSON has none.
-
-    Args:
-        tensor: the tensor, on any device.
-    """
-    return orjson.dumps(tensor.detach().tolist()).decode()
 
 
 class Images:
@@ -289,9 +212,6 @@ class Images:
     def decode(self, body: bytes) -> Tensor:
         """Return an image as an input. Call this method in a thread: it may take milliseconds.
 
-        Args:
-            body: the file.
-
         Raises:
             InvalidRequest: the input is no image, or the file is damaged, too large, of another size, or
                 transparent.
@@ -336,11 +256,7 @@ class Images:
 
 
 def _has_transparency(image: Any) -> bool:
-    """Return whether an image has an alpha channel or a palette with transparent colours.
-
-    Raises:
-        InvalidRequest: one colour of all pixels counts as transparent.
-    """
+    """Return whether there may be transparent pixels; one colour of all pixels that is so is refused."""
     keyed = "transparency" in image.info
     if keyed and image.mode not in ("P", "LA", "RGBA"):
         raise InvalidRequest("body: a colour that is transparent; send the image on a background")

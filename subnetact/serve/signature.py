@@ -29,13 +29,7 @@ DATATYPES: Mapping[torch.dtype, str] = {
 
 
 class InputPart(NamedTuple):
-    """One tensor of an input.
-
-    Attributes:
-        name: its name on the wire.
-        shape: its shape, without a batch dimension.
-        dtype: its dtype.
-    """
+    """One tensor of an input: its name on the wire, its shape without a batch dimension, and its dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,20 +80,14 @@ class Signature:
         return isinstance(self._sample, Tensor)
 
     def join(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Return one input of the engine.
-
-        Args:
-            tensors: the tensors by name, one for each of `parts`.
-        """
+        """Return one input of the engine from its tensors by name, one for each of `parts`."""
         return _like(self._sample, "input", tensors.__getitem__)
 
 
 def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an input or an output, each with its name.
+    """Yield the tensors of nested tuples, lists and dictionaries, each with its name.
 
-    Args:
-        x: a tensor, or tuples, lists and dictionaries of them.
-        name: the name of a single tensor, and the first part of the names in a tuple.
+    `name` is that of a single tensor, and the first part of the names in a tuple.
     """
     if isinstance(x, Tensor):
         yield name, x

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from typing import Any
 
-from subnetact.serving.live.stats import BatcherStats
+import orjson
+
+from subnetact.serving import BatcherStats
 
 __all__ = ["StatusFeed", "page"]
 
@@ -95,4 +96,4 @@ def _figures(before_s: float, old: BatcherStats, now_s: float, new: BatcherStats
 
 
 def _event(name: str, value: dict[str, Any]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(value, allow_nan=False)}\n\n".encode()
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))

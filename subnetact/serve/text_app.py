@@ -3,70 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
+import inspect
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+import orjson
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from pydantic import ConfigDict, Field, model_validator
 
 from subnetact.errors import InvalidRequest, RequestError
 from subnetact.generation import Completion, Generated, Generator
-from subnetact.serve.access import Access
-from subnetact.serve.ask import read_number, shortened, time_ms
-from subnetact.serve.base_app import BaseApp
+from subnetact.serve.ask import Strict, header_names, header_values, too_long
+from subnetact.serve.base_app import BaseApp, json_response
 from subnetact.serve.exchange import (
-    SHORT,
-    Bodies,
     Exchange,
     Headers,
     Refusal,
-    read_body,
     read_json,
     refusal_of,
     send_reply,
+    validated,
 )
 from subnetact.serve.limits import Limits
-from subnetact.serve.service import Attendance
+from subnetact.serve.openapi import model_schema, operation
+from subnetact.serve.service import BaseService
 from subnetact.serve.text_codec import TextCodec
 
 __all__ = ["TextApp", "TextService", "build_text_app"]
 
-LONGEST_STOP = 100
-FIELDS: Mapping[str, tuple[type, ...]] = {
-    "model": (str,),
-    "max_tokens": (int,),
-    "max_completion_tokens": (int,),
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": (int,),
-    "stop": (str, list),
-    "stream": (bool,),
-    "stream_options": (dict,),
-    "user": (str,),
-    "deadline_ms": (int, float),
-    "slo_ttft_ms": (int, float),
-    "min_accuracy": (int, float),
-}
-"""The types of the fields that both addresses understand; `user` is ignored. No truth value is a number."""
-WORDS: Mapping[type, str] = {
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
+MOST_ANSWERS = 16
 NEUTRAL: Mapping[str, Any] = {
-    "n": 1,
     "best_of": 1,
     "echo": False,
     "frequency_penalty": 0,
     "logit_bias": {},
-    "logprobs": False,
     "min_p": 0,
     "presence_penalty": 0,
     "repetition_penalty": 1,
@@ -74,48 +49,196 @@ NEUTRAL: Mapping[str, Any] = {
     "store": False,
     "suffix": "",
     "tools": [],
-    "top_logprobs": 0,
 }
 """Fields that are not supported, each with the value that changes nothing, which is accepted."""
-NUMBERS_OF_HEADERS = ("slo_ttft_ms", "deadline_ms", "min_accuracy")
-ROLES = ("system", "developer", "user", "assistant")
+COUNTERS = {
+    "requests": "Accepted requests.",
+    "finished": "Requests that ended by a stop token or by their largest number of tokens.",
+    "expired": "Requests whose tokens came too late.",
+    "cancelled": "Requests whose clients left, or whose text ended.",
+    "failed": "Requests whose step raised.",
+    "tokens": "Generated tokens.",
+    "late": "Tokens that came after they were due.",
+    "lifted": "Steps that ran a more accurate subnet because one sequence demands it.",
+}
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+"""The headers of a stream; nginx must not hold it back."""
 
 
-@dataclass
-class TextService:
+class _Part(Strict):
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        """Leave out what is null; refuse what is not supported, unless it changes nothing."""
+        if not isinstance(value, dict):
+            return value
+        given = {name: one for name, one in value.items() if one is not None}
+        for name in NEUTRAL.keys() & given.keys() - cls.model_fields.keys():
+            one, neutral = given.pop(name), NEUTRAL[name]
+            if one != neutral or isinstance(one, bool) != isinstance(neutral, bool):
+                raise ValueError(
+                    f"{name}: this server supports no other value than {neutral!r}; leave it out"
+                )
+        return given
+
+
+class _Terms(Strict):
+    """What may be given as headers, too: `x-slo-ttft-ms` and so on."""
+
+    slo_ttft_ms: float | None = Field(default=None, gt=0, description="time to the first token, in ms")
+    deadline_ms: float | None = Field(default=None, gt=0, description="time to the last token, in ms")
+    min_accuracy: float | None = Field(
+        default=None, ge=0, le=100, description="minimum accuracy of the subnets, in percent"
+    )
+
+
+HEADERS = header_names(_Terms)
+
+
+class StreamOptions(_Part):
+    """What a stream has besides its text."""
+
+    include_usage: bool = False
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+class _Body(_Terms, _Part):
+    model_config = ConfigDict(json_schema_extra={"not": {"required": ["seed"]}})
+
+    model: str | None = None
+    max_tokens: int = Field(default=64, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int = Field(default=1, ge=1, le=MOST_ANSWERS, description="number of answers")
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    user: str | None = Field(default=None, description="ignored")
+
+    def tokens(self, codec: TextCodec) -> list[int]:
+        """Return the tokens of the prompt or of the chat."""
+        raise NotImplementedError
+
+    def top(self) -> int | None:
+        """Return how many most likely tokens to tell, or None for no log-probabilities at all."""
+        raise NotImplementedError
+
+
+class CompletionBody(_Body):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | Literal[False] = Field(
+        default=False, description="number of most likely tokens to tell with every token"
+    )
+
+    def tokens(self, codec: TextCodec) -> list[int]:
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], str)):
+            return codec.prompt(prompt if isinstance(prompt, str) else prompt[0])
+        return list(prompt)
+
+    def top(self) -> int | None:
+        return None if self.logprobs is False else self.logprobs
+
+
+class TextPart(_Part):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Part):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class ChatBody(_Body):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+
+    def tokens(self, codec: TextCodec) -> list[int]:
+        texts = [
+            one.content if isinstance(one.content, str) else "".join(part.text for part in one.content)
+            for one in self.messages
+        ]
+        roles = [one.role for one in self.messages]
+        return codec.chat([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+
+    def top(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: give logprobs true with it")
+        return self.top_logprobs if self.logprobs else None
+
+
+class TextService(BaseService):
     """What the addresses of one text server share.
 
-    Attributes:
+    Args:
         generator: generates tokens.
         codec: makes tokens of texts, and texts of tokens.
         name: name of the model.
         stop: tokens that end every answer.
-        limits: what clients may send.
-        access: who may use the server.
-        closing: whether the server is about to end.
+        limits: what clients may send. If None, the defaults.
+        tokens: the name of the client per token. If None, everybody may use the server.
     """
 
-    generator: Generator
-    codec: TextCodec
-    name: str
-    stop: tuple[int, ...]
-    limits: Limits
-    access: Access
-    closing: bool = False
+    def __init__(
+        self,
+        generator: Generator,
+        codec: TextCodec,
+        name: str,
+        stop: Sequence[int],
+        limits: Limits | None,
+        tokens: Mapping[str, str] | None,
+    ) -> None:
+        super().__init__(limits, tokens)
+        self.generator, self.codec, self.name, self.stop = generator, codec, name, tuple(stop)
 
-    def __post_init__(self) -> None:
-        self.bodies = Bodies(self.limits.bodies_bytes)
-        self.batcher = _Closing(self.generator)
+    def unready(self) -> str:
+        """Return why the server should get no requests: a step that hangs is one reason."""
+        return super().unready() or ("" if self.generator.stats().up else "no step is computed")
 
+    def prometheus(self) -> str:
+        """Return the counts of the generator in Prometheus' text format."""
+        return generate_latest(self).decode()
 
-class _Closing:
-    """The generator as what the server closes at its end."""
+    def collect(self) -> Iterator[Any]:
+        """Yield the counts of the generator as families of `prometheus_client`."""
+        stats, prefix = self.generator.stats(), "subnetact_generation_"
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(prefix + name, text, getattr(stats, name))
+        steps = CounterMetricFamily(f"{prefix}steps", "Steps that each subnet ran.", labels=["subnet"])
+        for i, count in stats.steps.items():
+            steps.add_metric([self.generator.table.subnets[i]], count)
+        yield steps
+        yield GaugeMetricFamily(f"{prefix}active", "Requests under way.", stats.active)
+        yield GaugeMetricFamily(f"{prefix}up", "Whether steps are computed, and none hangs.", stats.up)
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
+        """Return what a client is told in JSON, as OpenAI's interface has it."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+        name = str(refusal).partition(":")[0].partition(".")[0]
+        known = name in {*CompletionBody.model_fields, *ChatBody.model_fields, *NEUTRAL}
+        error = {"message": str(refusal), "type": kinds.get(refusal.status, kind)}
+        return {"error": {**error, "param": name if known else None, "code": refusal.kind}}
 
     def close(self, drain: bool = True) -> None:
-        self._generator.close(wait=drain)
+        """Finish or drop accepted requests, and refuse new ones."""
+        self.closing = True
+        self.generator.close(wait=drain)
+        super().close()
 
 
 def build_text_app(
@@ -156,366 +279,252 @@ def build_text_app(
         >>> app = build_text_app(generator, AutoTokenizer.from_pretrained("my-model"))
         >>> subnetact.serve.run(app)
     """
-    access = Access(tokens or {}, allowed_hosts)
-    codec = TextCodec(tokenizer)
-    return TextApp(TextService(generator, codec, name, tuple(stop), limits or Limits(), access))
+    service = TextService(generator, TextCodec(tokenizer), name, stop, limits, tokens)
+    return TextApp(service, allowed_hosts)
 
 
 class TextApp(BaseApp):
-    """The application of one text service.
+    """The application of one text service: `/v1/completions`, `/v1/chat/completions` and `/v1/models`.
 
     Args:
         service: the service.
-
-    Attributes:
-        service: the service.
+        allowed_hosts: names by which clients may address the server. If None, any name.
     """
 
     service: TextService
 
-    def __init__(self, service: TextService) -> None:
-        super().__init__(service, service.generator.close)
-        self._numbers = itertools.count()
-        self.inference = {
-            "/v1/completions": partial(self._complete, False),
-            "/v1/chat/completions": partial(self._complete, True),
-        }
-        self._add_routes()
+    def __init__(self, service: TextService, allowed_hosts: Sequence[str] | None = None) -> None:
+        super().__init__(service, allowed_hosts)
+        addresses: tuple[tuple[str, str, type[_Body]], ...] = (
+            ("/v1/completions", "Continue a text", CompletionBody),
+            ("/v1/chat/completions", "Continue a chat", ChatBody),
+        )
+        for path, summary, body in addresses:
+            contents = {"application/json": {"schema": model_schema(body, self.schemas)}}
+            self.post(path, partial(self._complete, body), operation(summary, contents, _Terms))
+        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "subnetact"}
+        models = {"object": "list", "data": [model]}
+        self.get("/v1/models", "Names of the models", lambda: json_response(models))
 
-    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
-        """Return what a client is told in JSON.
-
-        Args:
-            refusal: the error.
-            path: the address.
-        """
-        return {"error": _error(refusal)}
-
-    def _add_routes(self) -> None:
-        service = self.service
-
-        @self.get("/healthz", summary="Whether the server should get requests")
-        @self.get("/readyz", summary="Whether the server should get requests")
-        async def healthz() -> JSONResponse:
-            if service.closing:
-                return JSONResponse({"status": "closing"}, 503)
-            if not service.generator.stats().up:
-                return JSONResponse({"status": "no step is computed"}, 503)
-            return JSONResponse({"status": "ok"})
-
-        @self.get("/v1/models", summary="Names of the models")
-        async def models() -> JSONResponse:
-            model = {"id": service.name, "object": "model", "created": 0, "owned_by": "subnetact"}
-            return JSONResponse({"object": "list", "data": [model]})
-
-        @self.get("/metrics", response_class=PlainTextResponse, summary="Metrics in Prometheus' text format")
-        async def metrics() -> PlainTextResponse:
-            return PlainTextResponse(_prometheus(service), media_type="text/plain; version=0.0.4")
-
-    async def _complete(self, chat: bool, exchange: Exchange) -> None:
-        answer = None
-        try:
-            body = await self._body(exchange)
-            with Attendance(exchange.receive):
-                ask = await self._asked(body, exchange.headers, chat)
-                answer = _Answer(self.service, ask, chat, next(self._numbers))
-                # A refusal before the first token has a status of its own.
-                first, finish = await (answer.first() if ask.stream else answer.rest())
-            if ask.stream:
-                events = StreamingResponse(answer.events(first, finish), media_type="text/event-stream")
-                await events(exchange.scope, exchange.receive, exchange.send)
-            else:
-                await send_reply(exchange.send, 200, answer.document(first, finish))
-        except BaseException:
-            if answer is not None:
-                answer.completion.cancel()  # Nobody reads it.
-            raise
-
-    async def _body(self, exchange: Exchange) -> bytes:
-        service, limits = self.service, self.service.limits
-        return await read_body(
-            exchange.receive, exchange.headers, limits.body_for(0), limits.body_s, service.bodies
+    async def _complete(self, body: type[_Body], exchange: Exchange) -> None:
+        await self.service.exchange(
+            exchange, partial(self._read, body, exchange.headers), partial(self._send, exchange)
         )
 
-    async def _asked(self, body: bytes, headers: Headers, chat: bool) -> _Ask:
+    def _read(
+        self, body: type[_Body], headers: Headers, raw: bytes
+    ) -> tuple[_Body, list[int], dict[str, Any]]:
+        """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
+        service = self.service
+        ask = validated(body.model_validate, read_json(raw))
+        terms = validated(_Terms.model_validate_strings, header_values(HEADERS, headers))
+        if ask.model not in (None, service.name):
+            raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")
+        options: dict[str, Any] = {
+            "max_new_tokens": ask.max_completion_tokens or ask.max_tokens,
+            "temperature": ask.temperature,
+            "top_p": ask.top_p,
+            "top_k": ask.top_k,
+            "stop": service.stop,
+        }
+        renamed = {"slo_ttft_ms": "first_ms", "deadline_ms": "deadline_ms", "min_accuracy": "min_accuracy"}
+        for name, option in renamed.items():
+            value = getattr(terms, name) if getattr(ask, name) is None else getattr(ask, name)
+            if value is not None:
+                if value > service.limits.deadline_ms:
+                    raise too_long(name, value, service.limits.deadline_ms)
+                options[option] = value
+        if ask.top() is not None:
+            if "logprobs" not in inspect.signature(service.generator.submit).parameters:
+                raise InvalidRequest("logprobs: this generator tells no log-probabilities; leave it out")
+            options["logprobs"] = ask.top()
+        return ask, ask.tokens(service.codec), options
+
+    async def _send(self, exchange: Exchange, asked: tuple[_Body, list[int], dict[str, Any]]) -> None:
+        ask, prompt, options = asked
+        answer = _Answer(self.service, ask, prompt)
         try:
-            if len(body) <= SHORT:
-                return _ask(self.service, body, headers, chat)
-            return await asyncio.to_thread(_ask, self.service, body, headers, chat)
+            answer.begin(prompt, options)
+            if not ask.stream:
+                return await send_reply(exchange.send, 200, await answer.whole())
+            events = answer.events()
+            piece = await anext(events)  # A refusal before the first token has a status of its own.
+            await exchange.send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+            while piece:
+                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await anext(events, b"")
+            return await exchange.send({"type": "http.response.body", "body": b""})
         finally:
-            self.service.bodies.give_back(len(body))
+            for choice in answer.choices:
+                choice.completion.cancel()  # Nothing happens if it has ended.
 
 
 @dataclass
-class _Ask:
-    """One request, checked."""
+class _Piece:
+    """The next part of one choice: its text, its tokens with their log-probabilities, and why it ends."""
 
-    prompt: list[int]
-    options: dict[str, Any]
-    stop: tuple[str, ...]
-    stream: bool
-    usage: bool
-
-
-def _ask(service: TextService, body: bytes, headers: Headers, chat: bool) -> _Ask:
-    given = _fields(read_json(body, most=None), headers, "messages" if chat else "prompt")
-    if given.get("model", service.name) != service.name:
-        raise Refusal(404, "NotFound", f"model: this server has {service.name!r}")
-    stop = given.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if len(stop) > 4 or not all(isinstance(s, str) and 0 < len(s) <= LONGEST_STOP for s in stop):
-        raise InvalidRequest(f"stop: give at most four texts of 1 to {LONGEST_STOP} characters")
-    extras = given.get("stream_options", {})
-    if not extras.keys() <= {"include_usage"} or type(extras.get("include_usage", False)) is not bool:
-        raise InvalidRequest("stream_options: give an object with include_usage, true or false")
-    longest_ms = service.limits.deadline_ms
-    options: dict[str, Any] = {
-        "max_new_tokens": given.get("max_completion_tokens", given.get("max_tokens", 64)),
-        "temperature": given.get("temperature"),
-        "top_p": given.get("top_p"),
-        "top_k": given.get("top_k"),
-        "min_accuracy": given.get("min_accuracy", 0.0),
-        "stop": service.stop,
-    }
-    for name, option in (("slo_ttft_ms", "first_ms"), ("deadline_ms", "deadline_ms")):
-        if name in given:
-            options[option] = time_ms(given[name], name, longest_ms)
-    prompt = _chat(service, given) if chat else _prompt(service, given)
-    return _Ask(prompt, options, tuple(stop), given.get("stream", False), extras.get("include_usage", False))
+    index: int
+    text: str
+    logprobs: list[tuple[int, float, Sequence[tuple[int, float]]]]
+    finish: str | None
 
 
-def _fields(document: Any, headers: Headers, text: str) -> dict[str, Any]:
-    """Return the fields of a request that are not null, with numbers from headers, each of its type.
+@dataclass
+class _Choice:
+    """One of the answers to a request, as its tokens come."""
 
-    Args:
-        document: the body.
-        headers: the headers.
-        text: the field that has the text, which another function checks.
-    """
-    if not isinstance(document, dict):
-        raise InvalidRequest(f"body: expected a JSON object, got {type(document).__name__}")
-    given = {name: value for name, value in document.items() if value is not None}
-    for name in NUMBERS_OF_HEADERS:
-        header = f"x-{name.replace('_', '-')}"
-        number = headers.get(header.encode())
-        if number is not None and name not in given:
-            given[name] = read_number(number, header)
-    for name, value in given.items():
-        if name in NEUTRAL:
-            neutral = NEUTRAL[name]
-            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
-                raise InvalidRequest(
-                    f"{name}: got {shortened(value)}, and this server supports no other value than "
-                    f"{json.dumps(neutral)}; leave it out"
-                )
-        elif name in FIELDS:
-            if type(value) not in FIELDS[name]:
-                wanted = " or ".join(WORDS[kind] for kind in FIELDS[name])
-                raise InvalidRequest(f"{name}: got {shortened(value)}; give {wanted}")
-        elif name != text:
-            raise InvalidRequest(
-                f"{shortened(name)}: this server does not support it; remove it from the request"
-            )
-    return given
+    index: int
+    service: TextService
+    completion: Completion
+    stops: Sequence[str]
+    tells: bool  # log-probabilities
+    read: int = 0  # tokens
+    held: str = ""  # the last characters, which may be the beginning of a text that ends the answer
 
+    def __post_init__(self) -> None:
+        self._writer = self.service.codec.writer()
 
-def _prompt(service: TextService, given: Mapping[str, Any]) -> list[int]:
-    prompt = given.get("prompt")
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    if not isinstance(prompt, str):
-        raise InvalidRequest("prompt: expected one text or a list of token ids")
-    return service.codec.prompt(prompt)
+    def next(self) -> _Piece | None:
+        """Return what has come since the last call, or None.
 
+        Raises:
+            RequestError: the request failed.
+        """
+        outcome: Generated | None = self.completion.result(0.0) if self.completion.done else None
+        piece = _Piece(self.index, "", [], None)
+        found: Any = self.completion
+        told = found.logprobs(self.read) if self.tells else ()
+        # Token by token, so that the end does not depend on how many of them come at once.
+        for at, token in enumerate(self.completion.tokens(self.read)):
+            self.read += 1
+            if self.tells:
+                piece.logprobs.append((token, *told[at]))
+            if token in self.service.stop:  # It is the last one.
+                continue
+            if self._show(self._writer(token), piece):
+                return piece
+        if outcome is not None:
+            piece.text += self.held
+            piece.finish = "length" if outcome.finish == "length" else "stop"
+        return piece if piece.text or piece.finish else None
 
-def _chat(service: TextService, given: Mapping[str, Any]) -> list[int]:
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages: expected a list of at least one message")
-    return service.codec.chat([_message(message, at) for at, message in enumerate(messages)])
-
-
-def _message(message: Any, position: int) -> dict[str, str]:
-    """Return a message with its role and its content, which may come in parts."""
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"messages: message {position} is no object with role and content")
-    given = {name: value for name, value in message.items() if value is not None}
-    role, content = given.pop("role", None), given.pop("content", None)
-    if role not in ROLES:
-        raise InvalidRequest(f"messages: the role of message {position} must be one of {', '.join(ROLES)}")
-    if isinstance(content, list):
-        texts = [part["text"] if _is_text_part(part) else None for part in content]
-        content = "".join(map(str, texts)) if None not in texts else None
-    if not isinstance(content, str):
-        raise InvalidRequest(f"messages: message {position} has no text as its content")
-    if given:
-        raise InvalidRequest(
-            f"messages: message {position} has {shortened(min(given))}, which this server does not support"
+    def _show(self, new: str, piece: _Piece) -> bool:
+        """Show what can be shown of held back and new text; return whether a text of `stop` ends it."""
+        text = self.held + new
+        ends = [found for stop in self.stops if (found := text.find(stop)) >= 0]
+        if ends:
+            piece.text, piece.finish = piece.text + text[: min(ends)], "stop"
+            self.completion.cancel()
+            return True
+        longest = max(map(len, self.stops), default=1) - 1
+        kept = next(
+            (n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in {s[:n] for s in self.stops}), 0
         )
-    return {"role": role, "content": content}
-
-
-def _is_text_part(part: Any) -> bool:
-    text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-    return text and isinstance(part["text"], str)
+        piece.text, self.held = piece.text + text[: len(text) - kept], text[len(text) - kept :]
+        return False
 
 
 class _Answer:
     """The answer to one request, as OpenAI's interface writes it."""
 
-    def __init__(self, service: TextService, ask: _Ask, chat: bool, number: int) -> None:
-        self._service, self._ask, self._chat = service, ask, chat
+    def __init__(self, service: TextService, ask: _Body, prompt: Sequence[int]) -> None:
+        self._service, self._ask, self._prompt = service, ask, len(prompt)
+        self._chat = isinstance(ask, ChatBody)
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        kind = "chat.completion" if chat else "text_completion"
+        self.choices: list[_Choice] = []
+        kind = "chat.completion" if self._chat else "text_completion"
         self._facts = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{number}",
-            "object": f"{kind}.chunk" if chat and ask.stream else kind,
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if self._chat and ask.stream else kind,
             "created": int(time.time()),
             "model": service.name,
         }
-        self._writer, self._read = service.codec.writer(), 0
-        self._held = ""  # the last characters, which may be the beginning of a text that ends the answer
-        self.completion: Completion = service.generator.submit(ask.prompt, **ask.options)
-        self.completion.listen(self._tell)
 
-    def _tell(self) -> None:
+    def begin(self, prompt: list[int], options: dict[str, Any]) -> None:
+        """Submit a request for every choice."""
+        stops = [self._ask.stop] if isinstance(self._ask.stop, str) else self._ask.stop
+        for index in range(self._ask.n):
+            completion = self._service.generator.submit(prompt, **options)
+            self.choices.append(_Choice(index, self._service, completion, stops, "logprobs" in options))
+            completion.listen(partial(self._tell, completion))
+
+    def _tell(self, completion: Completion) -> None:
         try:
             self._loop.call_soon_threadsafe(self._news.set)
         except RuntimeError:  # The loop has ended, and with it the client.
-            self.completion.cancel()
+            completion.cancel()
 
-    async def first(self) -> tuple[str, str | None]:
-        """Wait for the first piece of text, or for the end, and return it with why the answer ends."""
-        return await self._next()
-
-    async def rest(self) -> tuple[str, str | None]:
-        """Wait for the end, and return the text that was not returned yet, and why the answer ends."""
-        pieces, finish = [], None
-        while finish is None:
-            piece, finish = await self._next()
-            pieces.append(piece)
-        return "".join(pieces), finish
-
-    def document(self, text: str, finish: str | None) -> dict[str, Any]:
-        """Return the whole answer.
-
-        Args:
-            text: its text.
-            finish: why it ended.
-        """
-        return {**self._facts, "choices": [self._choice(text, finish, False)], **self._usage()}
-
-    async def events(self, piece: str, finish: str | None) -> AsyncIterator[str]:
-        """Yield the answer piece by piece.
-
-        Args:
-            piece: the first piece.
-            finish: why the answer ends with it, or None.
-        """
-        try:
-            while True:
-                if piece or finish is not None:
-                    yield _event({**self._facts, "choices": [self._choice(piece, finish, True)]})
-                if finish is not None:
-                    break
-                try:
-                    piece, finish = await self._next()
-                except RequestError as error:
-                    refusal = refusal_of(error)
-                    yield _event({"error": _error(refusal)})
-                    break
-            if self._ask.usage:
-                yield _event({**self._facts, "choices": [], **self._usage()})
-            yield "data: [DONE]\n\n"
-        finally:
-            self.completion.cancel()  # Nothing happens if it has ended.
-
-    async def _next(self) -> tuple[str, str | None]:
-        """Return the next piece of text, and why the answer ends if it does."""
-        while True:
+    async def _pieces(self) -> AsyncIterator[_Piece]:
+        """Yield what comes, of any choice, until all have ended."""
+        left = list(self.choices)
+        while left:
             await self._news.wait()
             self._news.clear()
-            done = self.completion.done
-            outcome: Generated | None = self.completion.result(0.0) if done else None
-            piece, ended = self._written()
-            if not ended and outcome is not None:
-                more, ended = self._shown(self._writer.end(), last=True)
-                piece += more
-            if ended:
-                self.completion.cancel()
-                return piece, "stop"
-            if outcome is not None:
-                return piece, "length" if outcome.finish == "length" else "stop"
-            if piece:
-                return piece, None
+            for choice in list(left):
+                piece = choice.next()
+                if piece is not None:
+                    if piece.finish is not None:
+                        left.remove(choice)
+                    yield piece
 
-    def _written(self) -> tuple[str, bool]:
-        """Return the text of the tokens that have come, and whether a text of `stop` ends it.
+    async def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        found = [_Piece(choice.index, "", [], None) for choice in self.choices]
+        async for piece in self._pieces():
+            one = found[piece.index]
+            one.text, one.finish = one.text + piece.text, piece.finish
+            one.logprobs += piece.logprobs
+        choices = [{**self._choice(one), **self._text(one, "message", True)} for one in found]
+        return {**self._facts, "choices": choices, **self._usage()}
 
-        Token by token, so that the end does not depend on how many of them come at once.
-        """
-        pieces = []
-        for token in self.completion.tokens(self._read):
-            self._read += 1
-            if token in self._service.stop:  # It is the last one.
-                continue
-            piece, ended = self._shown(self._writer.add(token))
-            pieces.append(piece)
-            if ended:
-                return "".join(pieces), True
-        return "".join(pieces), False
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the answer piece by piece."""
+        begun: set[int] = set()
+        try:
+            async for piece in self._pieces():
+                text = self._text(piece, "delta", piece.index not in begun)
+                begun.add(piece.index)
+                yield self._event({"choices": [{**self._choice(piece), **text}]})
+        except RequestError as error:
+            refusal = refusal_of(error)
+            if not begun:
+                raise
+            yield b"data: %s\n\n" % orjson.dumps(self._service.error_document(refusal, ""))
+        else:
+            if self._ask.stream_options.include_usage:
+                yield self._event({"choices": [], **self._usage()})
+        yield b"data: [DONE]\n\n"
 
-    def _shown(self, text: str, last: bool = False) -> tuple[str, bool]:
-        """Return what can be shown of held back and new text, and whether a text of `stop` ends it."""
-        text = self._held + text
-        ends = [found for stop in self._ask.stop if (found := text.find(stop)) >= 0]
-        if ends:
-            return text[: min(ends)], True
-        kept = 0 if last else _held_back(text, self._ask.stop)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept], False
+    def _event(self, document: Mapping[str, Any]) -> bytes:
+        return b"data: %s\n\n" % orjson.dumps({**self._facts, **document})
 
-    def _choice(self, text: str, finish: str | None, streamed: bool) -> dict[str, Any]:
-        reason = {"index": 0, "finish_reason": finish, "logprobs": None}
-        if not self._chat:
-            return {"text": text, **reason}
-        return {"delta" if streamed else "message": {"role": "assistant", "content": text}, **reason}
+    def _text(self, piece: _Piece, name: str, first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if first else {}
+        return {name: {**role, "content": piece.text}} if self._chat else {"text": piece.text}
+
+    def _choice(self, piece: _Piece) -> dict[str, Any]:
+        told = self._logprobs(piece) if self.choices[piece.index].tells else None
+        return {"index": piece.index, "finish_reason": piece.finish, "logprobs": told}
+
+    def _logprobs(self, piece: _Piece) -> dict[str, Any]:
+        def told(token: int, value: float) -> dict[str, Any]:
+            text = self._service.codec.text([token])
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        tokens = [
+            {**told(token, value), "top_logprobs": [told(*one) for one in top]}
+            for token, value, top in piece.logprobs
+        ]
+        if self._chat:
+            return {"content": tokens, "refusal": None}
+        tops = [{one["token"]: one["logprob"] for one in found["top_logprobs"]} for found in tokens]
+        return {
+            "tokens": [one["token"] for one in tokens],
+            "token_logprobs": [one["logprob"] for one in tokens],
+            "top_logprobs": tops,
+        }
 
     def _usage(self) -> dict[str, Any]:
-        prompt, answer = len(self._ask.prompt), self._read
-        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-        return {"usage": usage}
-
-
-def _held_back(text: str, stops: Sequence[str]) -> int:
-    """Return how many last characters may be the beginning of a text that ends the answer."""
-    longest = max(map(len, stops), default=0)
-    for count in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-count:]) for stop in stops):
-            return count
-    return 0
-
-
-def _event(document: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(document)}\n\n"
-
-
-def _error(refusal: Refusal) -> dict[str, Any]:
-    kind = "invalid_request_error" if refusal.status < 500 and refusal.status != 429 else "server_error"
-    return {"message": str(refusal), "type": kind, "param": None, "code": refusal.kind}
-
-
-def _prometheus(service: TextService) -> str:
-    stats = service.generator.stats()
-    lines = []
-    for name in ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted"):
-        lines += [f"# TYPE subnetact_generation_{name}_total counter"]
-        lines += [f"subnetact_generation_{name}_total {getattr(stats, name)}"]
-    lines += ["# TYPE subnetact_generation_steps_total counter"]
-    keys = service.generator.table.subnets
-    lines += [f'subnetact_generation_steps_total{{subnet="{keys[i]}"}} {n}' for i, n in stats.steps.items()]
-    lines += ["# TYPE subnetact_generation_active gauge", f"subnetact_generation_active {stats.active}"]
-    lines += ["# TYPE subnetact_generation_up gauge", f"subnetact_generation_up {int(stats.up)}"]
-    return "\n".join(lines) + "\n"
+        answer = sum(choice.read for choice in self.choices)
+        usage = {"prompt_tokens": self._prompt, "completion_tokens": answer}
+        return {"usage": {**usage, "total_tokens": self._prompt + answer}}
