@@ -219,7 +219,10 @@ def validated(read: Callable[[Any], Model], value: Any) -> Model:
     try:
         return read(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        first = error.errors(include_url=False)[0]
+        own = first.get("ctx", {}).get("error")
+        if isinstance(own, InvalidRequest):  # of a validator
+            raise own from None
         where = ".".join(str(part)[:60] for part in first["loc"]) or "body"
         raise InvalidRequest(f"{where}: got {shortened(first['input'])}. {first['msg']}") from None
 

@@ -148,6 +148,8 @@ def test_openais_client_gets_the_answer_whole_and_streamed(
         == chat.choices[0].message.content
     )
     assert chunks[-1].usage.completion_tokens == 12
+    two = client.completions.create(model="tiny", prompt="Hello", max_tokens=12, n=2)
+    assert [choice.text for choice in two.choices] == [text, text]
     assert [model.id for model in client.models.list()] == ["tiny"]
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model="tiny", prompt="Hello", max_tokens=0)
