@@ -11,6 +11,7 @@ from os import PathLike
 
 from subnetact.errors import MissingFile, ServeError
 from subnetact.files.atomic import read_regular
+from subnetact.serve.exchange import Refusal
 
 __all__ = ["Access", "read_tokens"]
 
@@ -18,15 +19,9 @@ SHORTEST = 16
 
 
 class Access:
-    """Checks the `Authorization` header: `Bearer TOKEN`, or `Basic` with the token as the password.
+    """Checks the `Authorization` header against the names of clients per token; without any, all may enter.
 
-    Browsers, which watch the status page, know only the second form.
-
-    Args:
-        tokens: the name of the client per token. If empty, every client may use the server.
-
-    Raises:
-        ServeError: a token has fewer than 16 characters.
+    `Bearer TOKEN`, or `Basic` with the token as the password, which is all that browsers know.
     """
 
     def __init__(self, tokens: Mapping[str, str]) -> None:
@@ -38,8 +33,12 @@ class Access:
             for token, name in tokens.items()
         ]
 
-    def client(self, authorization: str | None, address: str) -> str | None:
-        """Return the client's name, its address if no token is needed, or None if it may not enter."""
+    def client(self, authorization: str | None, address: str, open_: bool = False) -> str:
+        """Return the client's name, or its address if no token is needed, as for addresses that are `open_`.
+
+        Raises:
+            Refusal: the token is missing or unknown.
+        """
         if not self._names:
             return address
         given = hashlib.sha256(_token_of(authorization or "")).digest()
@@ -47,7 +46,11 @@ class Access:
         for digest, name in self._names:  # Every token is compared, whichever fits.
             if hmac.compare_digest(digest, given):
                 found = name
-        return found
+        if found is not None or open_:
+            return found or ""
+        message = "give the server's token: Authorization: Bearer TOKEN"
+        needed = {"WWW-Authenticate": 'Bearer, Basic realm="subnetact"'}
+        raise Refusal(401, "Unauthorized", message, needed)
 
 
 def read_tokens(path: str | PathLike[str]) -> dict[str, str]:

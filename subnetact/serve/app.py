@@ -71,26 +71,13 @@ def build_app(
         >>> app = subnetact.serve.build_app(batcher, engine, slo_ms=36.0)
         >>> other_app.mount("/digits", app)
     """
-    service = Service(
-        batcher,
-        engine,
-        name=name,
-        slo_ms=slo_ms,
-        limits=limits,
-        tokens=tokens,
-        image_mean=image_mean,
-        image_std=image_std,
-    )
-    return ServeApp(service, allowed_hosts)
+    images: Any = {"image_mean": image_mean, "image_std": image_std}
+    common: Any = {"limits": limits, "tokens": tokens}
+    return ServeApp(Service(batcher, engine, name=name, slo_ms=slo_ms, **images, **common), allowed_hosts)
 
 
 class ServeApp(BaseApp):
-    """The application of one service: `/infer`, the Open Inference Protocol and the status page.
-
-    Args:
-        service: the service.
-        allowed_hosts: names by which clients may address the server. If None, any name.
-    """
+    """The application of one service: `/infer`, the Open Inference Protocol and the status page."""
 
     service: Service
 
@@ -104,34 +91,22 @@ class ServeApp(BaseApp):
             self.post(f"{path}/infer", protocol.infer, tensors(service, self.schemas))
             self.get(path, "Metadata of the model", lambda: json_response(protocol.model()))
         for path, what in (("/v2/health", "server"), (model, "model"), (version, "model")):
-            self.get(
-                f"{path}/ready",
-                f"Whether the {what} should get requests",
-                self._ready,
-                responses=UNREADY,
-                open_=path == "/v2/health",
-            )
+            summary, open_ = f"Whether the {what} should get requests", path == "/v2/health"
+            self.get(f"{path}/ready", summary, self._ready, responses=UNREADY, open_=open_)
         alive = "Whether the server answers"
         self.get("/v2/health/live", alive, lambda: json_response({"live": True}), open_=True)
         self.get("/v2", "Metadata of the server", lambda: json_response(protocol.server()))
         self.get("/v2/models", "Names of the models", lambda: json_response({"models": [service.name]}))
-        self._add_status()
+        self.get("/", "The status page", partial(HTMLResponse, page(), headers=SAFE_HEADERS))
+        feed, full = StatusFeed(service), {"503": "As many clients watch as may."}
+        self.get("/status/events", "Figures as server-sent events", partial(_events, feed), responses=full)
 
     def _ready(self) -> Response:
         reason = self.service.unready()
         return json_response({"ready": not reason}, 503 if reason else 200)
 
-    def _add_status(self) -> None:
-        service = self.service
-        accuracy = {str(i): round(percent, 2) for i, percent in service.batcher.accuracy.items()}
-        facts = {"model": service.name, "slo_ms": service.slo_ms, "accuracy": accuracy}
-        feed = StatusFeed(service.batcher.stats, facts, lambda: service.closing, service.limits.streams)
 
-        def events() -> Response:
-            if feed.full:
-                raise Refusal(503, "Overloaded", "too many clients watch; retry later", LATER)
-            return StreamingResponse(feed.events(), media_type="text/event-stream", headers=SAFE_HEADERS)
-
-        self.get("/", "The status page", partial(HTMLResponse, page(), headers=SAFE_HEADERS))
-        full = {"503": "As many clients watch as may."}
-        self.get("/status/events", "Figures as server-sent events, without end", events, responses=full)
+def _events(feed: StatusFeed) -> Response:
+    if feed.full:
+        raise Refusal(503, "Overloaded", "too many clients watch; retry later", LATER)
+    return StreamingResponse(feed.events(), media_type="text/event-stream", headers=SAFE_HEADERS)

@@ -49,17 +49,10 @@ Asked = TypeVar("Asked", bound=Terms)
 
 
 def read_ask(ask: Asked, query: bytes, headers: Headers, usual_ms: float, longest_ms: float) -> Asked:
-    """Fill the parameters that a body leaves out from the query, and then from headers.
-
-    Args:
-        ask: the parameters of the body.
-        query: the query string of the address.
-        headers: the headers.
-        usual_ms: the deadline of a request that names none, in ms.
-        longest_ms: the longest deadline, in ms.
+    """Fill the parameters that a body leaves out from the query, then from headers, then by the usual time.
 
     Raises:
-        InvalidRequest: a parameter is malformed.
+        InvalidRequest: a parameter is malformed, or the deadline is beyond the longest one.
     """
     texts = header_values(HEADERS, headers)
     if query:

@@ -35,14 +35,7 @@ CLOSES = (400, 401, 408, 413, 415, 431)
 
 
 class Address(NamedTuple):
-    """What an address does.
-
-    Attributes:
-        method: the method that it takes.
-        answer: answers one request.
-        operation: its description in the OpenAPI document.
-        open: whether it needs no token, as load balancers have none.
-    """
+    """What an address does: `operation` describes it in OpenAPI, and `open` needs no token."""
 
     method: str
     answer: Callable[[Exchange], Awaitable[None]]
@@ -58,15 +51,10 @@ class BaseApp:
     unless an answer has begun already: then the exchange ends there, and the server closes the connection.
     Exceptions that are not expected are logged, with status 500.
 
-    Args:
-        service: the service; it is closed when the application shuts down.
-        allowed_hosts: names by which clients may address the server, without ports; `*.example.com` has all
-            below it. A web page of a foreign site can make a browser send requests to this machine (DNS
-            rebinding); the browser then names the foreign site. If None, any name.
-
-    Attributes:
-        service: the service.
-        addresses: what is answered, by the path below the one where the application is mounted.
+    The service is closed when the application shuts down. `allowed_hosts` are names without ports, by which
+    clients may address the server; `*.example.com` has all below it, and None is any name. A web page of a
+    foreign site can make a browser send requests to this machine (DNS rebinding); the browser then names the
+    foreign site.
 
     Raises:
         ServeError: a name has `*` at another place than its beginning.
@@ -108,15 +96,7 @@ class BaseApp:
         responses: dict[str, Any] | None = None,
         open_: bool = False,
     ) -> None:
-        """Answer GET requests of an address.
-
-        Args:
-            path: the address.
-            summary: what it is, for the OpenAPI document.
-            make: makes the response.
-            responses: descriptions of other statuses than 200.
-            open_: whether no token is needed.
-        """
+        """Answer GET requests; `responses` describes other statuses than 200, `open_` needs no token."""
 
         async def answer(exchange: Exchange) -> None:
             await make()(exchange.scope, exchange.receive, exchange.send)
@@ -127,13 +107,7 @@ class BaseApp:
     def post(
         self, path: str, answer: Callable[[Exchange], Awaitable[None]], operation: dict[str, Any]
     ) -> None:
-        """Answer POST requests of an address.
-
-        Args:
-            path: the address.
-            answer: answers one request.
-            operation: its description in the OpenAPI document.
-        """
+        """Answer POST requests; `operation` describes them in the OpenAPI document."""
         self.addresses[path] = Address("POST", answer, operation, False)
 
     def openapi(self) -> dict[str, Any]:
@@ -165,7 +139,8 @@ class BaseApp:
         try:
             headers = Headers(scope["headers"], self.service.limits.header_bytes)
             address = self.addresses.get(path)
-            client = self._client(scope, headers, address is not None and address.open)
+            sender, open_ = scope.get("client") or [""], address is not None and address.open
+            client = self.service.access.client(headers.get(b"authorization"), sender[0], open_)
             if address is None:
                 raise Refusal(404, "NotFound", "there is no such address; /openapi.json lists all")
             if scope["method"] != address.method:
@@ -182,18 +157,6 @@ class BaseApp:
                     more.append((b"connection", b"close"))
                 document = self.service.error_document(refusal, path)
                 await send_reply(send, refusal.status, document, more)
-
-    def _client(self, scope: Scope, headers: Headers, open_: bool) -> str:
-        address = scope.get("client")
-        client = self.service.access.client(headers.get(b"authorization"), address[0] if address else "")
-        if client is None and not open_:
-            raise Refusal(
-                401,
-                "Unauthorized",
-                "give the server's token: Authorization: Bearer TOKEN",
-                {"WWW-Authenticate": 'Bearer, Basic realm="subnetact"'},
-            )
-        return client or ""
 
 
 JSON = {"content-type": "application/json"}

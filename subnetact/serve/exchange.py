@@ -20,12 +20,10 @@ from subnetact.errors import (
 )
 
 __all__ = [
-    "Bodies",
     "ClientGone",
     "Exchange",
     "Headers",
     "Refusal",
-    "read_body",
     "read_json",
     "refusal_of",
     "send_reply",
@@ -37,6 +35,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Model = TypeVar("Model")
+Raw = bytes | bytearray
 
 LATER = {"Retry-After": "1"}
 JSON = b"application/json"
@@ -57,14 +56,7 @@ class ClientGone(Exception):
 
 
 class Refusal(Exception):
-    """A request that the server refuses for another reason than the batcher's.
-
-    Args:
-        status: the HTTP status.
-        kind: the name of the reason.
-        message: the reason, and what to do next.
-        headers: more headers of the reply.
-    """
+    """A request that the server refuses for another reason than the batcher's; `kind` is its name."""
 
     def __init__(
         self, status: int, kind: str, message: str, headers: Mapping[str, str] | None = None
@@ -76,11 +68,7 @@ class Refusal(Exception):
 
 
 class Headers:
-    """The headers of one request by lower-case name.
-
-    Args:
-        pairs: names and values as ASGI has them.
-        most: largest number of bytes of all.
+    """The headers of one request by lower-case name, of at most `most` bytes.
 
     Raises:
         Refusal: there are too many, or they contradict each other about the length of the body.
@@ -90,7 +78,6 @@ class Headers:
 
     def __init__(self, pairs: Iterable[tuple[bytes, bytes]], most: int) -> None:
         values: dict[bytes, bytes] = {}
-        self._values = values
         for name, value in pairs:
             if name in values and name in (b"content-length", b"transfer-encoding", b"host"):
                 raise Refusal(400, "InvalidRequest", f"{name.decode()}: given twice; send one")
@@ -99,17 +86,12 @@ class Headers:
         if most < 0:
             raise Refusal(431, "TooLarge", "headers: more bytes than this server reads; send fewer")
         length = values.get(b"content-length")
-        self.length = None
-        if length is not None and b"transfer-encoding" in values:
-            raise Refusal(
-                400, "InvalidRequest", "content-length: given beside transfer-encoding; send one of them"
-            )
-        if length is not None:
-            if not (length.isdigit() and len(length) < 20):
-                raise Refusal(
-                    400, "InvalidRequest", "content-length: not a whole number; send the number of bytes"
-                )
-            self.length = int(length)
+        if length is not None and (
+            b"transfer-encoding" in values or not length.isdigit() or len(length) >= 20
+        ):
+            message = "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
+            raise Refusal(400, "InvalidRequest", message)
+        self._values, self.length = values, None if length is None else int(length)
 
     def get(self, name: bytes) -> str | None:
         """Return the value of a header, or None if the request does not have it."""
@@ -118,16 +100,7 @@ class Headers:
 
 
 class Exchange(NamedTuple):
-    """One request as an address gets it.
-
-    Attributes:
-        scope: the scope of ASGI.
-        headers: the headers of the request.
-        client: name or address of the client.
-        receive: the receiving side of ASGI.
-        send: the sending side of ASGI.
-        arrived_ms: time of the arrival by `now_ms`, in ms.
-    """
+    """One request as an address gets it, with the name or address of its client and its time by `now_ms`."""
 
     scope: Scope
     headers: Headers
@@ -137,65 +110,7 @@ class Exchange(NamedTuple):
     arrived_ms: float
 
 
-class Bodies:
-    """Counts the bytes of all bodies that a server holds, of which it may hold `most`."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.held = 0
-
-    def take(self, count: int) -> None:
-        """Count bytes that a request holds from now on.
-
-        Raises:
-            Refusal: the server holds too many already.
-        """
-        if self.held + count > self._most:
-            raise Refusal(
-                503, "Overloaded", "the server holds as many request bodies as it may; retry later", LATER
-            )
-        self.held += count
-
-    def give_back(self, count: int) -> None:
-        """Count bytes that a request holds no longer."""
-        self.held -= count
-
-
-async def read_body(receive: Receive, headers: Headers, most: int, bodies: Bodies) -> bytes:
-    """Read a body of at most `most` bytes; the caller gives `len(body)` back to `bodies`.
-
-    Raises:
-        Refusal: the body is too large or compressed.
-        ClientGone: the client closed its connection.
-    """
-    if headers.length is not None and headers.length > most:
-        raise _too_large(most)
-    if headers.get(b"content-encoding") not in (None, "", "identity"):
-        raise Refusal(
-            415, "Unsupported", "content-encoding: bodies are not decompressed; send them as they are"
-        )
-    held = 0
-    chunks: list[bytes] = []
-    try:
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            chunk = message.get("body", b"")
-            more = message.get("more_body", False)
-            if held + len(chunk) > most:
-                raise _too_large(most)
-            bodies.take(len(chunk))
-            held += len(chunk)
-            chunks.append(chunk)
-    except BaseException:
-        bodies.give_back(held)
-        raise
-    return b"".join(chunks)
-
-
-def read_json(text: bytes) -> Any:
+def read_json(text: Raw) -> Any:
     """Read JSON as RFC 8259 has it, in UTF-8: without NaN, infinities and halves of characters.
 
     Of a name that an object has twice, the last value counts. Whole numbers beyond 64 bits become fractions.
@@ -234,10 +149,6 @@ def shortened(value: object) -> str:
     except ValueError:  # A whole number with more digits than Python prints.
         text = "a very long number"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _too_large(most: int) -> Refusal:
-    return Refusal(413, "TooLarge", f"body: more than {most} bytes; send a smaller one")
 
 
 def refusal_of(error: BaseException) -> Refusal:

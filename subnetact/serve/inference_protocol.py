@@ -8,10 +8,8 @@ forms its batches from the rows of all clients. `parameters` may hold `deadline_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import orjson
 import torch
 from pydantic import ConfigDict, Field
@@ -19,21 +17,18 @@ from torch import Tensor
 
 from subnetact import __version__
 from subnetact.errors import InvalidRequest
-from subnetact.serve.ask import Strict, Terms, read_ask
-from subnetact.serve.exchange import Exchange, Headers, read_json, send_reply, validated
-from subnetact.serve.payloads import array_tensor, tensor_of
-from subnetact.serve.service import Service, now_ms
+from subnetact.serve.ask import Strict, Terms
+from subnetact.serve.exchange import Exchange, Raw, read_json, send_reply, validated
+from subnetact.serve.payloads import fitted, tensor_of
+from subnetact.serve.service import Decoded, Service
 from subnetact.serve.signature import DATATYPES, InputPart, named_tensors
 from subnetact.serving import Answer
 
 __all__ = ["InferRequest", "InferenceProtocol"]
 
 HEADER_LENGTH = b"inference-header-content-length"
-NUMPY = {
-    **{"BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "INT8": "i1", "INT16": "<i2"},
-    **{"INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "BF16": "<i2", "FP32": "<f4", "FP64": "<f8"},
-}
-"""The dtype of raw tensors by datatype; bfloat16 travels as the bits of 16-bit numbers, and in JSON as is."""
+TORCH = {name: dtype for dtype, name in DATATYPES.items()} | {"UINT16": torch.uint16, "UINT32": torch.uint32}
+"""What clients may send, by its name on the wire."""
 
 
 class _Parameters(Strict):
@@ -51,7 +46,7 @@ class RequestTensor(Strict):
 
     name: str
     shape: list[int]
-    datatype: str = Field(pattern=f"^({'|'.join(NUMPY)})$")
+    datatype: str = Field(pattern=f"^({'|'.join(TORCH)})$")
     parameters: TensorParameters | None = None
     data: Any = None
 
@@ -86,12 +81,6 @@ class InferRequest(Strict):
     outputs: list[RequestedOutput] | None = None
 
 
-class _Asked(NamedTuple):
-    request: InferRequest
-    rows: list[Any]
-    ask: RequestParameters
-
-
 class InferenceProtocol:
     """Answers the addresses below `/v2` of a service."""
 
@@ -120,32 +109,27 @@ class InferenceProtocol:
 
     async def infer(self, exchange: Exchange) -> None:
         """Answer one request, as `PlainInference.infer` does."""
-        service, query = self._service, exchange.scope["query_string"]
-        asked, answers = await service.exchange(
-            exchange,
-            partial(self._decode, query, exchange.headers),
-            lambda asked: service.answers(asked.rows, asked.ask, exchange.arrived_ms, exchange.client),
-        )
-        head, raw = self._reply(asked, answers, now_ms() - exchange.arrived_ms)
+        (request, ask), answers = await self._service.infer(exchange, self._decode)
+        head, raw = self._reply(request, ask, answers, self._service.facts(answers, ask, exchange))
         if not raw:
             await send_reply(exchange.send, 200, head)
             return
         lengths = [(HEADER_LENGTH, b"%d" % len(head))]
         await send_reply(exchange.send, 200, b"".join([head, *raw]), lengths, b"application/octet-stream")
 
-    def _decode(self, query: bytes, headers: Headers, body: bytes) -> _Asked:
+    def _decode(self, exchange: Exchange, body: Raw) -> Decoded[tuple[InferRequest, RequestParameters]]:
         service = self._service
-        text, raw = _split(body, headers.get(HEADER_LENGTH))
+        text, raw = _split(body, exchange.headers.get(HEADER_LENGTH))
         request = validated(InferRequest.model_validate, read_json(text))
         if request.model_name not in (None, service.name):
             raise InvalidRequest(f"model_name: not the model of this address, {service.name}")
         if any(one.parameters and one.parameters.classification for one in request.outputs or ()):
             raise InvalidRequest("outputs: the classification extension is not served; read the scores")
         ask = request.parameters or RequestParameters()
-        read_ask(ask, query, headers, service.slo_ms, service.limits.deadline_ms)
-        return _Asked(request, self._rows(request.inputs, raw), ask)
+        service.read_ask(ask, exchange)
+        return (request, ask), self._rows(request.inputs, raw), ask
 
-    def _rows(self, inputs: Sequence[RequestTensor], raw: memoryview) -> list[Any]:
+    def _rows(self, inputs: Sequence[RequestTensor], raw: Raw) -> list[Any]:
         """Return one input of the engine per row."""
         parts = {part.name: part for part in self._service.signature.parts}
         if sorted(entry.name for entry in inputs) != sorted(parts):
@@ -155,9 +139,9 @@ class InferenceProtocol:
         for entry in inputs:
             part = parts[entry.name]
             if entry.shape != [rows, *part.shape] or not 1 <= rows <= most:
-                shape = ", ".join(map(str, part.shape))
+                sizes = ", ".join(map(str, part.shape))
                 raise InvalidRequest(
-                    f"{part.name}: shape must be [N, {shape}], with one N from 1 to {most} for all tensors"
+                    f"{part.name}: shape must be [N, {sizes}], with one N from 1 to {most} for all tensors"
                 )
             size = entry.parameters.binary_data_size if entry.parameters else None
             if (size is None) == (entry.data is None) or (size or 0) > len(raw):
@@ -165,8 +149,8 @@ class InferenceProtocol:
                     f"{part.name}: give either data or binary_data_size and that many raw bytes, not both"
                 )
             if size is None:
-                dtype = np.dtype("<f4" if entry.datatype == "BF16" else NUMPY[entry.datatype])
-                tensors[part.name] = tensor_of(entry.data, part, (rows, *part.shape), dtype)
+                shape, declared = (rows, *part.shape), TORCH[entry.datatype]
+                tensors[part.name] = tensor_of(entry.data, part, shape, declared)
             else:
                 tensors[part.name] = _raw_tensor(raw[:size], entry.datatype, part, rows)
                 raw = raw[size:]
@@ -178,11 +162,11 @@ class InferenceProtocol:
         return [join({name: tensor[row] for name, tensor in tensors.items()}) for row in range(rows)]
 
     def _reply(
-        self, asked: _Asked, answers: Sequence[Answer], latency_ms: float
+        self, request: InferRequest, ask: RequestParameters, answers: Sequence[Answer], facts: dict[str, Any]
     ) -> tuple[bytes, list[bytes]]:
         """Return the JSON and the raw tensors of the answer."""
-        request, rows = asked.request, [dict(named_tensors(one.output, "output")) for one in answers]
-        all_binary = bool(asked.ask.binary_data_output)
+        rows = [dict(named_tensors(one.output, "output")) for one in answers]
+        all_binary = bool(ask.binary_data_output)
         binary = dict.fromkeys(rows[0], all_binary)
         if request.outputs:
             wished = {one.name: getattr(one.parameters, "binary_data", None) for one in request.outputs}
@@ -198,55 +182,38 @@ class InferenceProtocol:
             datatype = DATATYPES.get(tensor.dtype, "FP32")
             found: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(tensor.shape)}
             if as_bytes:
-                raw.append(_raw_bytes(tensor))
+                known = tensor if tensor.dtype in DATATYPES else tensor.float()
+                raw.append(known.flatten().view(torch.uint8).numpy().tobytes())
                 found["parameters"] = {"binary_data_size": len(raw[-1])}
             else:
                 found["data"] = tensor.flatten().tolist()
             outputs.append(found)
-        document = {
+        document: dict[str, Any] = {
             "model_name": self._service.name,
             "model_version": self._service.version,
             **({} if request.id is None else {"id": request.id}),
-            "parameters": {
-                "subnet": ",".join(str(one.subnet) for one in answers),
-                "accuracy": round(min(one.accuracy for one in answers), 2),
-                "latency_ms": round(latency_ms, 3),
-                "met": latency_ms <= (asked.ask.deadline_ms or 0.0),
-            },
+            "parameters": {"subnet": ",".join(str(one.subnet) for one in answers), **facts},
             "outputs": outputs,
         }
         return orjson.dumps(document), raw
 
 
-def _split(body: bytes, length: str | None) -> tuple[bytes, memoryview]:
+def _split(body: Raw, length: str | None) -> tuple[Raw, Raw]:
     """Return the JSON and the raw tensors of a body."""
     if length is None:
-        return body, memoryview(b"")
+        return body, b""
     if not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
         raise InvalidRequest(
             f"{HEADER_LENGTH.decode()}: not the number of bytes of the JSON at the start of the body"
         )
-    return body[: int(length)], memoryview(body)[int(length) :]
+    return body[: int(length)], body[int(length) :]
 
 
-def _raw_tensor(raw: memoryview, datatype: str, part: InputPart, rows: int) -> Tensor:
-    dtype = np.dtype(NUMPY[datatype])
-    needed = rows * part.size * dtype.itemsize
-    if len(raw) != needed:
+def _raw_tensor(raw: Raw, datatype: str, part: InputPart, rows: int) -> Tensor:
+    """Return raw numbers, which are of this machine's byte order: little-endian ones first."""
+    dtype, count = TORCH[datatype], rows * part.size
+    if len(raw) != count * dtype.itemsize:
+        needed = count * dtype.itemsize
         raise InvalidRequest(f"{part.name}: {len(raw)} bytes of {datatype}; send {needed}")
-    array = np.frombuffer(raw, dtype).reshape(rows, *part.shape)
-    if datatype == "BF16":
-        if not part.dtype.is_floating_point:
-            raise InvalidRequest(f"{part.name}: got BF16, this engine serves {part.dtype}")
-        return torch.from_numpy(array.astype(np.int16)).view(torch.bfloat16).to(part.dtype)
-    return array_tensor(array, part)
-
-
-def _raw_bytes(tensor: Tensor) -> bytes:
-    tensor = tensor.contiguous()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    elif tensor.dtype not in DATATYPES:
-        tensor = tensor.float()
-    array = tensor.numpy()
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    tensor = torch.frombuffer(bytearray(raw), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    return fitted(tensor.reshape(rows, *part.shape), part)

@@ -10,18 +10,18 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 from pydantic import ConfigDict, Field, TypeAdapter
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest, MissingExtra, ServeError
+from subnetact.serve.exchange import Raw
 from subnetact.serve.signature import InputPart, Signature
 
 __all__ = [
     "Images",
-    "array_tensor",
+    "fitted",
     "is_image",
     "is_numpy",
     "numpy_input",
@@ -35,12 +35,12 @@ PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 LONGEST_NUMPY_HEADER = 1024
 
 
-def is_numpy(body: bytes) -> bool:
+def is_numpy(body: Raw) -> bool:
     """Return whether a body is a NumPy file; its first bytes tell."""
     return body.startswith(NUMPY_MAGIC)
 
 
-def is_image(body: bytes) -> bool:
+def is_image(body: Raw) -> bool:
     """Return whether a body is a PNG or JPEG image; its first bytes tell."""
     return body.startswith((PNG_MAGIC, JPEG_MAGIC))
 
@@ -62,56 +62,48 @@ def values_input(values: Any, signature: Signature) -> Any:
 
 
 def tensor_of(
-    values: Any, part: InputPart, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
+    values: Any, part: InputPart, shape: tuple[int, ...], declared: torch.dtype | None = None
 ) -> Tensor:
-    """Return numbers from JSON as a tensor.
+    """Return numbers from JSON, nested like the shape or flat, as a tensor.
 
-    Args:
-        values: a list or, for a tensor without dimensions, a number.
-        part: what the tensor is.
-        shape: its shape; a flat list of as many values is reshaped.
-        dtype: what the client says that the values are. If None, what the tensor is.
+    `declared` is what the client says that the values are. If None, they are what the tensor is.
 
     Raises:
         InvalidRequest: the values are no numbers, of another shape, fractions for whole numbers, or beyond
             the range of the dtype.
     """
-    kind = dtype.kind if dtype is not None else KINDS.get(part.dtype, "i")
+    dtype = part.dtype if declared is None else declared
+    kind: type = float if dtype.is_floating_point else bool if dtype == torch.bool else int
     flat = type(values) is list and not (values and type(values[0]) is list)
     count = math.prod(shape)
     try:
         numbers = _numbers(kind, 1 if flat else len(shape)).validate_python(values)
-        array = np.array(numbers, np.float64 if kind == "f" else np.int64)
+        array = np.array(numbers, np.float64 if kind is float else np.int64)
         if array.shape not in (shape, (count,)):
             raise ValueError("another shape")
-        if kind != "f" and dtype is not None and not (array.astype(dtype) == array).all():
-            raise ValueError("a number that the dtype does not hold")
-        array = array.reshape(shape)
-        found = array_tensor(array if dtype is None or kind == "f" else array.astype(dtype), part)
+        tensor = torch.from_numpy(array).reshape(shape)
+        found = fitted(tensor if declared is None else fitted(tensor, part._replace(dtype=dtype)), part)
         if part.dtype.is_floating_point and bool(found.isinf().any()):
             raise ValueError("a number that the dtype does not hold")
     except (ValueError, OverflowError):  # pydantic's ValidationError is a ValueError
-        wanted = {"f": "numbers", "b": "true or false"}.get(kind, "whole numbers")
+        words: dict[type, str] = {float: "numbers", bool: "true or false", int: "whole numbers"}
         raise InvalidRequest(
-            f"{part.name}: give {wanted} for {dtype or part.dtype} of shape {shape}, nested like it or all "
+            f"{part.name}: give {words[kind]} for {dtype} of shape {shape}, nested like it or all "
             f"{count} in a row"
         ) from None
     return found
 
 
-KINDS = {torch.bool: "b", **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), "f")}
-
-
 @lru_cache(maxsize=64)
-def _numbers(kind: str, depth: int) -> TypeAdapter[Any]:
+def _numbers(kind: type, depth: int) -> TypeAdapter[Any]:
     """Return what checks nested lists of numbers; 0 and 1 count as false and true, not the other way."""
-    found: Any = {"f": float, "b": bool | Annotated[int, Field(ge=0, le=1)]}.get(kind, int)
+    found: Any = bool | Annotated[int, Field(ge=0, le=1)] if kind is bool else kind
     for _ in range(depth):
         found = list[found]
     return TypeAdapter(found, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def numpy_input(body: bytes, signature: Signature) -> Tensor:
+def numpy_input(body: Raw, signature: Signature) -> Tensor:
     """Return one input of the engine from a NumPy file (`numpy.save`). Pickled objects are refused.
 
     Raises:
@@ -134,23 +126,20 @@ def numpy_input(body: bytes, signature: Signature) -> Tensor:
         raise InvalidRequest(
             f"body: the array has shape {shape}, this engine serves {part.shape}; send one input"
         )
-    return array_tensor(array.reshape(shape, order="F" if fortran else "C"), part)
+    array = array.astype(dtype.newbyteorder("=")).reshape(shape, order="F" if fortran else "C")
+    return fitted(torch.from_numpy(np.ascontiguousarray(array)), part)
 
 
-def array_tensor(array: npt.NDArray[Any], part: InputPart) -> Tensor:
-    """Return a copy of an array, read-only and of any byte order as it may be, as the tensor it is for.
+def fitted(tensor: Tensor, part: InputPart) -> Tensor:
+    """Return numbers as the dtype that they are for, in memory of their own.
 
     Raises:
         InvalidRequest: fractions for whole numbers, or numbers that the dtype does not hold.
     """
-    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
-    if native.dtype.kind == "u" and native.dtype.itemsize > 1:
-        native = native.astype(np.int64)  # torch computes little with larger unsigned numbers.
-    tensor = torch.from_numpy(native)
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        tensor = tensor.to(torch.int64)  # torch computes little with larger unsigned numbers.
     if tensor.is_floating_point() and not part.dtype.is_floating_point:
-        raise InvalidRequest(
-            f"{part.name}: got {array.dtype}, this engine serves {part.dtype}; send whole numbers"
-        )
+        raise InvalidRequest(f"{part.name}: got {tensor.dtype} for {part.dtype}; send whole numbers")
     found = tensor.to(part.dtype)
     if not part.dtype.is_floating_point and not bool((found.to(tensor.dtype) == tensor).all()):
         raise InvalidRequest(f"{part.name}: a number that {part.dtype} does not hold; send another")
@@ -172,16 +161,10 @@ class Images:
     grey keeps its depth, and all other images are read with 8 bits per channel. Colours become grey by the
     weights of ITU-R 601, as in Pillow. Images with transparent pixels are refused, because what is behind
     them is not known. An alpha channel or a palette whose pixels are all opaque does no harm.
-
-    Args:
-        signature: what the engine takes.
-        most_pixels: largest number of pixels, checked before an image is decoded.
-        mean: mean per channel.
-        std: standard deviation per channel.
+    The number of pixels is checked before an image is decoded.
 
     Raises:
-        ServeError: mean or std has another number of values than 1 or C, or a value that is not finite, or a
-            standard deviation that is not above 0.
+        ServeError: mean or std is not finite or not above 0, or has another number of values than 1 or C.
     """
 
     def __init__(
@@ -209,7 +192,7 @@ class Images:
                     f"image_{name}: got {values}; give {allowed}, one for all channels or {channels}"
                 )
 
-    def decode(self, body: bytes) -> Tensor:
+    def decode(self, body: Raw) -> Tensor:
         """Return an image as an input. Call this method in a thread: it may take milliseconds.
 
         Raises:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import orjson
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest
-from subnetact.serve.ask import Ask, read_ask
-from subnetact.serve.exchange import Exchange, Headers, Send, read_json, send_reply, validated
+from subnetact.serve.ask import Ask
+from subnetact.serve.exchange import Exchange, Raw, Send, read_json, send_reply, validated
 from subnetact.serve.payloads import is_image, is_numpy, numpy_input, values_input, write_numpy
-from subnetact.serve.service import Service, now_ms
+from subnetact.serve.service import Decoded, Service
 from subnetact.serve.signature import named_tensors
-from subnetact.serving import Answer
 
 __all__ = ["PlainInference"]
 
@@ -35,15 +33,11 @@ class PlainInference:
 
     async def infer(self, exchange: Exchange) -> None:
         """Answer one request."""
-        service, query = self._service, exchange.scope["query_string"]
-        (_, ask), [answer] = await service.exchange(
-            exchange,
-            partial(self._decode, query, exchange.headers),
-            lambda asked: service.answers(*asked, exchange.arrived_ms, exchange.client),
-        )
-        await self._reply(exchange.send, answer, ask, exchange.arrived_ms)
+        ask, [answer] = await self._service.infer(exchange, self._decode)
+        facts = {"subnet": answer.subnet, **self._service.facts([answer], ask, exchange)}
+        await self._reply(exchange.send, answer.output, ask.output, facts)
 
-    def _decode(self, query: bytes, headers: Headers, body: bytes) -> tuple[list[Any], Ask]:
+    def _decode(self, exchange: Exchange, body: Raw) -> Decoded[Ask]:
         service = self._service
         ask = Ask()
         if is_numpy(body):
@@ -53,11 +47,10 @@ class PlainInference:
         else:
             ask = given = validated(PlainBody.model_validate, read_json(body))
             x = values_input(given.input, service.signature)
-        return [x], read_ask(ask, query, headers, service.slo_ms, service.limits.deadline_ms)
+        service.read_ask(ask, exchange)
+        return ask, [x], ask
 
-    async def _reply(self, send: Send, answer: Answer, ask: Ask, arrived_ms: float) -> None:
-        latency_ms = now_ms() - arrived_ms
-        output, kind = answer.output, ask.output
+    async def _reply(self, send: Send, output: Any, kind: str | None, facts: dict[str, Any]) -> None:
         single = isinstance(output, Tensor)
         if kind is None:
             kind = "class" if single and output.dim() == 1 and output.is_floating_point() else "values"
@@ -65,12 +58,6 @@ class PlainInference:
             raise InvalidRequest(
                 f"output: {kind} is of one tensor, and this network returns several; ask for values"
             )
-        facts = {
-            "subnet": answer.subnet,
-            "accuracy": round(answer.accuracy, 2),
-            "latency_ms": round(latency_ms, 3),
-            "met": latency_ms <= (ask.deadline_ms or 0.0),
-        }
         if kind == "npy":
             headers = [
                 (f"x-{name.replace('_', '-')}".encode(), orjson.dumps(value)) for name, value in facts.items()

@@ -16,8 +16,8 @@ from subnetact.engine.engine import Engine
 from subnetact.errors import DeadlinePassed, FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
 from subnetact.serve.access import Access
-from subnetact.serve.ask import Terms
-from subnetact.serve.exchange import Bodies, ClientGone, Exchange, Refusal, read_body
+from subnetact.serve.ask import Terms, read_ask
+from subnetact.serve.exchange import LATER, ClientGone, Exchange, Raw, Refusal
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, is_image
 from subnetact.serve.rows import Answerer, infer_rows
@@ -28,6 +28,7 @@ __all__ = [
     "SHORT",
     "BaseService",
     "BundleState",
+    "Decoded",
     "Service",
     "bundle_state",
     "load_engine",
@@ -43,6 +44,8 @@ WATCH_AFTER_S = 0.02
 DECODERS = 2
 """Threads that decode long bodies and images."""
 Asked = TypeVar("Asked")
+Decoded = tuple[Asked, Sequence[Any], Terms]
+"""What a request asks for, the inputs of the engine, and their time."""
 Answered = TypeVar("Answered")
 
 
@@ -52,22 +55,19 @@ def now_ms() -> float:
 
 
 class BaseService:
-    """What the services of networks and of texts share.
-
-    Args:
-        limits: the limits. If None, the defaults.
-        tokens: the name of the client per token. If None, everybody may use the server.
-        values: number of values of one input, which a body must have room for.
+    """What the services of networks and of texts share; one input has `values` values.
 
     Attributes:
         closing: whether the server is about to end, so that `/healthz` and `/readyz` return 503.
     """
 
-    def __init__(self, limits: Limits | None, tokens: Mapping[str, str] | None, values: int = 0) -> None:
+    def __init__(
+        self, limits: Limits | None = None, tokens: Mapping[str, str] | None = None, values: int = 0
+    ) -> None:
         self.limits = limits or Limits()
         self.access = Access(tokens or {})
         self.body_bytes = self.limits.body_for(values)
-        self.bodies = Bodies(max(self.limits.bodies_bytes, self.body_bytes))
+        self.held_bytes = 0  # of all bodies
         self.threads = ThreadPoolExecutor(DECODERS, "subnetact-serve")
         self.closing = False
 
@@ -91,7 +91,7 @@ class BaseService:
     async def exchange(
         self,
         exchange: Exchange,
-        decode: Callable[[bytes], Asked],
+        decode: Callable[[Raw], Asked],
         answer: Callable[[Asked], Awaitable[Answered]],
     ) -> tuple[Asked, Answered]:
         """Read the body of a request, decode it and wait for the answer, as long as the client stays.
@@ -100,9 +100,6 @@ class BaseService:
             exchange: the request.
             decode: makes what is asked of the body; long bodies and images are decoded on a thread.
             answer: answers what `decode` returned.
-
-        Returns:
-            What is asked, and the answer.
 
         Raises:
             Refusal: the body is too large, too slow or compressed.
@@ -113,7 +110,7 @@ class BaseService:
         task: Any = asyncio.current_task()
         refusal: Exception | None = None
         watcher: asyncio.Task[None] | None = None
-        size = 0
+        body = bytearray()
 
         def end(slow: bool = True) -> None:
             nonlocal refusal
@@ -133,15 +130,13 @@ class BaseService:
         # anyio.fail_after would do the first half of this, and takes 14 us more per request.
         timer = loop.call_later(body_s, end)
         try:
-            body = await read_body(receive, exchange.headers, self.body_bytes, self.bodies)
-            size = len(body)
+            await self._read(exchange, body)
             timer.cancel()
             timer = loop.call_later(WATCH_AFTER_S, begin)
-            if size <= SHORT and not is_image(body):
+            if len(body) <= SHORT and not is_image(body):
                 asked = decode(body)
             else:
                 asked = await loop.run_in_executor(self.threads, decode, body)
-            body = b""
             return asked, await answer(asked)
         except asyncio.CancelledError:
             if refusal is None:
@@ -150,25 +145,39 @@ class BaseService:
                 task.uncancel()
             raise refusal from None
         finally:
-            self.bodies.give_back(size)
+            self.held_bytes -= len(body)
             timer.cancel()
             if watcher is not None:
                 watcher.cancel()
 
+    async def _read(self, exchange: Exchange, body: bytearray) -> None:
+        """Read a body within the limits."""
+        headers, most = exchange.headers, self.body_bytes
+        if headers.get(b"content-encoding") not in (None, "", "identity"):
+            message = "content-encoding: bodies are not decompressed; send them as they are"
+            raise Refusal(415, "Unsupported", message)
+        large = Refusal(413, "TooLarge", f"body: more than {most} bytes; send a smaller one")
+        if (headers.length or 0) > most:
+            raise large
+        more = True
+        while more:
+            event = await exchange.receive()
+            if event["type"] == "http.disconnect":
+                raise ClientGone
+            chunk, more = event.get("body", b""), event.get("more_body", False)
+            if len(body) + len(chunk) > most:
+                raise large
+            if self.held_bytes + len(chunk) > max(most, self.limits.bodies_bytes):
+                message = "the server holds as many request bodies as it may; retry later"
+                raise Refusal(503, "Overloaded", message, LATER)
+            body += chunk
+            self.held_bytes += len(chunk)
+
 
 class Service(BaseService):
-    """What the addresses of a server of networks share.
+    """What the addresses of a server of networks share, as `build_app` takes it.
 
-    Args:
-        batcher: an open batcher, or the client of a cluster, whose method `infer_rows` answers all rows of a
-            request at once.
-        engine: its engine; the example says what requests may hold.
-        name: name of the model in the Open Inference Protocol.
-        slo_ms: the deadline of requests that name none, in ms.
-        limits: the limits. If None, the defaults.
-        tokens: the name of the client per token. If None, everybody may use the server.
-        image_mean: mean per channel that images are normalised by.
-        image_std: standard deviation per channel that images are normalised by.
+    The client of a cluster has a method `infer_rows`, which answers all rows of a request at once.
 
     Attributes:
         signature: the tensors of one input.
@@ -185,13 +194,12 @@ class Service(BaseService):
         *,
         name: str,
         slo_ms: float,
-        limits: Limits | None = None,
-        tokens: Mapping[str, str] | None = None,
         image_mean: tuple[float, ...] = (0.0,),
         image_std: tuple[float, ...] = (1.0,),
+        **common: Any,
     ) -> None:
         self.signature = Signature(engine.sample)
-        super().__init__(limits, tokens, self.signature.count)
+        super().__init__(**common, values=self.signature.count)
         self.batcher = batcher
         self._rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
         self.name = name
@@ -215,22 +223,40 @@ class Service(BaseService):
             return {"error": f"{refusal.kind}: {refusal}"}
         return super().error_document(refusal, path)
 
-    async def answers(
-        self, xs: Sequence[Any], ask: Terms, arrived_ms: float, client: str
-    ) -> Sequence[Answer]:
-        """Wait for the answers to the rows of one request, whose time counts from `arrived_ms`.
+    def read_ask(self, ask: Terms, exchange: Exchange) -> None:
+        """Fill what a body leaves out of its parameters."""
+        query, limits = exchange.scope["query_string"], self.limits
+        read_ask(ask, query, exchange.headers, self.slo_ms, limits.deadline_ms)
+
+    async def infer(
+        self, exchange: Exchange, decode: Callable[[Exchange, Raw], Decoded[Asked]]
+    ) -> tuple[Asked, Sequence[Answer]]:
+        """Answer one request, whose time counts from its arrival; `decode` as `exchange` takes it.
 
         Raises:
-            RequestError: the batcher refused or dropped the request, or it failed.
+            Refusal, RequestError, ClientGone: as `exchange`.
         """
-        deadline_ms: Any = ask.deadline_ms
-        left_ms = deadline_ms - (now_ms() - arrived_ms)
-        if left_ms <= 0.0:
-            raise DeadlinePassed(
-                f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
-            )
-        answers: Sequence[Answer] = await self._rows(xs, left_ms, ask.min_accuracy, ask.priority, client)
-        return answers
+
+        async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
+            _, rows, ask = found
+            deadline_ms: Any = ask.deadline_ms
+            left_ms = deadline_ms - (now_ms() - exchange.arrived_ms)
+            if left_ms <= 0.0:
+                raise DeadlinePassed(
+                    f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
+                )
+            wishes = (left_ms, ask.min_accuracy, ask.priority, exchange.client)
+            return await self._rows(rows, *wishes)
+
+        (asked, _, _), answers = await self.exchange(exchange, partial(decode, exchange), answer)
+        return asked, answers
+
+    def facts(self, answers: Sequence[Answer], ask: Terms, exchange: Exchange) -> dict[str, Any]:
+        """Return what every reply tells of its answers besides the subnets."""
+        latency_ms = now_ms() - exchange.arrived_ms
+        accuracy = round(min(one.accuracy for one in answers), 2)
+        met = latency_ms <= (ask.deadline_ms or 0.0)
+        return {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
 
     def close(self, drain: bool = True) -> None:
         """Finish or drop accepted requests, refuse new ones, and end the threads."""

@@ -45,13 +45,7 @@ class Signature:
     """The tensors of one input, and how they become an input of the engine again.
 
     A single tensor is called `input`, the tensors of a tuple `input_0`, `input_1` and so on, and those of a
-    dictionary have its keys.
-
-    Args:
-        sample: one input of the engine, without batch axis.
-
-    Attributes:
-        parts: the tensors in order.
+    dictionary have its keys. The sample is one input, without batch axis; `parts` are its tensors in order.
 
     Raises:
         ServeError: there is no example, or a dtype that has no name on the wire.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
 
 import orjson
 
+from subnetact.serve.service import Service
 from subnetact.serving import BatcherStats
 
 __all__ = ["StatusFeed", "page"]
@@ -23,26 +24,12 @@ def page() -> bytes:
 
 
 class StatusFeed:
-    """Figures of the last half second, for all clients that watch.
+    """Figures of the last half second of a service, for all clients that watch."""
 
-    Args:
-        stats: returns the counters of the batcher.
-        facts: what does not change: the name of the model and the accuracy per subnet.
-        closing: returns whether the server is about to end, which ends the streams.
-        most: largest number of clients that may watch at the same time.
-    """
-
-    def __init__(
-        self,
-        stats: Callable[[], BatcherStats],
-        facts: dict[str, Any],
-        closing: Callable[[], bool],
-        most: int,
-    ) -> None:
-        self._stats = stats
-        self._facts = facts
-        self._closing = closing
-        self._most = most
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        accuracy = {i: round(percent, 2) for i, percent in service.batcher.accuracy.items()}
+        self._facts = {"model": service.name, "slo_ms": service.slo_ms, "accuracy": accuracy}
         self._watching = 0
         self._last: tuple[float, BatcherStats] | None = None
         self._latest = b""
@@ -50,14 +37,14 @@ class StatusFeed:
     @property
     def full(self) -> bool:
         """Whether no further client may watch."""
-        return self._watching >= self._most
+        return self._watching >= self._service.limits.streams
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield one event per half second until the server closes."""
         self._watching += 1
         try:
             yield _event("facts", self._facts)
-            while not self._closing():
+            while not self._service.closing:
                 yield self._current()
                 await asyncio.sleep(INTERVAL_S)
         finally:
@@ -67,7 +54,7 @@ class StatusFeed:
         """Return the newest event; it is made at most once per interval, however many clients watch."""
         now = time.monotonic()
         if self._last is None or now - self._last[0] >= 0.9 * INTERVAL_S:
-            stats = self._stats()
+            stats = self._service.batcher.stats()
             if self._last is not None and now - self._last[0] < 10 * INTERVAL_S:
                 self._latest = _event("status", _figures(*self._last, now, stats))
             else:

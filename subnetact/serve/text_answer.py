@@ -74,12 +74,6 @@ class Choice:
 class TextAnswer:
     """The answer to one request, whose `n` choices are requests of their own to the generator.
 
-    Args:
-        service: the `TextService`.
-        body: the body of the request.
-        prompt: its tokens.
-        options: the further arguments of `Generator.submit`.
-
     Raises:
         RequestError: a request was refused.
     """

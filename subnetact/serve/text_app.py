@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from subnetact.generation import Generator
 from subnetact.serve.ask import header_names, header_values, too_long
 from subnetact.serve.base_app import BaseApp, json_response
-from subnetact.serve.exchange import Exchange, Headers, Refusal, read_json, send_reply, validated
+from subnetact.serve.exchange import Exchange, Headers, Raw, Refusal, read_json, send_reply, validated
 from subnetact.serve.limits import Limits
 from subnetact.serve.openapi import model_schema, operation
 from subnetact.serve.service import BaseService
@@ -141,7 +141,7 @@ class TextApp(BaseApp):
         await self.service.exchange(exchange, read, send)
 
     def _read(
-        self, body: type[TextBody], headers: Headers, raw: bytes
+        self, body: type[TextBody], headers: Headers, raw: Raw
     ) -> tuple[TextBody, list[int], dict[str, Any]]:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
         service = self.service

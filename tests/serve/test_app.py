@@ -27,7 +27,7 @@ from subnetact.errors import (
 )
 from subnetact.serve import Limits, plain, read_tokens
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import read_json, refusal_of
+from subnetact.serve.exchange import Refusal, read_json, refusal_of
 from subnetact.serve.service import SHORT
 
 TOKEN = "a-token-of-many-characters"
@@ -67,10 +67,10 @@ def test_a_client_that_goes_away_takes_its_request_along(gated, post, wait_for, 
             assert (await second)[0] is None
             assert batcher.stats().queued == 0
             assert batcher.stats().cancelled == rows
-            assert app.service.bodies.held == len(json.dumps({"input": [1, 0, 0, 0]}))
+            assert app.service.held_bytes == len(json.dumps({"input": [1, 0, 0, 0]}))
             runner.gate.set()
             assert (await first)[0] == 200
-            assert app.service.bodies.held == 0
+            assert app.service.held_bytes == 0
 
     with caplog.at_level(logging.INFO, "subnetact"):
         asyncio.run(main())
@@ -217,7 +217,8 @@ def test_tokens_of_several_clients_come_from_a_file(tmp_path):
     access = Access(read_tokens(file))
     assert access.client(f"Bearer {TOKEN}1", "") == "alice"
     assert access.client(f"Bearer {TOKEN}2", "") == "token 3"
-    assert access.client(f"Bearer {TOKEN}", "") is None
+    with pytest.raises(Refusal, match="token"):
+        access.client(f"Bearer {TOKEN}", "")
     assert Access({}).client(None, "10.0.0.1") == "10.0.0.1"
     for text in ("", "a b c", f"a {TOKEN}\nb {TOKEN}"):
         file.write_text(text)
@@ -242,7 +243,7 @@ def test_the_server_holds_no_more_bodies_than_it_may(gated, post, wait_for):
             assert (await first)[0] == 200
             assert (await post(app, None, raw=body))[0] == 200
             assert (await post(app, None, raw=b" " * 101))[0] == 413
-            assert app.service.bodies.held == 0
+            assert app.service.held_bytes == 0
 
     asyncio.run(main())
 
@@ -290,7 +291,7 @@ def test_a_slow_body_ends(gated):
             scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
             await app(scope, receive, send)
             assert sent[0]["status"] == 408
-            assert app.service.bodies.held == 0
+            assert app.service.held_bytes == 0
 
     asyncio.run(main())
 
