@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Literal
 from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -45,11 +45,8 @@ class Ask(Terms):
     )
 
 
-Asked = TypeVar("Asked", bound=Terms)
-
-
-def read_ask(ask: Asked, query: bytes, headers: Headers, usual_ms: float, longest_ms: float) -> Asked:
-    """Fill the parameters that a body leaves out from the query, then from headers, then by the usual time.
+def read_ask(ask: Terms, query: bytes, headers: Headers, usual_ms: float, longest_ms: float) -> float:
+    """Fill what a body leaves out from the query, then from headers; return the deadline, usual or given.
 
     Raises:
         InvalidRequest: a parameter is malformed, or the deadline is beyond the longest one.
@@ -68,7 +65,7 @@ def read_ask(ask: Asked, query: bytes, headers: Headers, usual_ms: float, longes
         given["deadline_ms"] = usual_ms
     if given["deadline_ms"] > longest_ms:
         raise too_long("deadline_ms", given["deadline_ms"], longest_ms)
-    return ask
+    return float(given["deadline_ms"])
 
 
 def header_names(model: type[BaseModel]) -> dict[str, bytes]:

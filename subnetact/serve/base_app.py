@@ -11,20 +11,11 @@ import orjson
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
 from subnetact import __version__
 from subnetact.errors import ServeError
-from subnetact.serve.exchange import (
-    ClientGone,
-    Exchange,
-    Headers,
-    Receive,
-    Refusal,
-    Scope,
-    Send,
-    refusal_of,
-    send_reply,
-)
+from subnetact.serve.exchange import ClientGone, Exchange, Headers, Refusal, refusal_of, send_reply
 from subnetact.serve.openapi import UNREADY, operation
 from subnetact.serve.service import BaseService, now_ms
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from pydantic import ValidationError
+from starlette.types import Receive, Scope, Send
 
-from subnetact.errors import (
-    BatcherClosed,
-    BatchFailed,
-    DeadlinePassed,
-    InvalidRequest,
-    MissingExtra,
-    QueueFull,
-    RequestError,
-)
+from subnetact import errors
+from subnetact.errors import InvalidRequest
 
 __all__ = [
     "ClientGone",
@@ -31,23 +25,19 @@ __all__ = [
     "validated",
 ]
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Model = TypeVar("Model")
 Raw = bytes | bytearray
 
 LATER = {"Retry-After": "1"}
 JSON = b"application/json"
 _log = logging.getLogger(__name__)
-STATUSES: Mapping[type[RequestError] | type[MissingExtra], int] = {
+STATUSES: Mapping[type[errors.SubnetActError], int] = {
     InvalidRequest: 400,
-    MissingExtra: 415,
-    QueueFull: 429,
-    BatcherClosed: 503,
-    DeadlinePassed: 504,
-    BatchFailed: 500,
-    RequestError: 500,
+    errors.MissingExtra: 415,
+    errors.QueueFull: 429,
+    errors.BatcherClosed: 503,
+    errors.DeadlinePassed: 504,
+    errors.RequestError: 500,
 }
 
 
@@ -68,11 +58,7 @@ class Refusal(Exception):
 
 
 class Headers:
-    """The headers of one request by lower-case name, of at most `most` bytes.
-
-    Raises:
-        Refusal: there are too many, or they contradict each other about the length of the body.
-    """
+    """The headers of one request by lower-case name, of at most `most` bytes and without contradictions."""
 
     __slots__ = ("_values", "length")
 
@@ -114,9 +100,6 @@ def read_json(text: Raw) -> Any:
     """Read JSON as RFC 8259 has it, in UTF-8: without NaN, infinities and halves of characters.
 
     Of a name that an object has twice, the last value counts. Whole numbers beyond 64 bits become fractions.
-
-    Raises:
-        InvalidRequest: the text is not JSON.
     """
     try:
         return orjson.loads(text)
@@ -126,11 +109,7 @@ def read_json(text: Raw) -> Any:
 
 
 def validated(read: Callable[[Any], Model], value: Any) -> Model:
-    """Return what a method of a pydantic model makes of a client's value.
-
-    Raises:
-        InvalidRequest: the value does not fit; the message begins with the name of the field.
-    """
+    """Return what a pydantic model makes of a client's value; an error begins with the name of the field."""
     try:
         return read(value)
     except ValidationError as error:
@@ -152,11 +131,7 @@ def shortened(value: object) -> str:
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """Return what a client is told about an error. Nothing of the server's code or files is in it.
-
-    Args:
-        error: what was raised while the request was handled.
-    """
+    """Return what a client is told about an error. Nothing of the server's code or files is in it."""
     if isinstance(error, Refusal):
         return error
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
@@ -164,7 +139,7 @@ def refusal_of(error: BaseException) -> Refusal:
         _log.error("a request raised an unexpected error", exc_info=error)
         return Refusal(500, "InternalError", "the server failed on this request; its log says why")
     message = str(error)
-    if isinstance(error, BatchFailed):
+    if isinstance(error, errors.BatchFailed):
         _log.warning("a request failed: %s", error)
         message = "the network failed on this request; the log of the server says why"
     return Refusal(status, type(error).__name__, message, LATER if status in (429, 503) else None)

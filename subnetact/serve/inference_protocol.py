@@ -18,7 +18,7 @@ from torch import Tensor
 from subnetact import __version__
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import Strict, Terms
-from subnetact.serve.exchange import Exchange, Raw, read_json, send_reply, validated
+from subnetact.serve.exchange import Exchange, Headers, Raw, read_json, send_reply, validated
 from subnetact.serve.payloads import fitted, tensor_of
 from subnetact.serve.service import Decoded, Service
 from subnetact.serve.signature import DATATYPES, InputPart, named_tensors
@@ -117,16 +117,15 @@ class InferenceProtocol:
         lengths = [(HEADER_LENGTH, b"%d" % len(head))]
         await send_reply(exchange.send, 200, b"".join([head, *raw]), lengths, b"application/octet-stream")
 
-    def _decode(self, exchange: Exchange, body: Raw) -> Decoded[tuple[InferRequest, RequestParameters]]:
+    def _decode(self, headers: Headers, body: Raw) -> Decoded[tuple[InferRequest, RequestParameters]]:
         service = self._service
-        text, raw = _split(body, exchange.headers.get(HEADER_LENGTH))
+        text, raw = _split(body, headers.get(HEADER_LENGTH))
         request = validated(InferRequest.model_validate, read_json(text))
         if request.model_name not in (None, service.name):
             raise InvalidRequest(f"model_name: not the model of this address, {service.name}")
         if any(one.parameters and one.parameters.classification for one in request.outputs or ()):
             raise InvalidRequest("outputs: the classification extension is not served; read the scores")
         ask = request.parameters or RequestParameters()
-        service.read_ask(ask, exchange)
         return (request, ask), self._rows(request.inputs, raw), ask
 
     def _rows(self, inputs: Sequence[RequestTensor], raw: Raw) -> list[Any]:

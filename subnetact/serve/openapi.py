@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from pydantic import BaseModel
 from subnetact.serve.ask import Ask, Terms
 from subnetact.serve.inference_protocol import InferRequest
 from subnetact.serve.service import Service
+from subnetact.serve.signature import InputPart
 
 __all__ = ["UNREADY", "inference", "model_schema", "operation", "tensors"]
 
@@ -62,28 +62,19 @@ def model_schema(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, A
 
 def inference(service: Service) -> dict[str, Any]:
     """Describe `/infer`."""
-    parts = service.signature.parts
-    values = _values(parts[0].shape)
-    if not service.signature.single():
-        values = {
-            "type": "object",
-            "required": [part.name for part in parts],
-            "properties": {part.name: _values(part.shape) for part in parts},
-            "additionalProperties": False,
-        }
+    parts, single = service.signature.parts, service.signature.single()
+    named = {part.name: _values(part) for part in parts}
+    several = {"type": "object", "required": list(named), "properties": named}
     asked = _properties(Ask)
     body = {
         "type": "object",
         "required": ["input"],
         "additionalProperties": False,
-        "properties": {"input": values, **asked},
+        "properties": {"input": _values(parts[0]) if single else several, **asked},
     }
     contents: dict[str, Any] = {"application/json": {"schema": body}}
-    if service.signature.single():
-        contents["application/x-npy"] = BINARY
-    if service.images.served:
-        contents |= {"image/png": BINARY, "image/jpeg": BINARY}
-    found = operation("Answer one input", contents, Terms)
+    kinds = ["application/x-npy"] * single + ["image/png", "image/jpeg"] * service.images.served
+    found = operation("Answer one input", contents | dict.fromkeys(kinds, BINARY), Terms)
     found["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in asked.items()]
     return found
 
@@ -91,9 +82,8 @@ def inference(service: Service) -> dict[str, Any]:
 def tensors(service: Service, schemas: dict[str, Any]) -> dict[str, Any]:
     """Describe the inference of the Open Inference Protocol."""
     schema = model_schema(InferRequest, schemas)
-    schema["properties"]["inputs"]["description"] = ", ".join(
-        f"{part.name} of shape [N, {', '.join(map(str, part.shape))}]" for part in service.signature.parts
-    )
+    shapes = [f"{part.name} of shape {['N', *part.shape]}" for part in service.signature.parts]
+    schema["properties"]["inputs"]["description"] = ", ".join(shapes)
     contents = {"application/json": {"schema": schema}}
     return operation("Answer tensors (Open Inference Protocol)", contents, Terms)
 
@@ -106,15 +96,13 @@ def _properties(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def _values(shape: tuple[int, ...]) -> dict[str, Any]:
+def _values(part: InputPart) -> dict[str, Any]:
     """Describe numbers of a shape: nested, or all in a row."""
     number: dict[str, Any] = {"type": "number", "minimum": -1e6, "maximum": 1e6}
-    if not shape:
+    if not part.shape:
         return number
-    count = math.prod(shape)
-    length = {"minItems": count, "maxItems": count} if count <= MOST_LISTED else {}
+    length = {"minItems": part.size, "maxItems": part.size} if part.size <= MOST_LISTED else {}
     nested = number
-    for size in reversed(shape):
+    for size in reversed(part.shape):
         nested = {"type": "array", "items": nested, "minItems": size, "maxItems": size}
-    flat = {"type": "array", "items": number, **length}
-    return {"description": "nested like the input, or all values in a row", "anyOf": [flat, nested]}
+    return {"anyOf": [{"type": "array", "items": number, **length}, nested]}

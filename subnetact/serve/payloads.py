@@ -46,11 +46,7 @@ def is_image(body: Raw) -> bool:
 
 
 def values_input(values: Any, signature: Signature) -> Any:
-    """Return one input of the engine from JSON: a list for a tensor, an object of lists for several.
-
-    Raises:
-        InvalidRequest: the values do not fit; the message names what is served.
-    """
+    """Return one input of the engine from JSON: a list for a tensor, an object of lists for several."""
     if signature.single():
         return tensor_of(values, signature.parts[0], signature.parts[0].shape)
     if not isinstance(values, Mapping) or set(values) != {part.name for part in signature.parts}:
@@ -67,10 +63,7 @@ def tensor_of(
     """Return numbers from JSON, nested like the shape or flat, as a tensor.
 
     `declared` is what the client says that the values are. If None, they are what the tensor is.
-
-    Raises:
-        InvalidRequest: the values are no numbers, of another shape, fractions for whole numbers, or beyond
-            the range of the dtype.
+    Others than numbers, another shape, fractions for whole numbers, and what is beyond the dtype are refused.
     """
     dtype = part.dtype if declared is None else declared
     kind: type = float if dtype.is_floating_point else bool if dtype == torch.bool else int
@@ -104,11 +97,7 @@ def _numbers(kind: type, depth: int) -> TypeAdapter[Any]:
 
 
 def numpy_input(body: Raw, signature: Signature) -> Tensor:
-    """Return one input of the engine from a NumPy file (`numpy.save`). Pickled objects are refused.
-
-    Raises:
-        InvalidRequest: the file is damaged, or of another shape or kind of number than the input.
-    """
+    """Return one input of the engine from a NumPy file (`numpy.save`). Pickled objects are refused."""
     if not signature.single():
         raise InvalidRequest("body: a NumPy file holds one tensor, and this input has several; send JSON")
     part, file = signature.parts[0], io.BytesIO(body)
@@ -131,11 +120,7 @@ def numpy_input(body: Raw, signature: Signature) -> Tensor:
 
 
 def fitted(tensor: Tensor, part: InputPart) -> Tensor:
-    """Return numbers as the dtype that they are for, in memory of their own.
-
-    Raises:
-        InvalidRequest: fractions for whole numbers, or numbers that the dtype does not hold.
-    """
+    """Return numbers as the dtype that they are for; fractions for whole numbers are refused."""
     if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
         tensor = tensor.to(torch.int64)  # torch computes little with larger unsigned numbers.
     if tensor.is_floating_point() and not part.dtype.is_floating_point:
@@ -160,11 +145,7 @@ class Images:
     Black is 0 and white 1, whatever the depth of the image; then (value - mean) / std per channel. 16-bit
     grey keeps its depth, and all other images are read with 8 bits per channel. Colours become grey by the
     weights of ITU-R 601, as in Pillow. Images with transparent pixels are refused, because what is behind
-    them is not known. An alpha channel or a palette whose pixels are all opaque does no harm.
-    The number of pixels is checked before an image is decoded.
-
-    Raises:
-        ServeError: mean or std is not finite or not above 0, or has another number of values than 1 or C.
+    them is not known. The number of pixels is checked before an image is decoded.
     """
 
     def __init__(
@@ -193,13 +174,7 @@ class Images:
                 )
 
     def decode(self, body: Raw) -> Tensor:
-        """Return an image as an input. Call this method in a thread: it may take milliseconds.
-
-        Raises:
-            InvalidRequest: the input is no image, or the file is damaged, too large, of another size, or
-                transparent.
-            MissingExtra: Pillow is not installed.
-        """
+        """Return an image as an input, or raise InvalidRequest. Call it in a thread."""
         if not self.served:
             raise InvalidRequest("body: the input of this engine is no image; send JSON or a NumPy file")
         if self._open is None:
@@ -210,16 +185,11 @@ class Images:
         height, width = self._part.shape[-2:]
         try:
             with self._open(io.BytesIO(body), formats=("PNG", "JPEG")) as image:
-                size = image.size
+                size, served = image.size, (width, height)
                 if size[0] * size[1] > self._most_pixels:
-                    raise InvalidRequest(
-                        f"body: an image of {size} pixels, at most {self._most_pixels} are read"
-                    )
-                if size != (width, height):
-                    raise InvalidRequest(
-                        f"body: an image of {size[0]} x {size[1]}, this engine serves {width} x {height}; "
-                        "resize it"
-                    )
+                    raise InvalidRequest(f"body: {size} pixels, at most {self._most_pixels} are read")
+                if size != served:
+                    raise InvalidRequest(f"body: {size} pixels, this engine serves {served}; resize it")
                 if _has_transparency(image):
                     image = image.convert("RGBA")
                     if image.getchannel("A").getextrema()[0] < 255:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import Ask
-from subnetact.serve.exchange import Exchange, Raw, Send, read_json, send_reply, validated
+from subnetact.serve.exchange import Exchange, Headers, Raw, read_json, send_reply, validated
 from subnetact.serve.payloads import is_image, is_numpy, numpy_input, values_input, write_numpy
 from subnetact.serve.service import Decoded, Service
 from subnetact.serve.signature import named_tensors
@@ -37,7 +37,7 @@ class PlainInference:
         facts = {"subnet": answer.subnet, **self._service.facts([answer], ask, exchange)}
         await self._reply(exchange.send, answer.output, ask.output, facts)
 
-    def _decode(self, exchange: Exchange, body: Raw) -> Decoded[Ask]:
+    def _decode(self, _: Headers, body: Raw) -> Decoded[Ask]:
         service = self._service
         ask = Ask()
         if is_numpy(body):
@@ -47,10 +47,9 @@ class PlainInference:
         else:
             ask = given = validated(PlainBody.model_validate, read_json(body))
             x = values_input(given.input, service.signature)
-        service.read_ask(ask, exchange)
         return ask, [x], ask
 
-    async def _reply(self, send: Send, output: Any, kind: str | None, facts: dict[str, Any]) -> None:
+    async def _reply(self, send: Any, output: Any, kind: str | None, facts: dict[str, Any]) -> None:
         single = isinstance(output, Tensor)
         if kind is None:
             kind = "class" if single and output.dim() == 1 and output.is_floating_point() else "values"

@@ -29,12 +29,7 @@ class Answerer(Protocol):
 
 
 async def infer_rows(batcher: Any, xs: Sequence[Any], *ask: Any) -> Sequence[Answer]:
-    """Queue all rows of a request and wait for their answers, in order.
-
-    Args:
-        batcher: an open batcher.
-        xs: the inputs, without a batch dimension.
-        ask: the further arguments of `Batcher.infer`, of every row.
+    """Queue all rows of a request, each with `ask` as `Batcher.infer` takes it, and wait for their answers.
 
     Raises:
         RequestError: a row was refused or dropped, or it failed. The other rows are withdrawn.

@@ -17,7 +17,7 @@ from subnetact.errors import DeadlinePassed, FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
 from subnetact.serve.access import Access
 from subnetact.serve.ask import Terms, read_ask
-from subnetact.serve.exchange import LATER, ClientGone, Exchange, Raw, Refusal
+from subnetact.serve.exchange import LATER, ClientGone, Exchange, Headers, Raw, Refusal
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, is_image
 from subnetact.serve.rows import Answerer, infer_rows
@@ -57,8 +57,7 @@ def now_ms() -> float:
 class BaseService:
     """What the services of networks and of texts share; one input has `values` values.
 
-    Attributes:
-        closing: whether the server is about to end, so that `/healthz` and `/readyz` return 503.
+    While `closing`, the server is about to end, and `/healthz` and `/readyz` return 503.
     """
 
     def __init__(
@@ -96,10 +95,7 @@ class BaseService:
     ) -> tuple[Asked, Answered]:
         """Read the body of a request, decode it and wait for the answer, as long as the client stays.
 
-        Args:
-            exchange: the request.
-            decode: makes what is asked of the body; long bodies and images are decoded on a thread.
-            answer: answers what `decode` returned.
+        `decode` makes what is asked of the body, for long bodies and images on a thread; `answer` answers it.
 
         Raises:
             Refusal: the body is too large, too slow or compressed.
@@ -177,14 +173,8 @@ class BaseService:
 class Service(BaseService):
     """What the addresses of a server of networks share, as `build_app` takes it.
 
-    The client of a cluster has a method `infer_rows`, which answers all rows of a request at once.
-
-    Attributes:
-        signature: the tensors of one input.
-        outputs: name, shape and dtype of every tensor of one output.
-
-    Raises:
-        ServeError: the engine has no example.
+    The client of a cluster has a method `infer_rows`, which answers all rows of a request at once. `outputs`
+    are name, shape and dtype of every tensor of one output.
     """
 
     def __init__(
@@ -223,23 +213,15 @@ class Service(BaseService):
             return {"error": f"{refusal.kind}: {refusal}"}
         return super().error_document(refusal, path)
 
-    def read_ask(self, ask: Terms, exchange: Exchange) -> None:
-        """Fill what a body leaves out of its parameters."""
-        query, limits = exchange.scope["query_string"], self.limits
-        read_ask(ask, query, exchange.headers, self.slo_ms, limits.deadline_ms)
-
     async def infer(
-        self, exchange: Exchange, decode: Callable[[Exchange, Raw], Decoded[Asked]]
+        self, exchange: Exchange, decode: Callable[[Headers, Raw], Decoded[Asked]]
     ) -> tuple[Asked, Sequence[Answer]]:
-        """Answer one request, whose time counts from its arrival; `decode` as `exchange` takes it.
-
-        Raises:
-            Refusal, RequestError, ClientGone: as `exchange`.
-        """
+        """Answer one request, whose time counts from its arrival, as `exchange` does."""
 
         async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
             _, rows, ask = found
-            deadline_ms: Any = ask.deadline_ms
+            query, longest_ms = exchange.scope["query_string"], self.limits.deadline_ms
+            deadline_ms = read_ask(ask, query, exchange.headers, self.slo_ms, longest_ms)
             left_ms = deadline_ms - (now_ms() - exchange.arrived_ms)
             if left_ms <= 0.0:
                 raise DeadlinePassed(
@@ -248,7 +230,7 @@ class Service(BaseService):
             wishes = (left_ms, ask.min_accuracy, ask.priority, exchange.client)
             return await self._rows(rows, *wishes)
 
-        (asked, _, _), answers = await self.exchange(exchange, partial(decode, exchange), answer)
+        (asked, _, _), answers = await self.exchange(exchange, partial(decode, exchange.headers), answer)
         return asked, answers
 
     def facts(self, answers: Sequence[Answer], ask: Terms, exchange: Exchange) -> dict[str, Any]:
@@ -271,10 +253,6 @@ def load_engine(
     """Load a bundle whole: if it changes on the disk meanwhile, it is read again, up to `attempts` times.
 
     A server serves what it has loaded, whatever happens to the folder later.
-
-    Raises:
-        FileFormatError: the folder is no bundle, or it changes all the time.
-        SubnetActError: the bundle does not fit the supernet.
     """
     for _ in range(attempts):
         before = bundle_state(bundle)
@@ -312,12 +290,7 @@ def written_over(before: BundleState | None, now: BundleState | None) -> bool:
 
 
 def scheduler_table(engine: Engine, given: str | PathLike[str] | None = None) -> LatencyTable | None:
-    """Return the table to schedule by: a given file, the bundle's `scheduler`, its first one, or None.
-
-    Raises:
-        TableError: the accuracy of a subnet is not known.
-        FileFormatError: the file is no latency table.
-    """
+    """Return the table to schedule by: a given file, the bundle's `scheduler`, its first one, or None."""
     if given is not None:
         table: LatencyTable | None = LatencyTable.load(given)
     else:

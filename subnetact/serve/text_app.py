@@ -23,11 +23,9 @@ from subnetact.serve.text_codec import TextCodec
 __all__ = ["TextApp", "TextService", "build_text_app"]
 
 COUNTERS = ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted")
+HEADERS = header_names(TextTerms)
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
 """The headers of a stream; nginx must not hold it back."""
-
-
-HEADERS = header_names(TextTerms)
 
 
 class TextService(BaseService):
@@ -125,11 +123,10 @@ class TextApp(BaseApp):
 
     def __init__(self, service: TextService, allowed_hosts: Sequence[str] | None = None) -> None:
         super().__init__(service, allowed_hosts)
-        addresses: tuple[tuple[str, str, type[TextBody]], ...] = (
+        for path, summary, body in (
             ("/v1/completions", "Continue a text", CompletionBody),
             ("/v1/chat/completions", "Continue a chat", ChatBody),
-        )
-        for path, summary, body in addresses:
+        ):
             contents = {"application/json": {"schema": model_schema(body, self.schemas)}}
             self.post(path, partial(self._complete, body), operation(summary, contents, TextTerms))
         model = {"id": service.name, "object": "model", "created": 0, "owned_by": "subnetact"}
@@ -145,7 +142,8 @@ class TextApp(BaseApp):
     ) -> tuple[TextBody, list[int], dict[str, Any]]:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
         service = self.service
-        ask = validated(body.model_validate, read_json(raw))
+        read: Any = body.model_validate
+        ask: TextBody = validated(read, read_json(raw))
         terms = validated(TextTerms.model_validate_strings, header_values(HEADERS, headers))
         if ask.model not in (None, service.name):
             raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")

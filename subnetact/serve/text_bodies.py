@@ -66,7 +66,7 @@ class StreamOptions(_Part):
 Stop = Annotated[str, Field(min_length=1, max_length=100)]
 
 
-class TextBody(TextTerms, _Part):
+class _Body(TextTerms, _Part):
     """What the bodies of both addresses have in common."""
 
     model: str | None = None
@@ -81,16 +81,8 @@ class TextBody(TextTerms, _Part):
     stream_options: StreamOptions = StreamOptions()
     user: str | None = Field(default=None, description="ignored")
 
-    def tokens(self, codec: TextCodec) -> list[int]:
-        """Return the tokens of the prompt or of the chat."""
-        raise NotImplementedError
 
-    def likely(self) -> int | None:
-        """Return how many likely tokens to tell with each token, or None for no log-probabilities."""
-        raise NotImplementedError
-
-
-class CompletionBody(TextBody):
+class CompletionBody(_Body):
     """The body of `/v1/completions`."""
 
     prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
@@ -124,7 +116,7 @@ class Message(_Part):
     content: str | list[TextPart]
 
 
-class ChatBody(TextBody):
+class ChatBody(_Body):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
@@ -145,3 +137,6 @@ class ChatBody(TextBody):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: give logprobs true with it")
         return self.top_logprobs if self.logprobs else None
+
+
+TextBody = CompletionBody | ChatBody
