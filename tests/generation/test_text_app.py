@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import inspect
 import json
 import socket
 import threading
@@ -18,7 +19,7 @@ pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 import uvicorn
 from held_steps import Clock, Gate
 
-from subnetact.generation import Generator, StepTable
+from subnetact.generation import Completion, Generator, StepTable
 from subnetact.serve.text_app import build_text_app
 from subnetact.serving.policies import Fixed
 from subnetact.spec import SubnetSpec
@@ -204,8 +205,10 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_request(
     body = json.dumps({"prompt": "Hello", "max_tokens": 110, "stream": stream, **LONG})
     connection.request("POST", "/v1/completions", body)
     gate.wait()
+    cancelled, cancel = threading.Event(), Completion.cancel
+    monkeypatch.setattr(Completion, "cancel", lambda self: (cancel(self), cancelled.set()))
     connection.close()
-    wait_for(lambda: served.generator._cancelled, 60)  # while the step of the first token runs
+    assert cancelled.wait(60)  # while the step of the first token runs
     gate.free.release(1000)
     wait_for(lambda: not served.generator.stats().active, 60)
     assert served.generator.stats().cancelled == 1
@@ -392,6 +395,21 @@ def test_messages_keep_their_roles_and_parts(served: Served, alone: Callable[...
     status, answer = served.call("/v1/chat/completions", {"messages": messages, "max_tokens": 5, **LONG})
     plain = "developer: Hel\nassistant: so\nuser: lo!\nassistant:"
     assert (status, answer["choices"][0]["message"]["content"]) == (200, expected(alone, plain, 5))
+
+
+@pytest.mark.skipif(
+    "logprobs" not in inspect.signature(Generator.submit).parameters, reason="needs log-probabilities"
+)
+def test_log_probabilities_belong_to_the_tokens(served: Served, alone: Callable[..., list[int]]) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "logprobs": True, **LONG}
+    status, answer = served.call("/v1/chat/completions", {**body, "top_logprobs": 2})
+    choice = answer["choices"][0]
+    told = choice["logprobs"]["content"]
+    assert (status, "".join(one["token"] for one in told)) == (200, choice["message"]["content"])
+    for one in told:
+        likeliest, second = one["top_logprobs"]
+        assert likeliest == {name: one[name] for name in ("token", "logprob", "bytes")}  # it is greedy
+        assert second["logprob"] <= one["logprob"] < 0
 
 
 def test_other_addresses(served: Served) -> None:
