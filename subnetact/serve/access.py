@@ -54,13 +54,9 @@ class Access:
 
 
 def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
-    """Read a file of tokens: one per line, after the name of its client and a space if there are several.
+    """Return the name of the client per token from the file `path`.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The name of the client per token.
+    It has one token per line, after the name of its client and a space if there are several.
 
     Raises:
         MissingFile: the file cannot be read.

@@ -6,29 +6,20 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, Response
 
+from subnetact import __version__
+from subnetact.serve import plain
 from subnetact.serve.base_app import BaseApp, json_response
-from subnetact.serve.exchange import LATER, Refusal
 from subnetact.serve.inference_protocol import InferenceProtocol
 from subnetact.serve.limits import Limits
 from subnetact.serve.openapi import UNREADY, inference, tensors
-from subnetact.serve.plain import PlainInference
 from subnetact.serve.rows import Answerer
 from subnetact.serve.service import Service
-from subnetact.serve.status_page import StatusFeed, page
+from subnetact.serve.status_page import SAFE_HEADERS, StatusFeed, page
 
 __all__ = ["ServeApp", "build_app"]
-
-SAFE_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",  # of nginx
-}
+SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
 
 
 def build_app(
@@ -71,9 +62,10 @@ def build_app(
         >>> app = subnetact.serve.build_app(batcher, engine, slo_ms=36.0)
         >>> other_app.mount("/digits", app)
     """
-    images: Any = {"image_mean": image_mean, "image_std": image_std}
-    common: Any = {"limits": limits, "tokens": tokens}
-    return ServeApp(Service(batcher, engine, name=name, slo_ms=slo_ms, **images, **common), allowed_hosts)
+    images = {"mean": image_mean, "std": image_std}
+    return ServeApp(
+        Service(batcher, engine, name, slo_ms, images, limits=limits, tokens=tokens), allowed_hosts
+    )
 
 
 class ServeApp(BaseApp):
@@ -86,7 +78,7 @@ class ServeApp(BaseApp):
         protocol = InferenceProtocol(service)
         model = f"/v2/models/{service.name}"
         version = f"{model}/versions/{service.version}"
-        self.post("/infer", PlainInference(service).infer, inference(service))
+        self.post("/infer", partial(plain.infer, service), inference(service))
         for path in (model, version):
             self.post(f"{path}/infer", protocol.infer, tensors(service, self.schemas))
             self.get(path, "Metadata of the model", lambda: json_response(protocol.model()))
@@ -95,18 +87,12 @@ class ServeApp(BaseApp):
             self.get(f"{path}/ready", summary, self._ready, responses=UNREADY, open_=open_)
         alive = "Whether the server answers"
         self.get("/v2/health/live", alive, lambda: json_response({"live": True}), open_=True)
-        self.get("/v2", "Metadata of the server", lambda: json_response(protocol.server()))
+        self.get("/v2", "Metadata of the server", lambda: json_response(SERVER))
         self.get("/v2/models", "Names of the models", lambda: json_response({"models": [service.name]}))
         self.get("/", "The status page", partial(HTMLResponse, page(), headers=SAFE_HEADERS))
         feed, full = StatusFeed(service), {"503": "As many clients watch as may."}
-        self.get("/status/events", "Figures as server-sent events", partial(_events, feed), responses=full)
+        self.get("/status/events", "Figures as server-sent events", feed.response, responses=full)
 
     def _ready(self) -> Response:
         reason = self.service.unready()
         return json_response({"ready": not reason}, 503 if reason else 200)
-
-
-def _events(feed: StatusFeed) -> Response:
-    if feed.full:
-        raise Refusal(503, "Overloaded", "too many clients watch; retry later", LATER)
-    return StreamingResponse(feed.events(), media_type="text/event-stream", headers=SAFE_HEADERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cache
 from typing import Literal
 from urllib.parse import parse_qsl
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from subnetact.errors import InvalidRequest
 from subnetact.serve.exchange import Headers, shortened, validated
 
-__all__ = ["Ask", "Strict", "Terms", "header_names", "header_values", "read_ask", "too_long"]
+__all__ = ["Ask", "Strict", "Terms", "header_values", "read_ask", "too_long"]
 
 
 class Strict(BaseModel):
@@ -51,7 +51,7 @@ def read_ask(ask: Terms, query: bytes, headers: Headers, usual_ms: float, longes
     Raises:
         InvalidRequest: a parameter is malformed, or the deadline is beyond the longest one.
     """
-    texts = header_values(HEADERS, headers)
+    texts = header_values(Terms, headers)
     if query:
         try:
             texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
@@ -68,17 +68,14 @@ def read_ask(ask: Terms, query: bytes, headers: Headers, usual_ms: float, longes
     return float(given["deadline_ms"])
 
 
-def header_names(model: type[BaseModel]) -> dict[str, bytes]:
-    """Return the header of every field of a model."""
-    return {name: f"x-{name.replace('_', '-')}".encode() for name in model.model_fields}
+def header_values(model: type[BaseModel], headers: Headers) -> dict[str, str]:
+    """Return the fields of a model that are given as headers."""
+    return {name: text for name, key in _header_names(model) if (text := headers.get(key)) is not None}
 
 
-HEADERS = header_names(Terms)
-
-
-def header_values(names: Mapping[str, bytes], headers: Headers) -> dict[str, str]:
-    """Return the fields that are given as headers."""
-    return {name: text for name, header in names.items() if (text := headers.get(header)) is not None}
+@cache
+def _header_names(model: type[BaseModel]) -> list[tuple[str, bytes]]:
+    return [(name, f"x-{name.replace('_', '-')}".encode()) for name in model.model_fields]
 
 
 def too_long(name: str, value: float, longest_ms: float) -> InvalidRequest:

@@ -37,18 +37,13 @@ class Address(NamedTuple):
 class BaseApp:
     """An ASGI application whose requests pass the names of the server and the tokens first.
 
-    Addresses are found in a dictionary: none has a part that varies. Every exception, of whatever type,
-    becomes an answer of the form of the service's errors, with nothing of the server's code or files in it,
-    unless an answer has begun already: then the exchange ends there, and the server closes the connection.
-    Exceptions that are not expected are logged, with status 500.
+    Addresses are found in a dictionary: none has a part that varies. Every exception becomes an answer
+    without anything of the server's code or files, unless an answer has begun already: then the exchange ends
+    there, and the server closes the connection. Exceptions that are not expected are logged, with status 500.
 
     The service is closed when the application shuts down. `allowed_hosts` are names without ports, by which
-    clients may address the server; `*.example.com` has all below it, and None is any name. A web page of a
-    foreign site can make a browser send requests to this machine (DNS rebinding); the browser then names the
-    foreign site.
-
-    Raises:
-        ServeError: a name has `*` at another place than its beginning.
+    clients may address the server; `*.example.com` has all below it, and None is any name. A page of another
+    site can make a browser send requests to this machine (DNS rebinding); the browser then names that site.
     """
 
     def __init__(self, service: BaseService, allowed_hosts: Iterable[str] | None = None) -> None:
@@ -83,8 +78,7 @@ class BaseApp:
         path: str,
         summary: str,
         make: Callable[[], Response],
-        *,
-        responses: dict[str, Any] | None = None,
+        responses: Any = None,
         open_: bool = False,
     ) -> None:
         """Answer GET requests; `responses` describes other statuses than 200, `open_` needs no token."""

@@ -65,10 +65,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 class Backend:
-    """Runs the batches of a served bundle: here, in threads or processes of this machine.
-
-    `python -m subnetact.cluster` is the same command line with a backend of its own.
-    """
+    """Runs the batches of a served bundle, in threads or processes; `subnetact.cluster` has another."""
 
     command: ClassVar[str] = "subnetact.serve"
     epilog: ClassVar[str] = EPILOG

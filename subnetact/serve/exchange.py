@@ -48,13 +48,9 @@ class ClientGone(Exception):
 class Refusal(Exception):
     """A request that the server refuses for another reason than the batcher's; `kind` is its name."""
 
-    def __init__(
-        self, status: int, kind: str, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, status: int, kind: str, message: str, headers: Any = None) -> None:
         super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.headers = dict(headers or {})
+        self.status, self.kind, self.headers = status, kind, dict(headers or {})
 
 
 class Headers:
@@ -123,10 +119,7 @@ def validated(read: Callable[[Any], Model], value: Any) -> Model:
 
 def shortened(value: object) -> str:
     """Return a value of a client as it may stand in a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # A whole number with more digits than Python prints.
-        text = "a very long number"
+    text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -15,7 +15,6 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from subnetact import __version__
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import Strict, Terms
 from subnetact.serve.exchange import Exchange, Headers, Raw, read_json, send_reply, validated
@@ -87,10 +86,6 @@ class InferenceProtocol:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def server(self) -> dict[str, Any]:
-        """Return the metadata of the server."""
-        return {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
-
     def model(self) -> dict[str, Any]:
         """Return the metadata of the model."""
         return {
@@ -108,7 +103,7 @@ class InferenceProtocol:
         }
 
     async def infer(self, exchange: Exchange) -> None:
-        """Answer one request, as `PlainInference.infer` does."""
+        """Answer one request, row by row."""
         (request, ask), answers = await self._service.infer(exchange, self._decode)
         head, raw = self._reply(request, ask, answers, self._service.facts(answers, ask, exchange))
         if not raw:

@@ -58,9 +58,5 @@ class Limits:
                 raise ServeError(f"{field.name}: {value} must be finite and > 0")
 
     def body_for(self, values: int) -> int:
-        """Return the largest body of a request, in bytes.
-
-        Args:
-            values: number of values of one input.
-        """
+        """Return the largest body of a request, in bytes, whose inputs have `values` values each."""
         return MEGABYTE + BYTES_PER_VALUE * values if self.body_bytes is None else self.body_bytes

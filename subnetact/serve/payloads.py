@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -149,11 +149,7 @@ class Images:
     """
 
     def __init__(
-        self,
-        signature: Signature,
-        most_pixels: int,
-        mean: tuple[float, ...] = (0.0,),
-        std: tuple[float, ...] = (1.0,),
+        self, signature: Signature, most_pixels: int, mean: Sequence[float], std: Sequence[float]
     ) -> None:
         part = signature.parts[0]
         channels = part.shape[0] if len(part.shape) == 3 else 1
@@ -162,8 +158,8 @@ class Images:
         self._part = part
         self._mode = "RGB" if channels == 3 else "L"
         self._most_pixels = most_pixels
-        self._mean = torch.tensor(mean).reshape(-1, 1, 1)
-        self._std = torch.tensor(std).reshape(-1, 1, 1)
+        self._mean = torch.tensor(mean, dtype=torch.float32).reshape(-1, 1, 1)
+        self._std = torch.tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
         self._open: Callable[..., Any] | None = None
         for name, values in (("mean", mean), ("std", std)):
             fitting = len(values) in (1, channels) if fits else len(values) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import orjson
@@ -14,9 +15,7 @@ from subnetact.serve.payloads import is_image, is_numpy, numpy_input, values_inp
 from subnetact.serve.service import Decoded, Service
 from subnetact.serve.signature import named_tensors
 
-__all__ = ["PlainInference"]
-
-NPY = b"application/x-npy"
+__all__ = ["infer"]
 
 
 class PlainBody(Ask):
@@ -25,46 +24,40 @@ class PlainBody(Ask):
     input: Any
 
 
-class PlainInference:
-    """Answers `POST /infer` of a service."""
+async def infer(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    ask, [answer] = await service.infer(exchange, partial(_decode, service))
+    facts = {"subnet": answer.subnet, **service.facts([answer], ask, exchange)}
+    await _reply(exchange.send, answer.output, ask.output, facts)
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
-    async def infer(self, exchange: Exchange) -> None:
-        """Answer one request."""
-        ask, [answer] = await self._service.infer(exchange, self._decode)
-        facts = {"subnet": answer.subnet, **self._service.facts([answer], ask, exchange)}
-        await self._reply(exchange.send, answer.output, ask.output, facts)
+def _decode(service: Service, _: Headers, body: Raw) -> Decoded[Ask]:
+    if is_numpy(body):
+        ask, x = Ask(), numpy_input(body, service.signature)
+    elif is_image(body):
+        ask, x = Ask(), service.images.decode(body)
+    else:
+        ask = given = validated(PlainBody.model_validate, read_json(body))
+        x = values_input(given.input, service.signature)
+    return ask, [x], ask
 
-    def _decode(self, _: Headers, body: Raw) -> Decoded[Ask]:
-        service = self._service
-        ask = Ask()
-        if is_numpy(body):
-            x: Any = numpy_input(body, service.signature)
-        elif is_image(body):
-            x = service.images.decode(body)
-        else:
-            ask = given = validated(PlainBody.model_validate, read_json(body))
-            x = values_input(given.input, service.signature)
-        return ask, [x], ask
 
-    async def _reply(self, send: Any, output: Any, kind: str | None, facts: dict[str, Any]) -> None:
-        single = isinstance(output, Tensor)
-        if kind is None:
-            kind = "class" if single and output.dim() == 1 and output.is_floating_point() else "values"
-        if kind != "values" and not (single and output.numel()):
-            raise InvalidRequest(
-                f"output: {kind} is of one tensor, and this network returns several; ask for values"
-            )
-        if kind == "npy":
-            headers = [
-                (f"x-{name.replace('_', '-')}".encode(), orjson.dumps(value)) for name, value in facts.items()
-            ]
-            return await send_reply(send, 200, write_numpy(output), headers, NPY)
-        if kind == "class":  # NaN is not comparable.
-            found: dict[str, Any] = {"class": None if output.isnan().any() else int(output.argmax())}
-        else:
-            lists = {name: tensor.tolist() for name, tensor in named_tensors(output, "output")}
-            found = {"output": lists["output"] if single else lists}
-        return await send_reply(send, 200, {**found, **facts})
+async def _reply(send: Any, output: Any, kind: str | None, facts: dict[str, Any]) -> None:
+    single = isinstance(output, Tensor)
+    if kind is None:
+        kind = "class" if single and output.dim() == 1 and output.is_floating_point() else "values"
+    if kind != "values" and not (single and output.numel()):
+        raise InvalidRequest(
+            f"output: {kind} is of one tensor, and this network returns several; ask for values"
+        )
+    if kind == "npy":
+        headers = [
+            (f"x-{name.replace('_', '-')}".encode(), orjson.dumps(value)) for name, value in facts.items()
+        ]
+        return await send_reply(send, 200, write_numpy(output), headers, b"application/x-npy")
+    if kind == "class":  # NaN is not comparable.
+        found: dict[str, Any] = {"class": None if output.isnan().any() else int(output.argmax())}
+    else:
+        lists = {name: tensor.tolist() for name, tensor in named_tensors(output, "output")}
+        found = {"output": lists["output"] if single else lists}
+    return await send_reply(send, 200, {**found, **facts})

@@ -23,8 +23,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, app: BaseApp, grace_s: float) -> None:
         super().__init__(config)
-        self._app = app
-        self._grace_s = grace_s
+        self._app, self._grace_s = app, grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[Any] | None = None) -> None:

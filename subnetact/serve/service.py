@@ -41,8 +41,7 @@ SHORT = 32 * 1024
 """Bodies of up to this many bytes are decoded at once, and longer ones on a thread."""
 WATCH_AFTER_S = 0.02
 """How long a request runs before the server watches whether its client leaves, in s: most end earlier."""
-DECODERS = 2
-"""Threads that decode long bodies and images."""
+DECODERS = 2  # threads
 Asked = TypeVar("Asked")
 Decoded = tuple[Asked, Sequence[Any], Terms]
 """What a request asks for, the inputs of the engine, and their time."""
@@ -178,26 +177,17 @@ class Service(BaseService):
     """
 
     def __init__(
-        self,
-        batcher: Answerer,
-        engine: Any,
-        *,
-        name: str,
-        slo_ms: float,
-        image_mean: tuple[float, ...] = (0.0,),
-        image_std: tuple[float, ...] = (1.0,),
-        **common: Any,
+        self, batcher: Answerer, engine: Any, name: str, slo_ms: float, images: Any, **common: Any
     ) -> None:
         self.signature = Signature(engine.sample)
         super().__init__(**common, values=self.signature.count)
         self.batcher = batcher
         self._rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
-        self.name = name
+        self.name, self.slo_ms = name, slo_ms
         self.version = str(getattr(engine, "fingerprint", None) or "1")
-        self.slo_ms = slo_ms
         [output] = engine.run(0, [engine.sample], 1)
         self.outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
-        self.images = Images(self.signature, self.limits.pixels, image_mean, image_std)
+        self.images = Images(self.signature, self.limits.pixels, **images)
 
     def unready(self) -> str:
         """Return why the server should get no requests, or an empty text."""
@@ -282,8 +272,7 @@ def bundle_state(bundle: str | PathLike[str]) -> BundleState | None:
 def written_over(before: BundleState | None, now: BundleState | None) -> bool:
     """Return whether tensors of a bundle, which stay mapped after loading, were changed in place.
 
-    New files do no harm to those that are mapped. Other files are closed after loading, so that a new file
-    may get the inode of an old one.
+    Other files are closed after loading, so that a new file may get the inode of an old one.
     """
     tensors = {file: facts for file, facts in (before or {}).items() if file[0].endswith(".safetensors")}
     return any(now[file] != facts for file, facts in tensors.items() if now and file in now)
@@ -291,10 +280,8 @@ def written_over(before: BundleState | None, now: BundleState | None) -> bool:
 
 def scheduler_table(engine: Engine, given: str | PathLike[str] | None = None) -> LatencyTable | None:
     """Return the table to schedule by: a given file, the bundle's `scheduler`, its first one, or None."""
-    if given is not None:
-        table: LatencyTable | None = LatencyTable.load(given)
-    else:
-        table = engine.tables.get("scheduler") or next(iter(engine.tables.values()), None)
+    own = engine.tables.get("scheduler") or next(iter(engine.tables.values()), None)
+    table: LatencyTable | None = own if given is None else LatencyTable.load(given)
     if table is not None and not all(map(math.isfinite, table.accuracy)):
         raise TableError(
             "table: accuracies of subnets are not known, and policies need them; give a --table that has them"

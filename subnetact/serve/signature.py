@@ -13,18 +13,10 @@ from subnetact.errors import ServeError
 
 __all__ = ["DATATYPES", "InputPart", "Signature", "named_tensors"]
 
-DATATYPES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "UINT8",
-    torch.int8: "INT8",
-    torch.int16: "INT16",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-    torch.float16: "FP16",
-    torch.bfloat16: "BF16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-}
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAMES = "BOOL UINT8 INT8 INT16 INT32 INT64 FP16 BF16 FP32 FP64"
+DATATYPES = dict(zip((*WHOLE, *FRACTIONS), NAMES.split(), strict=True))
 """The names of the Open Inference Protocol."""
 
 

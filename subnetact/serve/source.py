@@ -99,7 +99,4 @@ class Source:
 
 
 def _checksum(bundle: str | None) -> str | None:
-    if bundle is None:
-        return None
-    checksum: str = BUNDLE.read(Path(bundle) / INDEX)["checksum"]
-    return checksum
+    return None if bundle is None else str(BUNDLE.read(Path(bundle) / INDEX)["checksum"])

@@ -9,13 +9,24 @@ from importlib.resources import files
 from typing import Any
 
 import orjson
+from starlette.responses import Response, StreamingResponse
 
+from subnetact.serve.exchange import LATER, Refusal
 from subnetact.serve.service import Service
 from subnetact.serving import BatcherStats
 
-__all__ = ["StatusFeed", "page"]
+__all__ = ["SAFE_HEADERS", "StatusFeed", "page"]
 
 INTERVAL_S = 0.5
+SAFE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # of nginx
+}
 
 
 def page() -> bytes:
@@ -34,13 +45,13 @@ class StatusFeed:
         self._last: tuple[float, BatcherStats] | None = None
         self._latest = b""
 
-    @property
-    def full(self) -> bool:
-        """Whether no further client may watch."""
-        return self._watching >= self._service.limits.streams
+    def response(self) -> Response:
+        """Return a stream of one event per half second until the server closes."""
+        if self._watching >= self._service.limits.streams:
+            raise Refusal(503, "Overloaded", "too many clients watch; retry later", LATER)
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers=SAFE_HEADERS)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield one event per half second until the server closes."""
+    async def _events(self) -> AsyncIterator[bytes]:
         self._watching += 1
         try:
             yield _event("facts", self._facts)

@@ -37,9 +37,6 @@ class Choice:
         """Read what has come, and return whether there is anything to take.
 
         Token by token, so that the end does not depend on how many of them come at once.
-
-        Raises:
-            RequestError: the request failed.
         """
         completion: Any = self.completion
         outcome = completion.result(0.0) if completion.done else None
@@ -72,11 +69,7 @@ class Choice:
 
 
 class TextAnswer:
-    """The answer to one request, whose `n` choices are requests of their own to the generator.
-
-    Raises:
-        RequestError: a request was refused.
-    """
+    """The answer to one request, whose `n` choices are requests of their own to the generator."""
 
     def __init__(self, service: Any, body: TextBody, prompt: list[int], options: dict[str, Any]) -> None:
         self._service, self._body, self._prompt = service, body, len(prompt)
@@ -177,9 +170,8 @@ class TextAnswer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        answer = sum(choice.read for choice in self._choices)
-        usage = {"prompt_tokens": self._prompt, "completion_tokens": answer}
-        return {"usage": {**usage, "total_tokens": self._prompt + answer}}
+        read, count = self._prompt, sum(choice.read for choice in self._choices)
+        return {"usage": {"prompt_tokens": read, "completion_tokens": count, "total_tokens": read + count}}
 
 
 def _event(document: dict[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
-from subnetact.serve.ask import header_names, header_values, too_long
+from subnetact.serve.ask import header_values, too_long
 from subnetact.serve.base_app import BaseApp, json_response
 from subnetact.serve.exchange import Exchange, Headers, Raw, Refusal, read_json, send_reply, validated
 from subnetact.serve.limits import Limits
@@ -23,9 +23,7 @@ from subnetact.serve.text_codec import TextCodec
 __all__ = ["TextApp", "TextService", "build_text_app"]
 
 COUNTERS = ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted")
-HEADERS = header_names(TextTerms)
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
-"""The headers of a stream; nginx must not hold it back."""
+EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]  # nginx passes them on
 
 
 class TextService(BaseService):
@@ -144,7 +142,7 @@ class TextApp(BaseApp):
         service = self.service
         read: Any = body.model_validate
         ask: TextBody = validated(read, read_json(raw))
-        terms = validated(TextTerms.model_validate_strings, header_values(HEADERS, headers))
+        terms = validated(TextTerms.model_validate_strings, header_values(TextTerms, headers))
         if ask.model not in (None, service.name):
             raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")
         options: dict[str, Any] = {
@@ -154,11 +152,12 @@ class TextApp(BaseApp):
             "top_k": ask.top_k,
             "stop": service.stop,
         }
-        given = terms.model_dump(exclude_none=True) | ask.model_dump(include=set(HEADERS), exclude_none=True)
-        for name, value in given.items():
-            if value > service.limits.deadline_ms:
+        for name in TextTerms.model_fields:
+            value = getattr(terms, name) if getattr(ask, name) is None else getattr(ask, name)
+            if value is not None and value > service.limits.deadline_ms:
                 raise too_long(name, value, service.limits.deadline_ms)
-            options["first_ms" if name == "slo_ttft_ms" else name] = value
+            if value is not None:
+                options["first_ms" if name == "slo_ttft_ms" else name] = value
         if ask.likely() is not None:
             options["logprobs"] = ask.likely()
         return ask, ask.tokens(service.codec), options

@@ -29,9 +29,6 @@ class TextCodec:
 
         The chat template of the tokenizer is used if it has one. Otherwise every message is a line, the role,
         a colon and the content, and the last line is `assistant:`.
-
-        Raises:
-            InvalidRequest: the template of the tokenizer refuses the messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             lines = [f"{message['role']}: {message['content']}" for message in messages]
@@ -54,8 +51,8 @@ class TextCodec:
     def writer(self) -> Callable[[int], str]:
         """Return a function that takes the tokens of one answer and returns the text that each adds.
 
-        Bytes that may become a character are held back. The decoder of the library `tokenizers` remembers
-        what it needs; a tokenizer of another kind decodes the whole answer with every token.
+        Bytes that may become a character are held back. Tokenizers of other libraries than `tokenizers`
+        decode the whole answer with every token.
         """
         found = getattr(self._tokenizer, "backend_tokenizer", self._tokenizer)
         if type(found).__module__.partition(".")[0] == "tokenizers":
