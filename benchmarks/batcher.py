@@ -38,7 +38,7 @@ SWITCH_MS = {"null": 5.0, "digits": 0.5, "replay": 5.0, "http": 0.5}
 
 def _versions() -> dict[str, str]:
     found = {"subnetact": __version__}
-    for name in ("fastapi", "uvicorn", "uvloop", "litserve"):
+    for name in ("starlette", "uvicorn", "uvloop", "litserve"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

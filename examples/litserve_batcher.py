@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from fastapi import HTTPException
 
 from subnetact.errors import RequestError
 from subnetact.serve.exchange import refusal_of
@@ -22,6 +21,7 @@ from subnetact.serve.source import Source
 from subnetact.serving import Answer
 
 litserve: Any = import_module("litserve")
+HTTPException: Any = import_module("fastapi").HTTPException  # LitServe brings FastAPI
 
 
 class ElasticAPI(litserve.LitAPI):  # type: ignore[misc]

@@ -98,7 +98,8 @@ class EngineReplica:
             if left_ms <= 0.0:
                 raise DeadlinePassed("the deadline passed on the way")
             rows = [to_tensors(x) for x in xs]
-            answers = await infer_rows(self.batcher, rows, left_ms, min_accuracy, priority, client)
+            wishes = {"priority": priority, "client": client}
+            answers = await infer_rows(self.batcher, rows, left_ms, min_accuracy=min_accuracy, **wishes)
         except RequestError as error:
             return error
         return [tuple(answer._replace(output=to_arrays(answer.output))) for answer in answers]

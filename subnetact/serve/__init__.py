@@ -28,6 +28,6 @@ except ImportError as error:
     def __getattr__(name: str) -> Any:
         if name in __all__:
             raise MissingExtra(
-                f"serving needs FastAPI, orjson and uvicorn ({_missing}); pip install 'subnetact[serve]'"
+                f"serving needs Starlette, orjson and uvicorn ({_missing}); pip install 'subnetact[serve]'"
             )
         raise AttributeError(f"module 'subnetact.serve' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Who may use a server: bearer tokens, compared in constant time, and the names of the server."""
+"""Who may use a server: bearer tokens, compared in constant time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 
 from subnetact.errors import MissingFile, ServeError
 from subnetact.files.atomic import read_regular
+from subnetact.serve.exchange import Refusal
 
 __all__ = ["Access", "read_tokens"]
 
@@ -18,66 +19,44 @@ SHORTEST = 16
 
 
 class Access:
-    """Checks the `Authorization` header: `Bearer TOKEN`, or `Basic` with the token as the password.
+    """Checks the `Authorization` header against the names of clients per token; without any, all may enter.
 
-    Browsers, which watch the status page, know only the second form.
-
-    Args:
-        tokens: the name of the client per token. If empty, every client may use the server.
-        hosts: names by which clients may address the server, without ports. If None, any name.
-
-    Raises:
-        ServeError: a token has fewer than 16 characters.
+    `Bearer TOKEN`, or `Basic` with the token as the password, which is all that browsers know.
     """
 
-    def __init__(self, tokens: Mapping[str, str], hosts: Iterable[str] | None = None) -> None:
+    def __init__(self, tokens: Mapping[str, str]) -> None:
         if any(len(token) < SHORTEST for token in tokens):
             raise ServeError(f"tokens: every token needs at least {SHORTEST} characters")
+        # Digests have equal lengths, so that comparing reveals none.
         self._names = [
-            (_digest(token.encode("utf-8", "surrogateescape")), name) for token, name in tokens.items()
+            (hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest(), name)
+            for token, name in tokens.items()
         ]
-        self._hosts = None if hosts is None else frozenset(name.strip("[]").lower() for name in hosts)
 
-    def client(self, authorization: str | None, address: str) -> str | None:
-        """Return the name of the client, or None if the client may not use the server.
+    def client(self, authorization: str | None, address: str, open_: bool = False) -> str:
+        """Return the client's name, or its address if no token is needed, as for addresses that are `open_`.
 
-        Args:
-            authorization: the value of the header.
-            address: the client's address, which is the name if the server needs no token.
+        Raises:
+            Refusal: the token is missing or unknown.
         """
         if not self._names:
             return address
-        given = _digest(_token_of(authorization or ""))
+        given = hashlib.sha256(_token_of(authorization or "")).digest()
         found = None
         for digest, name in self._names:  # Every token is compared, whichever fits.
             if hmac.compare_digest(digest, given):
                 found = name
-        return found
-
-    def serves(self, host: str | None) -> bool:
-        """Return whether the server may be addressed by a name.
-
-        A web page of a foreign site can make a browser send requests to this machine (DNS rebinding); the
-        browser then names the foreign site.
-
-        Args:
-            host: the value of the header `Host`. Without the header, the request is no browser's.
-        """
-        if self._hosts is None or host is None:
-            return True
-        name, colon, port = host.rpartition(":")
-        name = name if colon and port.isdigit() and name else host
-        return name.strip("[]").lower() in self._hosts
+        if found is not None or open_:
+            return found or ""
+        message = "give the server's token: Authorization: Bearer TOKEN"
+        needed = {"WWW-Authenticate": 'Bearer, Basic realm="subnetact"'}
+        raise Refusal(401, "Unauthorized", message, needed)
 
 
 def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
-    """Read a file of tokens: one per line, after the name of its client and a space if there are several.
+    """Return the name of the client per token from the file `path`.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The name of the client per token.
+    It has one token per line, after the name of its client and a space if there are several.
 
     Raises:
         MissingFile: the file cannot be read.
@@ -103,10 +82,6 @@ def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
     return tokens
 
 
-def _digest(token: bytes) -> bytes:
-    return hashlib.sha256(token).digest()  # Digests have equal lengths, so that comparing reveals none.
-
-
 def _token_of(authorization: str) -> bytes:
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
@@ -115,5 +90,5 @@ def _token_of(authorization: str) -> bytes:
         try:
             return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
         except (binascii.Error, ValueError):
-            return b""
+            pass
     return b""

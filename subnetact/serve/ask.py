@@ -2,129 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Literal
 from urllib.parse import parse_qsl
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from subnetact.errors import InvalidRequest
-from subnetact.serve.exchange import Headers
+from subnetact.serve.exchange import Headers, shortened, validated
 
-__all__ = ["Ask", "read_ask", "read_number", "shortened", "time_ms"]
-
-NAMES = ("deadline_ms", "min_accuracy", "priority", "output")
-HEADERS = {b"x-deadline-ms": "deadline_ms", b"x-min-accuracy": "min_accuracy", b"x-priority": "priority"}
-OUTPUTS = ("class", "values", "npy")
+__all__ = ["Ask", "Strict", "Terms", "header_values", "read_ask", "too_long"]
 
 
-class Ask(NamedTuple):
-    """What a request asks for besides its input.
+class Strict(BaseModel):
+    """A body, or a part of one: no truth value is a number, and no text either."""
 
-    Attributes:
-        deadline_ms: time that the request is given, in ms from its arrival.
-        min_accuracy: minimum accuracy of the answering subnet, in percent. If None, any subnet may answer.
-        priority: the higher, the more important. If None, 0.
-        output: `class`, the index of the largest score, `values`, all outputs as JSON, or `npy`, the output
-            as a NumPy file. If None, `class` if the output is one vector, otherwise `values`.
-    """
-
-    deadline_ms: float
-    min_accuracy: float | None = None
-    priority: int | None = None
-    output: str | None = None
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def read_ask(
-    fields: Mapping[str, Any], query: bytes, headers: Headers, usual_ms: float, longest_ms: float
-) -> Ask:
-    """Read the parameters of a request; a field of the body comes before the query, and this before headers.
+class Terms(Strict):
+    """What every request may ask for; a name in a header is `x-deadline-ms` and so on."""
 
-    Args:
-        fields: the fields of the body.
-        query: the query string of the address.
-        headers: the headers.
-        usual_ms: the deadline of a request that names none, in ms.
-        longest_ms: the longest deadline, in ms.
+    deadline_ms: float | None = Field(default=None, gt=0, description="time to the answer, in ms")
+    min_accuracy: float | None = Field(
+        default=None, ge=0, le=100, description="minimum accuracy of the answering subnet, in percent"
+    )
+    priority: int | None = Field(
+        default=None,
+        gt=-(2**31),
+        lt=2**31,
+        description="requests of lower priority expire first",
+    )
+
+
+class Ask(Terms):
+    """What a request of `/infer` asks for besides its input."""
+
+    output: Literal["class", "values", "npy"] | None = Field(
+        default=None,
+        description="class, the index of the largest score; values, all outputs as JSON; or npy, the output "
+        "as a NumPy file. If absent, class if the output is one vector, otherwise values",
+    )
+
+
+def read_ask(ask: Terms, query: bytes, headers: Headers, usual_ms: float, longest_ms: float) -> float:
+    """Fill what a body leaves out from the query, then from headers; return the deadline, usual or given.
 
     Raises:
-        InvalidRequest: a parameter is malformed.
+        InvalidRequest: a parameter is malformed, or the deadline is beyond the longest one.
     """
-    found: dict[str, Any] = {}
-    for header, name in HEADERS.items():
-        text = headers.get(header)
-        if text is not None:
-            found[name] = read_number(text, header.decode(), name == "priority")
+    texts = header_values(Terms, headers)
     if query:
-        _read_query(query, found)
-    for name in NAMES:
-        if fields.get(name) is not None:
-            found[name] = fields[name]
-    if not found:
-        return Ask(usual_ms)
-    deadline_ms = time_ms(found.get("deadline_ms", usual_ms), "deadline_ms", longest_ms)
-    output = found.get("output")
-    if output is not None and output not in OUTPUTS:
-        raise InvalidRequest(f"output: {shortened(output)} is not known; choose from {', '.join(OUTPUTS)}")
-    priority = found.get("priority")
-    if priority is not None and (type(priority) is not int or abs(priority) >= 2**31):
-        raise InvalidRequest(f"priority: {shortened(priority)} is not a whole number of 32 bits")
-    min_accuracy = found.get("min_accuracy")
-    if min_accuracy is not None and (type(min_accuracy) not in (int, float) or not 0 <= min_accuracy <= 100):
-        raise InvalidRequest(f"min_accuracy: {shortened(min_accuracy)} is not a percentage from 0 to 100")
-    return Ask(deadline_ms, min_accuracy, priority, output)
+        try:
+            texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+        except (ValueError, UnicodeDecodeError):
+            raise InvalidRequest("query: not readable; give name=value pairs") from None
+    given = vars(ask)  # pydantic's setattr takes 20 us
+    if texts:
+        found = vars(validated(Ask.model_validate_strings, texts))
+        given |= {name: found[name] for name in texts if given.get(name, name) is None}
+    if given["deadline_ms"] is None:
+        given["deadline_ms"] = usual_ms
+    if given["deadline_ms"] > longest_ms:
+        raise too_long("deadline_ms", given["deadline_ms"], longest_ms)
+    return float(given["deadline_ms"])
 
 
-def time_ms(value: Any, name: str, longest_ms: float) -> float:
-    """Return a time that a client gives.
-
-    Args:
-        value: the time, in ms.
-        name: its name.
-        longest_ms: the longest time that a client may give, in ms.
-
-    Raises:
-        InvalidRequest: it is no number, not above 0, or too long.
-    """
-    if type(value) not in (int, float) or not 0 < value <= longest_ms:
-        raise InvalidRequest(
-            f"{name}: {shortened(value)} is not a number > 0 and <= {longest_ms:g}, in ms from now"
-        )
-    return float(value)
+def header_values(model: type[BaseModel], headers: Headers) -> dict[str, str]:
+    """Return the fields of a model that are given as headers."""
+    return {name: text for name, key in _header_names(model) if (text := headers.get(key)) is not None}
 
 
-def _read_query(query: bytes, found: dict[str, Any]) -> None:
-    try:
-        pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
-    except (ValueError, UnicodeDecodeError):
-        raise InvalidRequest("query: not readable; give name=value pairs") from None
-    for name, text in pairs:
-        if name not in NAMES:
-            raise InvalidRequest(f"query: {shortened(name)} is not known; give {', '.join(NAMES)}")
-        found[name] = text if name == "output" else read_number(text, name, name == "priority")
+@cache
+def _header_names(model: type[BaseModel]) -> list[tuple[str, bytes]]:
+    return [(name, f"x-{name.replace('_', '-')}".encode()) for name in model.model_fields]
 
 
-def read_number(text: str, name: str, whole: bool = False) -> float:
-    """Return a number from a header or a query.
-
-    Args:
-        text: the number.
-        name: its name.
-        whole: whether it has to be a whole number.
-
-    Raises:
-        InvalidRequest: the text is no number.
-    """
-    try:
-        if len(text) <= 40 and "_" not in text:
-            return int(text) if whole else float(text)
-    except ValueError:
-        pass
-    raise InvalidRequest(f"{name}: {shortened(text)} is not a {'whole ' if whole else ''}number")
-
-
-def shortened(value: object) -> str:
-    """Return a value of a client as it may stand in a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # A whole number with more digits than Python prints.
-        text = "a very long number"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def too_long(name: str, value: float, longest_ms: float) -> InvalidRequest:
+    """Return the error of a time that is longer than the limit of the server."""
+    return InvalidRequest(f"{name}: got {shortened(value)}, the most is {longest_ms:g} ms")

@@ -3,130 +3,117 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
+import orjson
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
 from subnetact import __version__
-from subnetact.errors import SubnetActError
-from subnetact.serve.access import Access
-from subnetact.serve.exchange import (
-    ClientGone,
-    Exchange,
-    Headers,
-    Receive,
-    Refusal,
-    Scope,
-    Send,
-    internal_error,
-    refusal_of,
-    send_reply,
-)
-from subnetact.serve.limits import Limits
-from subnetact.serve.service import now_ms
+from subnetact.errors import ServeError
+from subnetact.serve.exchange import ClientGone, Exchange, Headers, Refusal, refusal_of, send_reply
+from subnetact.serve.openapi import UNREADY, operation
+from subnetact.serve.service import BaseService, now_ms
 
-__all__ = ["BaseApp", "Inference", "Served"]
-
-Inference = Callable[[Exchange], Awaitable[None]]
+__all__ = ["Address", "BaseApp"]
 
 CLOSES = (400, 401, 408, 413, 415, 431)
 """Statuses after which the connection is closed, because part of the body may not have been read."""
-KINDS = {401: "Unauthorized", 404: "NotFound", 405: "MethodNotAllowed"}
-MESSAGES = {
-    401: "give the server's token: Authorization: Bearer TOKEN",
-    404: "there is no such address; /openapi.json lists all",
-    405: "this address takes another method; /openapi.json lists all",
-}
 
 
-class Closable(Protocol):
-    """What answers the requests."""
+class Address(NamedTuple):
+    """What an address does: `operation` describes it in OpenAPI, and `open` needs no token."""
 
-    def close(self, drain: bool = True) -> None:
-        """Finish or drop accepted requests, and refuse new ones."""
+    method: str
+    answer: Callable[[Exchange], Awaitable[None]]
+    operation: dict[str, Any]
+    open: bool
 
 
-class Served(Protocol):
-    """What `run` and `BaseApp` have to know of a service.
+class BaseApp:
+    """An ASGI application whose requests pass the names of the server and the tokens first.
 
-    Attributes:
-        limits: what clients may send.
-        access: who may use the server.
-        closing: whether the server is about to end.
+    Addresses are found in a dictionary: none has a part that varies. Every exception becomes an answer
+    without anything of the server's code or files, unless an answer has begun already: then the exchange ends
+    there, and the server closes the connection. Exceptions that are not expected are logged, with status 500.
+
+    The service is closed when the application shuts down. `allowed_hosts` are names without ports, by which
+    clients may address the server; `*.example.com` has all below it, and None is any name. A page of another
+    site can make a browser send requests to this machine (DNS rebinding); the browser then names that site.
     """
 
-    limits: Limits
-    access: Access
-    closing: bool
-
-    @property
-    def batcher(self) -> Closable:
-        """What answers the requests."""
-
-
-class BaseApp(FastAPI):
-    """An application whose requests pass the names of the server and the tokens first.
-
-    Inference bypasses the routing of FastAPI, which costs more than JSON. Every exception, of whatever type,
-    becomes an answer of the form that `error_document` returns, with nothing of the server's code or files in
-    it, unless an answer has begun already: then the exchange ends there, and the server closes the
-    connection. Exceptions that are not expected are logged, with status 500.
-
-    Args:
-        service: the service.
-        close: finishes accepted requests when the application shuts down; runs in a thread.
-
-    Attributes:
-        service: the service.
-        inference: what handles the POST requests of an address, by its path below the one where the
-            application is mounted.
-    """
-
-    open_paths: tuple[str, ...] = ("/healthz", "/readyz")
-    """Addresses that need no token, because load balancers have none."""
-
-    def __init__(self, service: Served, close: Callable[[], None]) -> None:
+    def __init__(self, service: BaseService, allowed_hosts: Iterable[str] | None = None) -> None:
         @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async def lifespan(_: Any) -> AsyncIterator[None]:
             yield
-            await asyncio.to_thread(close)
+            await asyncio.to_thread(service.close)
 
-        super().__init__(
-            title="subnetact", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-        )
         self.service = service
-        self.inference: dict[str, Inference] = {}
-        self.add_exception_handler(HTTPException, self._known)
-        self.add_exception_handler(SubnetActError, self._known)
-        self.add_exception_handler(Exception, self._unexpected)
-
-    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
-        """Return what a client is told in JSON.
-
-        Args:
-            refusal: the error.
-            path: the address.
-        """
-        return {"error": refusal.kind, "message": str(refusal)}
+        self.addresses: dict[str, Address] = {}
+        self.schemas: dict[str, Any] = {}
+        self.router = Router(lifespan=lifespan)
+        self._entry: Any = self._exchange
+        if allowed_hosts is not None:
+            names = [f"[{name}]" if ":" in name.strip("[]") else name for name in allowed_hosts]
+            try:
+                self._entry = TrustedHostMiddleware(self._exchange, names, www_redirect=False)
+            except AssertionError as error:
+                raise ServeError(f"allowed_hosts: got {names}. {error}") from None
+        for path in ("/healthz", "/readyz"):
+            summary = "Whether the server should get requests"
+            self.get(path, summary, self._healthz, responses=UNREADY, open_=True)
+        self.get("/metrics", "Metrics in Prometheus' text format", self._metrics)
+        self.get("/openapi.json", "This document", lambda: Response(orjson.dumps(self.openapi()), 200, JSON))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one exchange as ASGI 3 has it.
+        """Handle one exchange as ASGI 3 has it: `scope`, `receive` and `send` are its own."""
+        await (self._entry if scope["type"] == "http" else self.router)(scope, receive, send)
 
-        Args:
-            scope: the scope.
-            receive: the receiving side.
-            send: the sending side.
-        """
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await super().__call__(scope, receive, send)
-            return
+    def get(
+        self,
+        path: str,
+        summary: str,
+        make: Callable[[], Response],
+        responses: Any = None,
+        open_: bool = False,
+    ) -> None:
+        """Answer GET requests; `responses` describes other statuses than 200, `open_` needs no token."""
+
+        async def answer(exchange: Exchange) -> None:
+            await make()(exchange.scope, exchange.receive, exchange.send)
+
+        described = operation(summary, responses=responses or {})
+        self.addresses[path] = Address("GET", answer, described, open_)
+
+    def post(
+        self, path: str, answer: Callable[[Exchange], Awaitable[None]], operation: dict[str, Any]
+    ) -> None:
+        """Answer POST requests; `operation` describes them in the OpenAPI document."""
+        self.addresses[path] = Address("POST", answer, operation, False)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "subnetact", "version": __version__},
+            "paths": {path: {one.method.lower(): one.operation} for path, one in self.addresses.items()},
+            "components": {"schemas": self.schemas},
+        }
+
+    def _healthz(self) -> Response:
+        reason = self.service.unready()
+        return json_response({"status": reason or "ok"}, 503 if reason else 200)
+
+    def _metrics(self) -> Response:
+        return PlainTextResponse(self.service.prometheus(), media_type="text/plain; version=0.0.4")
+
+    async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_ms = now_ms()
-        path = _below_mount(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         begun = False
 
         async def send_first(message: MutableMapping[str, Any]) -> None:
@@ -135,56 +122,31 @@ class BaseApp(FastAPI):
             await send(message)
 
         try:
-            headers = Headers(scope["headers"])
-            client = self._client(scope, headers, path)
-            handler = self.inference.get(path)
-            if handler is None:
-                await super().__call__(scope, receive, send_first)
-            elif scope["method"] != "POST":
-                raise HTTPException(405, headers={"Allow": "POST"})
-            else:
-                await handler(Exchange(scope, headers, client, receive, send_first, arrived_ms))
+            headers = Headers(scope["headers"], self.service.limits.header_bytes)
+            address = self.addresses.get(path)
+            sender, open_ = scope.get("client") or [""], address is not None and address.open
+            client = self.service.access.client(headers.get(b"authorization"), sender[0], open_)
+            if address is None:
+                raise Refusal(404, "NotFound", "there is no such address; /openapi.json lists all")
+            if scope["method"] != address.method:
+                message = f"this address takes {address.method}; /openapi.json lists all"
+                raise Refusal(405, "MethodNotAllowed", message, {"Allow": address.method})
+            await address.answer(Exchange(scope, headers, client, receive, send_first, arrived_ms))
         except ClientGone:
             return
         except Exception as error:
-            status, document, more = self._told(path, error)
-            if not begun:  # otherwise the server closes the connection in the middle of the answer
-                await send_reply(send, status, document, more)
-
-    def _client(self, scope: Scope, headers: Headers, path: str) -> str:
-        if not self.service.access.serves(headers.get(b"host")):
-            raise Refusal(
-                400, "InvalidHost", "host: the server is not addressed by this name; see --allowed-hosts"
-            )
-        address = scope.get("client")
-        client = self.service.access.client(headers.get(b"authorization"), address[0] if address else "")
-        if client is None and path not in self.open_paths:
-            raise HTTPException(401, headers={"WWW-Authenticate": 'Bearer, Basic realm="subnetact"'})
-        return client or ""
-
-    async def _known(self, request: Request, error: Exception) -> Response:
-        status, document, headers = self._told(_below_mount(request.scope), error)
-        return JSONResponse(document, status, {name.decode(): value.decode() for name, value in headers})
-
-    async def _unexpected(self, request: Request, _: Exception) -> Response:
-        """Answer an unexpected error; FastAPI raises the error once more, and `__call__` logs it."""
-        return JSONResponse(self.error_document(internal_error(), _below_mount(request.scope)), 500)
-
-    def _told(self, path: str, error: Exception) -> tuple[int, dict[str, Any], list[tuple[bytes, bytes]]]:
-        """Return the status, the document and the headers by which a client is told of an error."""
-        if isinstance(error, HTTPException):
-            status = error.status_code
-            message = MESSAGES.get(status, "the request cannot be handled")
-            refusal = Refusal(status, KINDS.get(status, "Refused"), message, error.headers)
-        else:
             refusal = refusal_of(error)
-        headers = [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
-        if refusal.status in CLOSES:
-            headers.append((b"connection", b"close"))
-        return refusal.status, self.error_document(refusal, path), headers
+            if not begun:  # otherwise the server closes the connection in the middle of the answer
+                more = [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
+                if refusal.status in CLOSES:
+                    more.append((b"connection", b"close"))
+                document = self.service.error_document(refusal, path)
+                await send_reply(send, refusal.status, document, more)
 
 
-def _below_mount(scope: Scope) -> str:
-    """Return the address below the one where the application is mounted."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) or "/"
+JSON = {"content-type": "application/json"}
+
+
+def json_response(document: Any, status: int = 200) -> Response:
+    """Return a response of JSON."""
+    return Response(orjson.dumps(document), status, JSON)

@@ -17,7 +17,8 @@ while the server keeps serving, so that load balancers can drain it. Then it tak
 and answers those that it has already taken, for up to 30 s.
 
 The server listens on this machine only, unless --host says otherwise. Give it a token then: --token-file, or
-the environment variable SUBNETACT_TOKEN. It speaks plain HTTP; put a proxy with TLS before it.
+the environment variable SUBNETACT_TOKEN. It speaks plain HTTP, and waits for slow clients: put a proxy with
+TLS before it, which also cuts those off (examples/proxy in the repository).
 """
 
 from __future__ import annotations
@@ -43,19 +44,11 @@ from subnetact.serve.source import Source
 __all__ = ["main", "options"]
 
 DONE, USAGE = 0, 2
-NOT_OF_TEXT = (
-    "model",
-    "constructor",
-    "table",
-    "policy",
-    "workers",
-    "worker_processes",
-    "threads_per_worker",
-    "fair",
-    "image_mean",
-    "image_std",
-    "max_pixels",
-)
+OF_SOURCE = ["model", "constructor", "policy", "slo_ms", "workers", "threads_per_worker", "max_queue", "fair"]
+NOT_OF_TEXT = {*OF_SOURCE, "table", "worker_processes", "image_mean", "image_std", "max_pixels"} - {
+    "slo_ms",
+    "max_queue",
+}
 """Options that say nothing about a language model."""
 MOST_BODY_MB = 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -72,10 +65,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 class Backend:
-    """Runs the batches of a served bundle: here, in threads or processes of this machine.
-
-    `python -m subnetact.cluster` is the same command line with a backend of its own.
-    """
+    """Runs the batches of a served bundle, in threads or processes; `subnetact.cluster` has another."""
 
     command: ClassVar[str] = "subnetact.serve"
     epilog: ClassVar[str] = EPILOG
@@ -102,73 +92,40 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
         formatter_class=_Formatter,
     )
     backend.add_options(parser)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--bundle", type=Path, help="folder of a saved engine")
-    source.add_argument("--demo", action="store_true", help="serve the supernet for digits of the package")
-    source.add_argument(
-        "--text", action="store_true", help="serve the language model of the package (the extra hf)"
-    )
-    parser.add_argument(
-        "--model", metavar="PKG.MOD:FACTORY", help="function that builds the bundle's own network"
-    )
-    parser.add_argument(
-        "--constructor", type=json_object, default={}, metavar="JSON", help="arguments of the factory"
-    )
-    parser.add_argument("--table", type=Path, help="latency table; default: the bundle's, or a new profile")
-    parser.add_argument("--policy", default="hullfit", help="for example hullfit, slackfit:4 or fixed:0")
-    parser.add_argument(
-        "--slo-ms",
-        type=float,
-        default=36.0,
-        help="deadline of requests that name none; with --text, the time from one token to the next, and a "
-        "tenth of the time to the first token",
-    )
-    parser.add_argument(
-        "--workers", type=int, default=1, help="threads, processes or replicas that run batches"
-    )
-    parser.add_argument(
-        "--worker-processes",
-        action="store_true",
-        help="run batches in processes, which do not wait for the Python code of HTTP, instead of threads",
-    )
-    parser.add_argument("--threads-per-worker", type=int, default=1, help="CPU threads of every worker")
-    parser.add_argument(
-        "--max-queue", type=int, default=2000, help="waiting requests beyond which all are refused"
-    )
-    parser.add_argument(
-        "--name", help="name of the model in the protocol; default: digits, docstrings, or the folder's name"
-    )
-    parser.add_argument(
-        "--fair", action="store_true", help="share the workers' time between clients: tokens, or addresses"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free port and prints it")
-    parser.add_argument(
-        "--allowed-hosts",
-        nargs="+",
-        metavar="NAME",
-        help="names that the header Host may have, or *; default: the loopback names if the server listens "
-        "there, otherwise any",
-    )
-    parser.add_argument("--token-file", type=Path, help="tokens of clients: TOKEN or NAME TOKEN per line")
-    parser.add_argument(
-        "--grace-s", type=float, default=0.0, help="time between SIGTERM and the end of the server"
-    )
-    parser.add_argument("--image-mean", type=float, nargs="+", default=[0.0], help="of images scaled to 0..1")
-    parser.add_argument("--image-std", type=float, nargs="+", default=[1.0], help="of images scaled to 0..1")
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source("--bundle", type=Path, help="folder of a saved engine")
+    source("--demo", action="store_true", help="serve the supernet for digits of the package")
+    source("--text", action="store_true", help="serve the language model of the package (the extra hf)")
+    add = parser.add_argument
+    add("--model", metavar="PKG.MOD:FACTORY", help="function that builds the bundle's own network")
+    add("--constructor", type=json_object, default={}, metavar="JSON", help="arguments of the factory")
+    add("--table", type=Path, help="latency table; default: the bundle's, or a new profile")
+    add("--policy", default="hullfit", help="for example hullfit, slackfit:4 or fixed:0")
+    token = "with --text, the time from one token to the next, and a tenth of the time to the first token"
+    add("--slo-ms", type=float, default=36.0, help=f"deadline of requests that name none; {token}")
+    add("--workers", type=int, default=1, help="threads, processes or replicas that run batches")
+    processes = "run batches in processes, which do not wait for the Python code of HTTP, instead of threads"
+    add("--worker-processes", action="store_true", help=processes)
+    add("--threads-per-worker", type=int, default=1, help="CPU threads of every worker")
+    add("--max-queue", type=int, default=2000, help="waiting requests beyond which all are refused")
+    add("--name", help="name of the model in the protocol; default: digits, docstrings, or the folder's name")
+    fair = "share the workers' time between clients: tokens, or addresses"
+    add("--fair", action="store_true", help=fair)
+    add("--host", default="127.0.0.1", help="address to listen at")
+    add("--port", type=int, default=8000, help="0 takes a free port and prints it")
+    names = "that the header Host may have, or *; default: those of the loopback if --host is one, else any"
+    add("--allowed-hosts", nargs="+", metavar="NAME", help=names)
+    add("--token-file", type=Path, help="tokens of clients: TOKEN or NAME TOKEN per line")
+    add("--grace-s", type=float, default=0.0, help="time between SIGTERM and the end of the server")
+    add("--image-mean", type=float, nargs="+", default=[0.0], help="of images scaled to 0..1")
+    add("--image-std", type=float, nargs="+", default=[1.0], help="of images scaled to 0..1")
     usual = Limits()
-    limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--max-body-mb", type=float, help="of a request; default: 1 MB and 32 bytes per value"
-    )
-    limits.add_argument("--max-connections", type=int, default=usual.connections, help="open at one time")
-    limits.add_argument(
-        "--max-pixels", type=int, default=usual.pixels, help="of an image, before it is decoded"
-    )
-    limits.add_argument("--header-s", type=float, default=usual.header_s, help="for the headers of a request")
-    limits.add_argument("--body-s", type=float, default=usual.body_s, help="for the body of a request")
-    limits.add_argument("--idle-s", type=float, default=usual.idle_s, help="between two requests")
-    limits.add_argument("--write-s", type=float, default=usual.write_s, help="that an answer may stay unread")
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-body-mb", type=float, help="of a request; default: 1 MB and 32 bytes per value")
+    add("--max-connections", type=int, default=usual.connections, help="open at one time")
+    add("--max-pixels", type=int, default=usual.pixels, help="of an image, before it is decoded")
+    add("--body-s", type=float, default=usual.body_s, help="for the body of a request")
+    add("--idle-s", type=float, default=usual.idle_s, help="between two requests")
     return parser
 
 
@@ -200,79 +157,44 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
 
 def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
+    from subnetact.serve import build_app, build_text_app
+
     if args.max_body_mb is not None and not 0 < args.max_body_mb <= MOST_BODY_MB:
         raise ServeError(f"--max-body-mb: {args.max_body_mb} must be > 0 and at most {MOST_BODY_MB}")
     limits = Limits(
         body_bytes=None if args.max_body_mb is None else math.ceil(args.max_body_mb * 2**20),
         connections=args.max_connections,
         pixels=args.max_pixels,
-        header_s=args.header_s,
         body_s=args.body_s,
         idle_s=args.idle_s,
-        write_s=args.write_s,
     )
-    tokens = _tokens(args)
+    common: Any = {"limits": limits, "tokens": _tokens(args), "allowed_hosts": _hosts(args)}
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
     if args.text:
         if type(backend) is not Backend:
             raise ServeError("--text: the language model is served by python -m subnetact.serve alone")
-        return _open_text(args, stack, limits, tokens)
-    from subnetact.serve import build_app
+        parser = options()
+        for name in NOT_OF_TEXT:
+            if getattr(args, name) != parser.get_default(name):
+                raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
+        from subnetact.generation.text import end_of_text
+        from subnetact.serve.text_model import prompt_tokenizer, text_generator
 
-    source = _source(args)
+        generator = text_generator(args.slo_ms, args.max_queue)
+        stack.callback(generator.close, wait=False)
+        name, stop = args.name or "docstrings", (end_of_text(),)
+        return build_text_app(generator, prompt_tokenizer(), name=name, stop=stop, **common)
+    source = Source(
+        bundle=None if args.demo else str(args.bundle),
+        table=None if args.table is None else str(args.table),
+        processes=args.worker_processes,
+        **{name: getattr(args, name) for name in OF_SOURCE},
+    )
     engine, batcher = backend.open(args, source, stack)
     name = args.name or ("digits" if args.demo else args.bundle.resolve().name)
-    return build_app(
-        batcher,
-        engine,
-        slo_ms=args.slo_ms,
-        name=name,
-        limits=limits,
-        tokens=tokens,
-        image_mean=tuple(args.image_mean),
-        image_std=tuple(args.image_std),
-        allowed_hosts=_hosts(args),
-    )
-
-
-def _open_text(args: argparse.Namespace, stack: ExitStack, limits: Limits, tokens: dict[str, str]) -> Any:
-    """Load the language model, measure its steps, and make the application."""
-    parser = options()
-    for name in NOT_OF_TEXT:
-        if getattr(args, name) != parser.get_default(name):
-            raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
-    from subnetact.generation.text import end_of_text
-    from subnetact.serve import build_text_app
-    from subnetact.serve.text_model import prompt_tokenizer, text_generator
-
-    generator = text_generator(args.slo_ms, args.max_queue)
-    stack.callback(generator.close, wait=False)
-    return build_text_app(
-        generator,
-        prompt_tokenizer(),
-        name=args.name or "docstrings",
-        stop=(end_of_text(),),
-        limits=limits,
-        tokens=tokens,
-        allowed_hosts=_hosts(args),
-    )
-
-
-def _source(args: argparse.Namespace) -> Source:
-    return Source(
-        bundle=None if args.demo else str(args.bundle),
-        model=args.model,
-        constructor=args.constructor,
-        table=None if args.table is None else str(args.table),
-        policy=args.policy,
-        slo_ms=args.slo_ms,
-        workers=args.workers,
-        processes=args.worker_processes,
-        threads_per_worker=args.threads_per_worker,
-        max_queue=args.max_queue,
-        fair=args.fair,
-    )
+    images: Any = {"image_mean": tuple(args.image_mean), "image_std": tuple(args.image_std)}
+    return build_app(batcher, engine, slo_ms=args.slo_ms, name=name, **images, **common)
 
 
 def _hosts(args: argparse.Namespace) -> list[str] | None:

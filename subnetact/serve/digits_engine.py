@@ -29,10 +29,7 @@ FUSED_MB = 64.0
 def digits_engine(seed: int = 0) -> Engine:
     """Make an engine of six calibrated subnets with fused programs.
 
-    Their accuracy is measured on one half of the held-out digits.
-
-    Args:
-        seed: seed of the distortions of the digits.
+    Their accuracy is measured on one half of the held-out digits, which `seed` distorts.
     """
     supernet = load_digits_supernet()
     specs = [
@@ -51,13 +48,7 @@ def digits_engine(seed: int = 0) -> Engine:
 
 
 def profiled(engine: Engine, min_time_ms: float = 60.0, statistic: str = "p90") -> LatencyTable:
-    """Measure the latency table of an engine on this machine.
-
-    Args:
-        engine: the engine, with the accuracy of its subnets.
-        min_time_ms: how long to measure each cell of the table, in ms.
-        statistic: the statistic of the measured latencies that enters the table.
-    """
+    """Measure the latency table of an engine on this machine, each cell for `min_time_ms`."""
     accuracy = [float("nan") if known is None else known for known in engine.accuracy]
     engine.prepare(BATCH_SIZES)
     return profile_latency(
@@ -66,10 +57,5 @@ def profiled(engine: Engine, min_time_ms: float = 60.0, statistic: str = "p90") 
 
 
 def unseen_digits(copies: int = 3, seed: int = 1) -> Digits:
-    """Return distorted digits of the half of the held-out digits on which no accuracy was measured.
-
-    Args:
-        copies: number of distorted copies of every digit.
-        seed: seed of the distortions.
-    """
+    """Return `copies` of each held-out digit on which no accuracy was measured, distorted by `seed`."""
     return validation_and_test(copies, seed)[1]

@@ -7,66 +7,84 @@ forms its batches from the rows of all clients. `parameters` may hold `deadline_
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+import orjson
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest
-from subnetact.serve.ask import Ask, read_ask
-from subnetact.serve.exchange import Exchange, Headers, read_json, send_reply
-from subnetact.serve.payloads import array_tensor, tensor_json, tensor_of
-from subnetact.serve.service import Service, now_ms
-from subnetact.serve.signature import DATATYPES, InputPart, Signature, named_tensors
-from subnetact.serving.live.batcher import Answer
+from subnetact.serve.ask import Strict, Terms
+from subnetact.serve.exchange import Exchange, Headers, Raw, read_json, send_reply, validated
+from subnetact.serve.payloads import fitted, tensor_of
+from subnetact.serve.service import Decoded, Service
+from subnetact.serve.signature import DATATYPES, InputPart, named_tensors
+from subnetact.serving import Answer
 
-__all__ = ["InferenceProtocol"]
+__all__ = ["InferRequest", "InferenceProtocol"]
 
-HEADER_LENGTH = "inference-header-content-length"
-NUMPY = {
-    "BOOL": "?",
-    "UINT8": "u1",
-    "UINT16": "<u2",
-    "UINT32": "<u4",
-    "INT8": "i1",
-    "INT16": "<i2",
-    "INT32": "<i4",
-    "INT64": "<i8",
-    "FP16": "<f2",
-    "BF16": "<i2",
-    "FP32": "<f4",
-    "FP64": "<f8",
-}
-"""The dtype of raw tensors by datatype; bfloat16 travels as the bits of 16-bit numbers."""
-NUMPY_VALUES = {"BF16": "<f4"}
-"""The dtype of the same numbers in JSON, where it is another one."""
-REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
-"""KServe's client repeats the name of the model in the body."""
+HEADER_LENGTH = b"inference-header-content-length"
+TORCH = {name: dtype for dtype, name in DATATYPES.items()} | {"UINT16": torch.uint16, "UINT32": torch.uint32}
+"""What clients may send, by its name on the wire."""
+
+
+class _Parameters(Strict):
+    model_config = ConfigDict(extra="ignore")  # clients and gateways put in what they like
+
+
+class TensorParameters(_Parameters):
+    """Where the values of a tensor are."""
+
+    binary_data_size: int | None = Field(default=None, ge=0, description="bytes behind the JSON")
+
+
+class RequestTensor(Strict):
+    """One tensor of a request, whose values are in `data` or behind the JSON."""
+
+    name: str
+    shape: list[int]
+    datatype: str = Field(pattern=f"^({'|'.join(TORCH)})$")
+    parameters: TensorParameters | None = None
+    data: Any = None
+
+
+class OutputParameters(_Parameters):
+    """How an output is sent; classification is an extension that is refused."""
+
+    binary_data: bool | None = None
+    classification: Any = None
+
+
+class RequestedOutput(Strict):
+    """One output that the client wants."""
+
+    name: str
+    parameters: OutputParameters | None = None
+
+
+class RequestParameters(Terms, _Parameters):
+    """What a request asks for besides its tensors."""
+
+    binary_data_output: bool | None = None
+
+
+class InferRequest(Strict):
+    """The JSON of one request."""
+
+    id: str | None = None
+    model_name: str | None = None  # KServe's client repeats it in the body
+    parameters: RequestParameters | None = None
+    inputs: list[RequestTensor]
+    outputs: list[RequestedOutput] | None = None
 
 
 class InferenceProtocol:
-    """Answers the addresses below `/v2`.
+    """Answers the addresses below `/v2` of a service."""
 
-    Args:
-        service: the service.
-        library_version: the version to show as that of the server.
-    """
-
-    def __init__(self, service: Service, library_version: str) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._library_version = library_version
-
-    def server(self) -> dict[str, Any]:
-        """Return the metadata of the server."""
-        return {
-            "name": "subnetact",
-            "version": self._library_version,
-            "extensions": ["binary_tensor_data"],
-        }
 
     def model(self) -> dict[str, Any]:
         """Return the metadata of the model."""
@@ -85,226 +103,111 @@ class InferenceProtocol:
         }
 
     async def infer(self, exchange: Exchange) -> None:
-        """Answer one request, as `PlainInference.infer` does.
-
-        Args:
-            exchange: the request.
-        """
-        service, headers = self._service, exchange.headers
-        request, answers = await service.exchange(
-            exchange.receive,
-            headers,
-            partial(self._decode, exchange.scope["query_string"], headers),
-            lambda request: service.answers(
-                request.inputs(service.signature), request.ask, exchange.arrived_ms, exchange.client
-            ),
-        )
-        head, raw = request.reply(service, answers, now_ms() - exchange.arrived_ms)
+        """Answer one request, row by row."""
+        (request, ask), answers = await self._service.infer(exchange, self._decode)
+        head, raw = self._reply(request, ask, answers, self._service.facts(answers, ask, exchange))
         if not raw:
             await send_reply(exchange.send, 200, head)
             return
-        lengths = [(HEADER_LENGTH.encode(), b"%d" % len(head))]
+        lengths = [(HEADER_LENGTH, b"%d" % len(head))]
         await send_reply(exchange.send, 200, b"".join([head, *raw]), lengths, b"application/octet-stream")
 
-    def _decode(self, query: bytes, headers: Headers, body: bytes) -> _Request:
+    def _decode(self, headers: Headers, body: Raw) -> Decoded[tuple[InferRequest, RequestParameters]]:
         service = self._service
-        text, raw = _split(body, headers.get(HEADER_LENGTH.encode()))
-        value = read_json(text)
-        if not isinstance(value, dict) or "inputs" not in value or not value.keys() <= REQUEST_FIELDS:
-            raise InvalidRequest(
-                "body: give a JSON object with inputs, and no more than id, model_name, outputs, parameters"
-            )
-        if value.get("model_name", service.name) != service.name:
+        text, raw = _split(body, headers.get(HEADER_LENGTH))
+        request = validated(InferRequest.model_validate, read_json(text))
+        if request.model_name not in (None, service.name):
             raise InvalidRequest(f"model_name: not the model of this address, {service.name}")
-        parameters = _parameters(value, "request")
-        fields = {k: v for k, v in parameters.items() if k in ("deadline_ms", "min_accuracy", "priority")}
-        ask = read_ask(fields, query, headers, service.slo_ms, service.limits.deadline_ms)
-        tensors, rows = self._tensors(value["inputs"], raw)
-        return _Request(value, parameters, tensors, rows, ask)
+        if any(one.parameters and one.parameters.classification for one in request.outputs or ()):
+            raise InvalidRequest("outputs: the classification extension is not served; read the scores")
+        ask = request.parameters or RequestParameters()
+        return (request, ask), self._rows(request.inputs, raw), ask
 
-    def _tensors(self, inputs: Any, raw: memoryview) -> tuple[dict[str, Tensor], int]:
-        """Return the tensors by name, each of shape (rows, ...), and the number of rows."""
+    def _rows(self, inputs: Sequence[RequestTensor], raw: Raw) -> list[Any]:
+        """Return one input of the engine per row."""
         parts = {part.name: part for part in self._service.signature.parts}
-        entries = inputs if _is_list(inputs) and all(isinstance(entry, dict) for entry in inputs) else []
-        names = [entry.get("name") for entry in entries]
-        if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parts):
+        if sorted(entry.name for entry in inputs) != sorted(parts):
             raise InvalidRequest(f"inputs: give one tensor for each of {', '.join(parts)}")
+        most, rows = self._service.limits.rows, inputs[0].shape[0] if inputs[0].shape else 0
         tensors: dict[str, Tensor] = {}
-        rows = 0
         for entry in inputs:
-            part = parts[entry["name"]]
-            count = self._rows(entry, part)
-            if tensors and count != rows:
-                raise InvalidRequest(f"inputs: {part.name} has {count} rows, the first tensor {rows}")
-            rows = count
-            size = _parameters(entry, part.name).get("binary_data_size")
+            part = parts[entry.name]
+            if entry.shape != [rows, *part.shape] or not 1 <= rows <= most:
+                sizes = ", ".join(map(str, part.shape))
+                raise InvalidRequest(
+                    f"{part.name}: shape must be [N, {sizes}], with one N from 1 to {most} for all tensors"
+                )
+            size = entry.parameters.binary_data_size if entry.parameters else None
+            if (size is None) == (entry.data is None) or (size or 0) > len(raw):
+                raise InvalidRequest(
+                    f"{part.name}: give either data or binary_data_size and that many raw bytes, not both"
+                )
             if size is None:
-                if "data" not in entry:
-                    raise InvalidRequest(
-                        f"{part.name}: no data; give data, or binary_data_size and raw bytes"
-                    )
-                dtype = NUMPY_VALUES.get(entry["datatype"], NUMPY[entry["datatype"]])
-                tensors[part.name] = tensor_of(entry["data"], part, (rows, *part.shape), np.dtype(dtype))
+                shape, declared = (rows, *part.shape), TORCH[entry.datatype]
+                tensors[part.name] = tensor_of(entry.data, part, shape, declared)
             else:
-                if "data" in entry:
-                    raise InvalidRequest(f"{part.name}: both data and raw bytes; send one of them")
-                if type(size) is not int or not 0 <= size <= len(raw):
-                    raise InvalidRequest(
-                        f"{part.name}: binary_data_size is more than the bytes that were sent"
-                    )
-                tensors[part.name] = _raw_tensor(raw[:size], entry["datatype"], part, rows)
+                tensors[part.name] = _raw_tensor(raw[:size], entry.datatype, part, rows)
                 raw = raw[size:]
         if len(raw):
             raise InvalidRequest(
                 f"body: {len(raw)} bytes more than the tensors have; correct binary_data_size"
             )
-        return tensors, rows
+        join = self._service.signature.join
+        return [join({name: tensor[row] for name, tensor in tensors.items()}) for row in range(rows)]
 
-    def _rows(self, entry: Mapping[str, Any], part: InputPart) -> int:
-        shape: Any = entry.get("shape")
-        served = DATATYPES[part.dtype]
-        if not _is_list(shape) or not all(type(n) is int for n in shape) or tuple(shape[1:]) != part.shape:
-            raise InvalidRequest(f"{part.name}: shape must be [N, {', '.join(map(str, part.shape))}], N >= 1")
-        rows, most = int(shape[0]), self._service.limits.rows
-        if not 1 <= rows <= most:
-            raise InvalidRequest(
-                f"{part.name}: the first dimension must be from 1 to {most}; send several requests"
-            )
-        datatype = entry.get("datatype")
-        if not isinstance(datatype, str) or datatype not in NUMPY:
-            raise InvalidRequest(
-                f"{part.name}: datatype must be one of {', '.join(NUMPY)}; served is {served}"
-            )
-        return rows
-
-
-class _Request:
-    """One request: its rows, and what its answer has to look like."""
-
-    def __init__(
-        self,
-        value: Mapping[str, Any],
-        parameters: Mapping[str, Any],
-        tensors: dict[str, Tensor],
-        rows: int,
-        ask: Ask,
-    ) -> None:
-        self._tensors = tensors
-        self._rows = rows
-        self.ask = ask
-        self.id = value.get("id")
-        if self.id is not None and not isinstance(self.id, str):
-            raise InvalidRequest("id: give a text")
-        binary = _flag(parameters, "binary_data_output", False)
-        self._binary: dict[str, bool] | None = None
-        self._all_binary = binary
-        outputs = value.get("outputs")
-        if outputs is not None:
-            if not _is_list(outputs) or not all(isinstance(entry, dict) for entry in outputs):
-                raise InvalidRequest("outputs: give a list of objects with a name each")
-            self._binary = {}  # and if it stays so, all outputs are sent
-            for entry in outputs:
-                options = _parameters(entry, "outputs")
-                if options.get("classification"):
-                    raise InvalidRequest(
-                        "outputs: the classification extension is not served; read the scores"
-                    )
-                self._binary[str(entry.get("name"))] = _flag(options, "binary_data", binary)
-
-    def inputs(self, signature: Signature) -> list[Any]:
-        """Return one input of the engine per row."""
-        return [
-            signature.join({name: tensor[row] for name, tensor in self._tensors.items()})
-            for row in range(self._rows)
-        ]
-
-    def reply(
-        self, service: Service, answers: Sequence[Answer], latency_ms: float
+    def _reply(
+        self, request: InferRequest, ask: RequestParameters, answers: Sequence[Answer], facts: dict[str, Any]
     ) -> tuple[bytes, list[bytes]]:
         """Return the JSON and the raw tensors of the answer."""
-        rows = [dict(named_tensors(answer.output, "output")) for answer in answers]
-        binary = self._binary or dict.fromkeys(rows[0], self._all_binary)
-        unknown = sorted(set(binary) - set(rows[0]))
-        if unknown:
-            raise InvalidRequest(
-                f"outputs: there is no {unknown[0][:60]!r}; the outputs are {', '.join(rows[0])}"
-            )
-        outputs: list[str] = []
+        rows = [dict(named_tensors(one.output, "output")) for one in answers]
+        all_binary = bool(ask.binary_data_output)
+        binary = dict.fromkeys(rows[0], all_binary)
+        if request.outputs:
+            wished = {one.name: getattr(one.parameters, "binary_data", None) for one in request.outputs}
+            binary = {name: all_binary if wish is None else wish for name, wish in wished.items()}
+        outputs: list[dict[str, Any]] = []
         raw: list[bytes] = []
         for name, as_bytes in binary.items():
+            if name not in rows[0]:
+                raise InvalidRequest(
+                    f"outputs: there is no {name[:60]!r}; the outputs are {', '.join(rows[0])}"
+                )
             tensor = torch.stack([row[name].detach().cpu() for row in rows])
-            facts = (
-                f'"name":{json.dumps(name)},"datatype":"{DATATYPES.get(tensor.dtype, "FP32")}",'
-                f'"shape":{list(tensor.shape)}'
-            )
+            datatype = DATATYPES.get(tensor.dtype, "FP32")
+            found: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(tensor.shape)}
             if as_bytes:
-                raw.append(_raw_bytes(tensor))
-                outputs.append(f'{{{facts},"parameters":{{"binary_data_size":{len(raw[-1])}}}}}')
+                known = tensor if tensor.dtype in DATATYPES else tensor.float()
+                raw.append(known.flatten().view(torch.uint8).numpy().tobytes())
+                found["parameters"] = {"binary_data_size": len(raw[-1])}
             else:
-                outputs.append(f'{{{facts},"data":{tensor_json(tensor.flatten())}}}')
-        parameters = {
-            "subnet": ",".join(str(answer.subnet) for answer in answers),
-            "accuracy": round(min(answer.accuracy for answer in answers), 2),
-            "latency_ms": round(latency_ms, 3),
-            "met": latency_ms <= self.ask.deadline_ms,
+                found["data"] = tensor.flatten().tolist()
+            outputs.append(found)
+        document: dict[str, Any] = {
+            "model_name": self._service.name,
+            "model_version": self._service.version,
+            **({} if request.id is None else {"id": request.id}),
+            "parameters": {"subnet": ",".join(str(one.subnet) for one in answers), **facts},
+            "outputs": outputs,
         }
-        head: dict[str, Any] = {"model_name": service.name, "model_version": service.version}
-        if self.id is not None:
-            head["id"] = self.id
-        text = json.dumps({**head, "parameters": parameters})[:-1]
-        return f'{text}, "outputs": [{", ".join(outputs)}]}}'.encode(), raw
+        return orjson.dumps(document), raw
 
 
-def _split(body: bytes, length: str | None) -> tuple[bytes, memoryview]:
+def _split(body: Raw, length: str | None) -> tuple[Raw, Raw]:
     """Return the JSON and the raw tensors of a body."""
     if length is None:
-        return body, memoryview(b"")
+        return body, b""
     if not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
-        raise InvalidRequest(f"{HEADER_LENGTH}: not the number of bytes of the JSON at the start of the body")
-    return body[: int(length)], memoryview(body)[int(length) :]
-
-
-def _parameters(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = entry.get("parameters")
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{name}: parameters must be an object")
-    return found
-
-
-def _flag(parameters: Mapping[str, Any], name: str, usual: bool) -> bool:
-    found = parameters.get(name)
-    if found is not None and not isinstance(found, bool):
-        raise InvalidRequest(f"{name}: give true or false")
-    return usual if found is None else found
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _raw_tensor(raw: memoryview, datatype: str, part: InputPart, rows: int) -> Tensor:
-    dtype = np.dtype(NUMPY[datatype])
-    if len(raw) != rows * part.size * dtype.itemsize:
         raise InvalidRequest(
-            f"{part.name}: {len(raw)} bytes for {rows * part.size} values of {datatype}; send "
-            f"{rows * part.size * dtype.itemsize}"
+            f"{HEADER_LENGTH.decode()}: not the number of bytes of the JSON at the start of the body"
         )
-    array = np.frombuffer(raw, dtype).reshape(rows, *part.shape)
-    if datatype == "BF16":
-        bits = torch.from_numpy(array.astype(np.int16)).view(torch.bfloat16)
-        if not part.dtype.is_floating_point:
-            raise InvalidRequest(f"{part.name}: got BF16, this engine serves {part.dtype}")
-        return bits.to(part.dtype)
-    return array_tensor(array, part)
+    return body[: int(length)], body[int(length) :]
 
 
-def _raw_bytes(tensor: Tensor) -> bytes:
-    tensor = tensor.contiguous()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    elif tensor.dtype not in DATATYPES:
-        tensor = tensor.float()
-    array = tensor.numpy()
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+def _raw_tensor(raw: Raw, datatype: str, part: InputPart, rows: int) -> Tensor:
+    """Return raw numbers, which are of this machine's byte order: little-endian ones first."""
+    dtype, count = TORCH[datatype], rows * part.size
+    if len(raw) != count * dtype.itemsize:
+        needed = count * dtype.itemsize
+        raise InvalidRequest(f"{part.name}: {len(raw)} bytes of {datatype}; send {needed}")
+    tensor = torch.frombuffer(bytearray(raw), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    return fitted(tensor.reshape(rows, *part.shape), part)

@@ -16,24 +16,20 @@ BYTES_PER_VALUE = 32
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one server.
+    """The limits of one server. A proxy in front of it holds those of slow clients: `examples/proxy`.
 
     Attributes:
         body_bytes: largest body of a request. If None, 1 MiB plus 32 bytes for every value of one input.
         bodies_bytes: largest sum of all bodies that the server holds at one time; beyond it, requests are
             refused with status 503.
-        header_bytes: largest head of a request: request line and headers.
+        header_bytes: largest head of a request: names and values of its headers.
         rows: largest number of inputs in one request of the Open Inference Protocol.
         pixels: largest number of pixels of an image, checked before the image is decoded.
         deadline_ms: longest deadline that a request may name, in ms.
-        connections: largest number of open connections. A new client takes the place of the connection that
-            has waited longest without a request.
+        connections: largest number of open connections; requests of further ones get status 503.
         streams: largest number of clients that watch the status page at the same time.
-        header_s: time from a connection, or from the first byte of a request, to the end of its headers, in
-            s.
         body_s: time from the headers of a request to the end of its body, in s.
         idle_s: time that a connection may wait for its next request, in s.
-        write_s: time that a client may leave an answer unread, in s.
 
     Raises:
         ServeError: a limit is not a positive number.
@@ -47,10 +43,8 @@ class Limits:
     deadline_ms: float = 3_600_000.0
     connections: int = 1000
     streams: int = 16
-    header_s: float = 10.0
     body_s: float = 30.0
     idle_s: float = 60.0
-    write_s: float = 30.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -64,9 +58,5 @@ class Limits:
                 raise ServeError(f"{field.name}: {value} must be finite and > 0")
 
     def body_for(self, values: int) -> int:
-        """Return the largest body of a request, in bytes.
-
-        Args:
-            values: number of values of one input.
-        """
+        """Return the largest body of a request, in bytes, whose inputs have `values` values each."""
         return MEGABYTE + BYTES_PER_VALUE * values if self.body_bytes is None else self.body_bytes

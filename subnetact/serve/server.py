@@ -12,7 +12,6 @@ import uvicorn
 
 from subnetact.errors import ServeError
 from subnetact.serve.base_app import BaseApp
-from subnetact.serve.connections import Guard, guarded_protocol
 
 __all__ = ["run"]
 
@@ -20,18 +19,11 @@ GRACEFUL_S = 30
 
 
 class Server(uvicorn.Server):
-    """A server that, on SIGTERM, keeps serving for a grace period while `/healthz` returns 503.
-
-    Args:
-        config: the configuration of uvicorn.
-        app: the application.
-        grace_s: length of the grace period, in s.
-    """
+    """A server that, on SIGTERM, keeps serving for a grace period in s while `/healthz` returns 503."""
 
     def __init__(self, config: uvicorn.Config, app: BaseApp, grace_s: float) -> None:
         super().__init__(config)
-        self._app = app
-        self._grace_s = grace_s
+        self._app, self._grace_s = app, grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
@@ -58,7 +50,8 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
 
     After the first signal `/healthz` and `/readyz` return 503 for `grace_s` seconds while the server keeps
     serving, so that load balancers can drain it. Then the server takes no new requests, and answers those
-    that it has already taken, for up to 30 s.
+    that it has already taken, for up to 30 s. Put a proxy before it where clients may be slow or hostile:
+    `examples/proxy` says why.
 
     Args:
         app: the application.
@@ -69,33 +62,6 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
     Raises:
         ServeError: the address, the port or the grace period cannot be used.
     """
-    _check(host, port, grace_s)
-    limits = app.service.limits
-    config = uvicorn.Config(
-        app,
-        host,
-        port,
-        loop="asyncio",  # uvloop saves no time here, and raises on connections that the guard has closed
-        http=guarded_protocol(Guard(limits)),
-        ws="none",
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        h11_max_incomplete_event_size=limits.header_bytes,
-        timeout_keep_alive=int(limits.idle_s) + 1,
-        timeout_graceful_shutdown=GRACEFUL_S,
-        backlog=min(limits.connections, 2048),
-    )
-    gc.collect()
-    gc.freeze()  # A full collection of all that is loaded would stop the server for 0.1 s.
-    try:
-        Server(config, app, grace_s).run()
-    finally:
-        app.service.batcher.close(drain=False)
-
-
-def _check(host: str, port: int, grace_s: float) -> None:
     try:
         host.encode("idna")
     except UnicodeError:
@@ -104,3 +70,26 @@ def _check(host: str, port: int, grace_s: float) -> None:
         raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
     if not 0 <= grace_s < math.inf:
         raise ServeError(f"grace_s: {grace_s} is no time to wait for; give a finite number of seconds")
+    limits = app.service.limits
+    config = uvicorn.Config(
+        app,
+        host,
+        port,
+        loop="asyncio",  # uvloop saves no time here
+        ws="none",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=limits.connections + 1,  # uvicorn counts the connection that asks, too
+        h11_max_incomplete_event_size=limits.header_bytes,
+        timeout_keep_alive=math.ceil(limits.idle_s),
+        timeout_graceful_shutdown=GRACEFUL_S,
+        backlog=min(limits.connections, 2048),
+    )
+    gc.collect()
+    gc.freeze()  # A full collection of all that is loaded would stop the server for 0.1 s.
+    try:
+        Server(config, app, grace_s).run()
+    finally:
+        app.service.close(drain=False)

@@ -5,29 +5,30 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from subnetact.engine.engine import Engine
 from subnetact.errors import DeadlinePassed, FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
 from subnetact.serve.access import Access
-from subnetact.serve.ask import Ask
-from subnetact.serve.exchange import SHORT, Bodies, ClientGone, Headers, Receive, read_body
+from subnetact.serve.ask import Terms, read_ask
+from subnetact.serve.exchange import LATER, ClientGone, Exchange, Headers, Raw, Refusal
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, is_image
-from subnetact.serve.rows import Answerer, RowAnswerer, infer_rows
+from subnetact.serve.rows import Answerer, infer_rows
 from subnetact.serve.signature import Signature, named_tensors
-from subnetact.serving.live.batcher import Answer
+from subnetact.serving import Answer
 
 __all__ = [
-    "Attendance",
+    "SHORT",
+    "BaseService",
     "BundleState",
+    "Decoded",
     "Service",
     "bundle_state",
     "load_engine",
@@ -36,11 +37,14 @@ __all__ = [
     "written_over",
 ]
 
+SHORT = 32 * 1024
+"""Bodies of up to this many bytes are decoded at once, and longer ones on a thread."""
 WATCH_AFTER_S = 0.02
-"""How long a request runs before the server watches whether its client leaves, in s."""
-DECODERS = 2
-"""Threads that decode long bodies and images."""
+"""How long a request runs before the server watches whether its client leaves, in s: most end earlier."""
+DECODERS = 2  # threads
 Asked = TypeVar("Asked")
+Decoded = tuple[Asked, Sequence[Any], Terms]
+"""What a request asks for, the inputs of the engine, and their time."""
 Answered = TypeVar("Answered")
 
 
@@ -49,179 +53,196 @@ def now_ms() -> float:
     return time.perf_counter_ns() * 1e-6
 
 
-class Service:
-    """What the addresses of one server share.
+class BaseService:
+    """What the services of networks and of texts share; one input has `values` values.
 
-    Args:
-        batcher: an open batcher, or the client of a cluster, whose method `infer_rows` answers all rows of a
-            request at once.
-        engine: its engine; the example says what requests may hold.
-        name: name of the model in the Open Inference Protocol.
-        slo_ms: the deadline of requests that name none, in ms.
-        limits: the limits. If None, the defaults.
-        access: who may use the server. If None, everybody.
-        image_mean: mean per channel that images are normalised by.
-        image_std: standard deviation per channel that images are normalised by.
-
-    Attributes:
-        signature: the tensors of one input.
-        outputs: name, shape and dtype of every tensor of one output.
-        closing: whether the server is about to end, so that `/healthz` and `/readyz` return 503.
-
-    Raises:
-        ServeError: the engine has no example.
+    While `closing`, the server is about to end, and `/healthz` and `/readyz` return 503.
     """
 
     def __init__(
-        self,
-        batcher: Answerer,
-        engine: Any,
-        *,
-        name: str,
-        slo_ms: float,
-        limits: Limits | None = None,
-        access: Access | None = None,
-        image_mean: tuple[float, ...] = (0.0,),
-        image_std: tuple[float, ...] = (1.0,),
+        self, limits: Limits | None = None, tokens: Mapping[str, str] | None = None, values: int = 0
     ) -> None:
-        self.batcher = batcher
-        rows: RowAnswerer | None = getattr(batcher, "infer_rows", None)
-        self._rows: RowAnswerer = rows or partial(infer_rows, batcher)
-        self.name = name
-        self.version = str(getattr(engine, "fingerprint", None) or "1")
-        self.slo_ms = slo_ms
         self.limits = limits or Limits()
-        self.access = access or Access({})
-        self.signature = Signature(engine.sample)
-        [output] = engine.run(0, [engine.sample], 1)
-        self.outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
-        self.images = Images(self.signature, self.limits.pixels, image_mean, image_std)
-        self.body_bytes = self.limits.body_for(self.signature.count)
-        self.bodies = Bodies(max(self.limits.bodies_bytes, self.body_bytes))
+        self.access = Access(tokens or {})
+        self.body_bytes = self.limits.body_for(values)
+        self.held_bytes = 0  # of all bodies
         self.threads = ThreadPoolExecutor(DECODERS, "subnetact-serve")
         self.closing = False
 
+    def unready(self) -> str:
+        """Return why the server should get no requests, or an empty text."""
+        return "closing" if self.closing else ""
+
+    def prometheus(self) -> str:
+        """Return metrics in Prometheus' text format."""
+        raise NotImplementedError
+
+    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
+        """Return what a client of an address is told of a refusal, in JSON."""
+        return {"error": refusal.kind, "message": str(refusal)}
+
+    def close(self, drain: bool = True) -> None:  # noqa: ARG002
+        """Finish or drop accepted requests, and refuse new ones. A second call does nothing."""
+        self.closing = True
+        self.threads.shutdown()
+
     async def exchange(
         self,
-        receive: Receive,
-        headers: Headers,
-        decode: Callable[[bytes], Asked],
+        exchange: Exchange,
+        decode: Callable[[Raw], Asked],
         answer: Callable[[Asked], Awaitable[Answered]],
     ) -> tuple[Asked, Answered]:
-        """Read the body of a request, decode the body and wait for the answer, while the client stays.
+        """Read the body of a request, decode it and wait for the answer, as long as the client stays.
 
-        Args:
-            receive: the receiving side of ASGI.
-            headers: the headers of the request.
-            decode: makes the request of the body; long bodies and images are decoded on a thread.
-            answer: answers what `decode` returned.
-
-        Returns:
-            The request and its answer.
+        `decode` makes what is asked of the body, for long bodies and images on a thread; `answer` answers it.
 
         Raises:
             Refusal: the body is too large, too slow or compressed.
             RequestError: the request is malformed, refused or dropped, or it failed.
             ClientGone: the client closed its connection.
         """
-        body = await read_body(receive, headers, self.body_bytes, self.limits.body_s, self.bodies)
-        size = len(body)
+        loop, receive, body_s = asyncio.get_running_loop(), exchange.receive, self.limits.body_s
+        task: Any = asyncio.current_task()
+        refusal: Exception | None = None
+        watcher: asyncio.Task[None] | None = None
+        body = bytearray()
+
+        def end(slow: bool = True) -> None:
+            nonlocal refusal
+            message = f"body: not complete after {body_s:g} s; send it faster"
+            refusal = Refusal(408, "TooSlow", message) if slow else ClientGone()
+            task.cancel()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            end(slow=False)
+
+        def begin() -> None:
+            nonlocal watcher
+            watcher = loop.create_task(watch())
+
+        # anyio.fail_after would do the first half of this, and takes 14 us more per request.
+        timer = loop.call_later(body_s, end)
         try:
-            with Attendance(receive):
-                if size <= SHORT and not is_image(body):
-                    asked = decode(body)
-                else:
-                    asked = await asyncio.get_running_loop().run_in_executor(self.threads, decode, body)
-                del body
-                return asked, await answer(asked)
+            await self._read(exchange, body)
+            timer.cancel()
+            timer = loop.call_later(WATCH_AFTER_S, begin)
+            if len(body) <= SHORT and not is_image(body):
+                asked = decode(body)
+            else:
+                asked = await loop.run_in_executor(self.threads, decode, body)
+            return asked, await answer(asked)
+        except asyncio.CancelledError:
+            if refusal is None:
+                raise
+            if hasattr(task, "uncancel"):  # Python 3.11
+                task.uncancel()
+            raise refusal from None
         finally:
-            self.bodies.give_back(size)
+            self.held_bytes -= len(body)
+            timer.cancel()
+            if watcher is not None:
+                watcher.cancel()
 
-    async def answers(self, xs: Sequence[Any], ask: Ask, arrived_ms: float, client: str) -> Sequence[Answer]:
-        """Wait for the answers to the rows of one request.
-
-        Args:
-            xs: inputs of the engine.
-            ask: the parameters.
-            arrived_ms: time of the arrival by `now_ms`, in ms; the time of the request counts from here.
-            client: name or address of the client.
-
-        Raises:
-            RequestError: the batcher refused or dropped the request, or it failed.
-        """
-        left_ms = ask.deadline_ms - (now_ms() - arrived_ms)
-        if left_ms <= 0.0:
-            raise DeadlinePassed(
-                f"deadline_ms: {ask.deadline_ms:g} ms passed before the request was read; allow more"
-            )
-        return await self._rows(xs, left_ms, ask.min_accuracy, ask.priority, client)
-
-    def close(self) -> None:
-        """Finish accepted requests and end the threads. A second call does nothing."""
-        self.closing = True
-        self.batcher.close()
-        self.threads.shutdown()
+    async def _read(self, exchange: Exchange, body: bytearray) -> None:
+        """Read a body within the limits."""
+        headers, most = exchange.headers, self.body_bytes
+        if headers.get(b"content-encoding") not in (None, "", "identity"):
+            message = "content-encoding: bodies are not decompressed; send them as they are"
+            raise Refusal(415, "Unsupported", message)
+        large = Refusal(413, "TooLarge", f"body: more than {most} bytes; send a smaller one")
+        if (headers.length or 0) > most:
+            raise large
+        more = True
+        while more:
+            event = await exchange.receive()
+            if event["type"] == "http.disconnect":
+                raise ClientGone
+            chunk, more = event.get("body", b""), event.get("more_body", False)
+            if len(body) + len(chunk) > most:
+                raise large
+            if self.held_bytes + len(chunk) > max(most, self.limits.bodies_bytes):
+                message = "the server holds as many request bodies as it may; retry later"
+                raise Refusal(503, "Overloaded", message, LATER)
+            body += chunk
+            self.held_bytes += len(chunk)
 
 
-class Attendance:
-    """Cancels the current task when its client leaves; leaving the block then raises `ClientGone`.
+class Service(BaseService):
+    """What the addresses of a server of networks share, as `build_app` takes it.
 
-    Nothing happens in the first 20 ms, because most requests have their answer by then.
-
-    Args:
-        receive: the receiving side of ASGI, from which the whole body was read.
+    The client of a cluster has a method `infer_rows`, which answers all rows of a request at once. `outputs`
+    are name, shape and dtype of every tensor of one output.
     """
 
-    __slots__ = ("_gone", "_handle", "_receive", "_task", "_watch")
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._gone = False
-        self._watch: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> None:
-        self._task: Any = asyncio.current_task()
-        self._handle = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
-
-    def _begin(self) -> None:
-        self._watch = asyncio.get_running_loop().create_task(self._wait())
-
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        self._task.cancel()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self, batcher: Answerer, engine: Any, name: str, slo_ms: float, images: Any, **common: Any
     ) -> None:
-        self._handle.cancel()
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._gone:
-            uncancel = getattr(self._task, "uncancel", None)
-            if uncancel is not None:
-                uncancel()
-            if kind is asyncio.CancelledError:
-                raise ClientGone from None
+        self.signature = Signature(engine.sample)
+        super().__init__(**common, values=self.signature.count)
+        self.batcher = batcher
+        self._rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
+        self.name, self.slo_ms = name, slo_ms
+        self.version = str(getattr(engine, "fingerprint", None) or "1")
+        [output] = engine.run(0, [engine.sample], 1)
+        self.outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
+        self.images = Images(self.signature, self.limits.pixels, **images)
+
+    def unready(self) -> str:
+        """Return why the server should get no requests, or an empty text."""
+        return super().unready() or ("" if self.batcher.stats().workers_up else "no worker")
+
+    def prometheus(self) -> str:
+        """Return metrics in Prometheus' text format."""
+        return self.batcher.prometheus()
+
+    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:
+        """Return what a client is told in JSON; the Open Inference Protocol has a form of its own."""
+        if path.startswith("/v2"):
+            return {"error": f"{refusal.kind}: {refusal}"}
+        return super().error_document(refusal, path)
+
+    async def infer(
+        self, exchange: Exchange, decode: Callable[[Headers, Raw], Decoded[Asked]]
+    ) -> tuple[Asked, Sequence[Answer]]:
+        """Answer one request, whose time counts from its arrival, as `exchange` does."""
+
+        async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
+            _, rows, ask = found
+            query, longest_ms = exchange.scope["query_string"], self.limits.deadline_ms
+            deadline_ms = read_ask(ask, query, exchange.headers, self.slo_ms, longest_ms)
+            left_ms = deadline_ms - (now_ms() - exchange.arrived_ms)
+            if left_ms <= 0.0:
+                raise DeadlinePassed(
+                    f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
+                )
+            wishes = {"priority": ask.priority, "client": exchange.client}
+            return await self._rows(rows, left_ms, min_accuracy=ask.min_accuracy, **wishes)
+
+        (asked, _, _), answers = await self.exchange(exchange, partial(decode, exchange.headers), answer)
+        return asked, answers
+
+    def facts(self, answers: Sequence[Answer], ask: Terms, exchange: Exchange) -> dict[str, Any]:
+        """Return what every reply tells of its answers besides the subnets."""
+        latency_ms = now_ms() - exchange.arrived_ms
+        accuracy = round(min(one.accuracy for one in answers), 2)
+        met = latency_ms <= (ask.deadline_ms or 0.0)
+        return {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
+
+    def close(self, drain: bool = True) -> None:
+        """Finish or drop accepted requests, refuse new ones, and end the threads."""
+        self.closing = True
+        self.batcher.close(drain=drain)
+        super().close()
 
 
 def load_engine(
     bundle: str | PathLike[str], supernet: Any = None, attempts: int = 3, mapped: bool = False
 ) -> Engine:
-    """Load a bundle whole: if it changes on the disk meanwhile, it is read again.
+    """Load a bundle whole: if it changes on the disk meanwhile, it is read again, up to `attempts` times.
 
     A server serves what it has loaded, whatever happens to the folder later.
-
-    Args:
-        bundle: the folder of a saved engine.
-        supernet: the supernet of a user's own network, which the weights of the bundle are put into.
-        attempts: how often to try.
-        mapped: as in `Engine.load`.
-
-    Raises:
-        FileFormatError: the folder is no bundle, or it changes all the time.
-        SubnetActError: the bundle does not fit the supernet.
     """
     for _ in range(attempts):
         before = bundle_state(bundle)
@@ -240,11 +261,7 @@ BundleState = dict[tuple[str, int], tuple[int, int]]
 
 
 def bundle_state(bundle: str | PathLike[str]) -> BundleState | None:
-    """Return size and time of change of every file of a bundle by name and inode, or None without a folder.
-
-    Args:
-        bundle: the folder.
-    """
+    """Return size and time of change of every file by name and inode, or None if there is no folder."""
     try:
         found = [(path.name, path.stat()) for path in Path(bundle).iterdir()]
     except OSError:
@@ -255,32 +272,16 @@ def bundle_state(bundle: str | PathLike[str]) -> BundleState | None:
 def written_over(before: BundleState | None, now: BundleState | None) -> bool:
     """Return whether tensors of a bundle, which stay mapped after loading, were changed in place.
 
-    New files do no harm to those that are mapped. Other files are closed after loading, so that a new file
-    may get the inode of an old one.
-
-    Args:
-        before: what `bundle_state` returned when the bundle was loaded.
-        now: what it returns now.
+    Other files are closed after loading, so that a new file may get the inode of an old one.
     """
     tensors = {file: facts for file, facts in (before or {}).items() if file[0].endswith(".safetensors")}
     return any(now[file] != facts for file, facts in tensors.items() if now and file in now)
 
 
 def scheduler_table(engine: Engine, given: str | PathLike[str] | None = None) -> LatencyTable | None:
-    """Return the table to schedule by, or None if the bundle has none.
-
-    Args:
-        engine: the engine of a bundle, whose table named `scheduler` comes first.
-        given: a file that comes before the bundle's tables.
-
-    Raises:
-        TableError: the accuracy of a subnet is not known.
-        FileFormatError: the file is no latency table.
-    """
-    if given is not None:
-        table: LatencyTable | None = LatencyTable.load(given)
-    else:
-        table = engine.tables.get("scheduler") or next(iter(engine.tables.values()), None)
+    """Return the table to schedule by: a given file, the bundle's `scheduler`, its first one, or None."""
+    own = engine.tables.get("scheduler") or next(iter(engine.tables.values()), None)
+    table: LatencyTable | None = own if given is None else LatencyTable.load(given)
     if table is not None and not all(map(math.isfinite, table.accuracy)):
         raise TableError(
             "table: accuracies of subnets are not known, and policies need them; give a --table that has them"

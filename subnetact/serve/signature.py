@@ -13,29 +13,15 @@ from subnetact.errors import ServeError
 
 __all__ = ["DATATYPES", "InputPart", "Signature", "named_tensors"]
 
-DATATYPES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "UINT8",
-    torch.int8: "INT8",
-    torch.int16: "INT16",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-    torch.float16: "FP16",
-    torch.bfloat16: "BF16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-}
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAMES = "BOOL UINT8 INT8 INT16 INT32 INT64 FP16 BF16 FP32 FP64"
+DATATYPES = dict(zip((*WHOLE, *FRACTIONS), NAMES.split(), strict=True))
 """The names of the Open Inference Protocol."""
 
 
 class InputPart(NamedTuple):
-    """One tensor of an input.
-
-    Attributes:
-        name: its name on the wire.
-        shape: its shape, without a batch dimension.
-        dtype: its dtype.
-    """
+    """One tensor of an input: its name on the wire, its shape without a batch dimension, and its dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,13 +37,7 @@ class Signature:
     """The tensors of one input, and how they become an input of the engine again.
 
     A single tensor is called `input`, the tensors of a tuple `input_0`, `input_1` and so on, and those of a
-    dictionary have its keys.
-
-    Args:
-        sample: one input of the engine, without batch axis.
-
-    Attributes:
-        parts: the tensors in order.
+    dictionary have its keys. The sample is one input, without batch axis; `parts` are its tensors in order.
 
     Raises:
         ServeError: there is no example, or a dtype that has no name on the wire.
@@ -86,20 +66,14 @@ class Signature:
         return isinstance(self._sample, Tensor)
 
     def join(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Return one input of the engine.
-
-        Args:
-            tensors: the tensors by name, one for each of `parts`.
-        """
+        """Return one input of the engine from its tensors by name, one for each of `parts`."""
         return _like(self._sample, "input", tensors.__getitem__)
 
 
 def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an input or an output, each with its name.
+    """Yield the tensors of nested tuples, lists and dictionaries, each with its name.
 
-    Args:
-        x: a tensor, or tuples, lists and dictionaries of them.
-        name: the name of a single tensor, and the first part of the names in a tuple.
+    `name` is that of a single tensor, and the first part of the names in a tuple.
     """
     if isinstance(x, Tensor):
         yield name, x

@@ -53,18 +53,11 @@ class Source:
     checksum: str | None = None
 
     def pinned(self) -> Source:
-        """Return a source of the bundle as it is now, so that processes that start later serve the same.
-
-        Raises:
-            FileFormatError: the folder is no bundle.
-        """
+        """Return a source of the bundle as it is now, so that processes that start later serve the same."""
         return replace(self, checksum=_checksum(self.bundle))
 
     def engine(self, mapped: bool = False) -> Engine:
-        """Load the engine.
-
-        Args:
-            mapped: whether the weights stay in the bundle's file, which all processes of a machine share.
+        """Load the engine; if `mapped`, all processes of a machine share its weights in the bundle's file.
 
         Raises:
             SubnetActError: the bundle cannot be served.
@@ -82,14 +75,7 @@ class Source:
         return engine
 
     def latency_table(self, engine: Engine) -> LatencyTable:
-        """Return the table to schedule by; an engine that has none is profiled.
-
-        Args:
-            engine: the engine.
-
-        Raises:
-            SubnetActError: the table cannot be used.
-        """
+        """Return the table to schedule by; an engine that has none is profiled."""
         table = scheduler_table(engine, self.table)
         if table is None:
             from subnetact.serve.digits_engine import profiled
@@ -98,35 +84,19 @@ class Source:
         return table
 
     def batcher(self, runners: Any | Sequence[Any], table: LatencyTable, **more: Any) -> Batcher:
-        """Open a batcher.
-
-        Args:
-            runners: the engine, or one runner per worker.
-            table: the latency table.
-            more: further arguments of `Batcher`.
-
-        Raises:
-            SubnetActError: the settings do not fit the engine.
-        """
+        """Open a batcher of the engine, or of one runner per worker; `more` are arguments of `Batcher`."""
         settings: dict[str, Any] = {
             "workers": self.workers,
             "process": self.processes,
             "threads_per_worker": self.threads_per_worker,
             "check_finite": True,
-            **more,
+            "policy": make_policy(self.policy, table, self.slo_ms),
+            "slo_ms": self.slo_ms,
+            "max_queue": self.max_queue,
+            "shares": FairShares() if self.fair else None,
         }
-        return Batcher(
-            runners,
-            policy=make_policy(self.policy, table, self.slo_ms),
-            slo_ms=self.slo_ms,
-            max_queue=self.max_queue,
-            shares=FairShares() if self.fair else None,
-            **settings,
-        )
+        return Batcher(runners, **{**settings, **more})
 
 
 def _checksum(bundle: str | None) -> str | None:
-    if bundle is None:
-        return None
-    checksum: str = BUNDLE.read(Path(bundle) / INDEX)["checksum"]
-    return checksum
+    return None if bundle is None else str(BUNDLE.read(Path(bundle) / INDEX)["checksum"])

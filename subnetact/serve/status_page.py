@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
 
-from subnetact.serving.live.stats import BatcherStats
+import orjson
+from starlette.responses import Response, StreamingResponse
 
-__all__ = ["StatusFeed", "page"]
+from subnetact.serve.exchange import LATER, Refusal
+from subnetact.serve.service import Service
+from subnetact.serving import BatcherStats
+
+__all__ = ["SAFE_HEADERS", "StatusFeed", "page"]
 
 INTERVAL_S = 0.5
+SAFE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # of nginx
+}
 
 
 def page() -> bytes:
@@ -22,41 +35,27 @@ def page() -> bytes:
 
 
 class StatusFeed:
-    """Figures of the last half second, for all clients that watch.
+    """Figures of the last half second of a service, for all clients that watch."""
 
-    Args:
-        stats: returns the counters of the batcher.
-        facts: what does not change: the name of the model and the accuracy per subnet.
-        closing: returns whether the server is about to end, which ends the streams.
-        most: largest number of clients that may watch at the same time.
-    """
-
-    def __init__(
-        self,
-        stats: Callable[[], BatcherStats],
-        facts: dict[str, Any],
-        closing: Callable[[], bool],
-        most: int,
-    ) -> None:
-        self._stats = stats
-        self._facts = facts
-        self._closing = closing
-        self._most = most
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        accuracy = {i: round(percent, 2) for i, percent in service.batcher.accuracy.items()}
+        self._facts = {"model": service.name, "slo_ms": service.slo_ms, "accuracy": accuracy}
         self._watching = 0
         self._last: tuple[float, BatcherStats] | None = None
         self._latest = b""
 
-    @property
-    def full(self) -> bool:
-        """Whether no further client may watch."""
-        return self._watching >= self._most
+    def response(self) -> Response:
+        """Return a stream of one event per half second until the server closes."""
+        if self._watching >= self._service.limits.streams:
+            raise Refusal(503, "Overloaded", "too many clients watch; retry later", LATER)
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers=SAFE_HEADERS)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield one event per half second until the server closes."""
+    async def _events(self) -> AsyncIterator[bytes]:
         self._watching += 1
         try:
             yield _event("facts", self._facts)
-            while not self._closing():
+            while not self._service.closing:
                 yield self._current()
                 await asyncio.sleep(INTERVAL_S)
         finally:
@@ -66,7 +65,7 @@ class StatusFeed:
         """Return the newest event; it is made at most once per interval, however many clients watch."""
         now = time.monotonic()
         if self._last is None or now - self._last[0] >= 0.9 * INTERVAL_S:
-            stats = self._stats()
+            stats = self._service.batcher.stats()
             if self._last is not None and now - self._last[0] < 10 * INTERVAL_S:
                 self._latest = _event("status", _figures(*self._last, now, stats))
             else:
@@ -95,4 +94,4 @@ def _figures(before_s: float, old: BatcherStats, now_s: float, new: BatcherStats
 
 
 def _event(name: str, value: dict[str, Any]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(value, allow_nan=False)}\n\n".encode()
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))

@@ -7,23 +7,14 @@ from typing import Any
 
 from subnetact.errors import InvalidRequest
 
-__all__ = ["TextCodec", "TextWriter"]
+__all__ = ["TextCodec"]
 
 UNFINISHED = "\ufffd"
 """What decoders write for bytes that are no character yet."""
-CHARACTER = 3
-"""The most bytes of a character that may still be unfinished."""
-WINDOW = 16
-"""How many tokens before the last ones are decoded with them, so that they read as in the whole text."""
 
 
 class TextCodec:
-    """What a text server does with a tokenizer.
-
-    Args:
-        tokenizer: of `tokenizers` or `transformers`, or another object with `encode(text)` and
-            `decode(tokens, skip_special_tokens=True)`.
-    """
+    """What a text server does with a tokenizer, as `build_text_app` takes it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -34,16 +25,10 @@ class TextCodec:
         return list(getattr(found, "ids", found))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a chat, up to where the answer begins.
+        """Return the tokens of messages with `role` and `content`, up to where the answer begins.
 
         The chat template of the tokenizer is used if it has one. Otherwise every message is a line, the role,
         a colon and the content, and the last line is `assistant:`.
-
-        Args:
-            messages: messages, each with `role` and `content`.
-
-        Raises:
-            InvalidRequest: the template of the tokenizer refuses the messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             lines = [f"{message['role']}: {message['content']}" for message in messages]
@@ -59,47 +44,31 @@ class TextCodec:
         except TemplateError as error:
             raise InvalidRequest(f"messages: the chat template of the model says: {error!s:.200}") from None
 
-    def writer(self) -> TextWriter:
-        """Return what writes the text of one answer."""
-        return TextWriter(lambda tokens: self._tokenizer.decode(tokens, skip_special_tokens=True))
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def writer(self) -> Callable[[int], str]:
+        """Return a function that takes the tokens of one answer and returns the text that each adds.
 
-class TextWriter:
-    """Writes the text of tokens as they come. The time per token does not grow with the text.
-
-    Only the last tokens are decoded with every new one. Bytes that may become a character are held back.
-
-    Args:
-        decode: a function from a list of tokens to their text.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []
-        self._written = 0  # characters of the text of these tokens
-
-    def add(self, token: int) -> str:
-        """Return the text that a token adds; it may be empty.
-
-        Args:
-            token: the next token.
+        Bytes that may become a character are held back. Tokenizers of other libraries than `tokenizers`
+        decode the whole answer with every token.
         """
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        unfinished = len(text) - len(text.rstrip(UNFINISHED))
-        piece = self._upto(text, len(text) - min(unfinished, CHARACTER))
-        if len(self._tokens) >= 2 * WINDOW:
-            left = len(text) - self._written
-            del self._tokens[:-WINDOW]
-            self._written = max(0, len(self._decode(self._tokens)) - left)
-        return piece
+        found = getattr(self._tokenizer, "backend_tokenizer", self._tokenizer)
+        if type(found).__module__.partition(".")[0] == "tokenizers":
+            from tokenizers.decoders import DecodeStream
 
-    def end(self) -> str:
-        """Return the text that was held back."""
-        text = self._decode(self._tokens)
-        return self._upto(text, len(text))
+            stream = DecodeStream(skip_special_tokens=True)
+            return lambda token: stream.step(found, token) or ""
+        tokens: list[int] = []
+        written = 0
 
-    def _upto(self, text: str, end: int) -> str:
-        piece = text[self._written : end]
-        self._written = max(self._written, end)
-        return piece
+        def add(token: int) -> str:
+            nonlocal written
+            tokens.append(token)
+            text = self.text(tokens)
+            piece = text[written:].rstrip(UNFINISHED)
+            written += len(piece)
+            return piece
+
+        return add

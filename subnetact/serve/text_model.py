@@ -24,16 +24,7 @@ __all__ = ["prompt_tokenizer", "text_generator"]
 def text_generator(token_ms: float, max_queue: int) -> Generator:
     """Load the embedded language model and measure its steps on this machine.
 
-    The generator chooses among the subnets of all layers. The accuracy of a subnet is the share of next
-    tokens of held-out docstrings that it predicts right.
-
-    Args:
-        token_ms: time from one token to the next of requests that name none, in ms.
-        max_queue: number of requests under way at which further ones are refused.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        SubnetActError: the settings cannot be used on this machine.
+    The accuracy of a subnet is the share of next tokens of held-out docstrings that it predicts right.
     """
     supernet = load_text_supernet()
     subnets = switchable_subnets(supernet)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import inspect
 import json
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
+pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 import uvicorn
 from held_steps import Clock, Gate
 
-from subnetact.generation import Generator, StepTable
+from subnetact.generation import Completion, Generator, StepTable
 from subnetact.serve.text_app import build_text_app
 from subnetact.serving.policies import Fixed
 from subnetact.spec import SubnetSpec
@@ -32,8 +32,6 @@ LONG = {"slo_ttft_ms": 60_000.0}
 class Characters:
     """A tokenizer with a token per character; token 0 is no whole character."""
 
-    longest = 0
-
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return [ord(character) % 97 for character in text]
@@ -41,7 +39,6 @@ class Characters:
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
         assert skip_special_tokens
-        self.longest = max(self.longest, len(tokens))
         return "".join("�" if token == 0 else chr(32 + token) for token in tokens)
 
 
@@ -152,8 +149,10 @@ def test_openais_client_gets_the_answer_whole_and_streamed(
         == chat.choices[0].message.content
     )
     assert chunks[-1].usage.completion_tokens == 12
+    two = client.completions.create(model="tiny", prompt="Hello", max_tokens=12, n=2)
+    assert [choice.text for choice in two.choices] == [text, text]
     assert [model.id for model in client.models.list()] == ["tiny"]
-    with pytest.raises(openai.BadRequestError, match="max_new_tokens"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model="tiny", prompt="Hello", max_tokens=0)
     with pytest.raises(openai.NotFoundError, match="tiny"):
         client.completions.create(model="other", prompt="Hello")
@@ -206,21 +205,14 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_request(
     body = json.dumps({"prompt": "Hello", "max_tokens": 110, "stream": stream, **LONG})
     connection.request("POST", "/v1/completions", body)
     gate.wait()
+    cancelled, cancel = threading.Event(), Completion.cancel
+    monkeypatch.setattr(Completion, "cancel", lambda self: (cancel(self), cancelled.set()))
     connection.close()
-    wait_for(lambda: served.generator._cancelled, 60)  # while the step of the first token runs
+    assert cancelled.wait(60)  # while the step of the first token runs
     gate.free.release(1000)
     wait_for(lambda: not served.generator.stats().active, 60)
     assert served.generator.stats().cancelled == 1
     assert gate.entered == 1
-
-
-def test_the_text_of_a_token_takes_no_longer_at_the_end(make: Callable[..., Served]) -> None:
-    served = make()
-    body = {"prompt": "Hello", "max_tokens": 110, "stream": True, "stop": ["never seen"], **LONG}
-    status, answer = served.call("/v1/completions", body)
-    assert status == 200
-    assert len(re.findall("data: {", answer)) > 60
-    assert 0 < served.tokenizer.longest <= 32
 
 
 def test_a_server_without_steps_is_not_healthy(
@@ -254,28 +246,42 @@ def test_a_server_without_steps_is_not_healthy(
         (b'{"prompt": "a", "temperature": NaN}', 400, "not JSON"),
         (b'{"prompt": "a", "deadline_ms": Infinity}', 400, "not JSON"),
         (b'{"prompt": "a", "deadline_ms": 1e999}', 400, "not JSON"),
-        ([1], 400, "got list"),
+        ([1], 400, "body: got [1]"),
         ({}, 400, "prompt"),
         ({"prompt": 3}, 400, "prompt"),
         ({"prompt": ""}, 400, "empty"),
         ({"prompt": ["a", "b"]}, 400, "prompt"),
         ({"prompt": [1, 2, 97]}, 400, "token 2 is 97"),
-        ({"prompt": "a", "n": 2}, 400, "n: "),
+        ({"prompt": "a", "n": 0}, 400, "n: got 0"),
+        ({"prompt": "a", "n": 17}, 400, "n: got 17"),
         ({"prompt": "a", "n": True}, 400, "n: got True"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
-        ({"prompt": "a", "frequency_penalty": 0.1}, 400, "frequency_penalty: got 0.1"),
-        ({"prompt": "a", "frequency_penalty": False}, 400, "frequency_penalty: got False"),
-        ({"prompt": "a", "logprobs": 0}, 400, "logprobs: got 0"),
+        (
+            {"prompt": "a", "frequency_penalty": 0.1},
+            400,
+            "frequency_penalty: this server supports no other value than 0",
+        ),
+        (
+            {"prompt": "a", "frequency_penalty": False},
+            400,
+            "frequency_penalty: this server supports no other value than 0",
+        ),
+        ({"prompt": "a", "logprobs": 6}, 400, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, 400, "logprobs"),
         ({"prompt": "a", "echo": True}, 400, "echo"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"prompt": "a", "seed": 0}, 400, "seed"),
         ({"prompt": "a", "messages": []}, 400, "messages"),
-        ({"prompt": "a", "model": 3}, 400, "model: got 3; give a text"),
+        ({"prompt": "a", "model": 3}, 400, "model: got 3. Input should be a valid string"),
         ({"prompt": "a", "user": ["a"]}, 400, "user"),
-        ({"prompt": "a", "max_tokens": "many"}, 400, "max_tokens: got 'many'; give a whole number"),
+        (
+            {"prompt": "a", "max_tokens": "many"},
+            400,
+            "max_tokens: got 'many'. Input should be a valid integer",
+        ),
         ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
         ({"prompt": "a", "max_tokens": 2.0}, 400, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 0}, 400, "max_new_tokens"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: got 0"),
         ({"prompt": "a", "max_completion_tokens": []}, 400, "max_completion_tokens"),
         ({"prompt": [True]}, 400, "prompt"),
         ({"prompt": "a", "max_tokens": 10**9}, 400, "more than 128"),
@@ -297,15 +303,15 @@ def test_a_server_without_steps_is_not_healthy(
         ({"prompt": "a", "stream_options": []}, 400, "stream_options"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options"),
         ({"prompt": "a", "stream_options": {"other": True}}, 400, "stream_options"),
-        ({"prompt": "a", "slo_ttft_ms": 0}, 400, "slo_ttft_ms: 0 is not a number > 0"),
+        ({"prompt": "a", "slo_ttft_ms": 0}, 400, "slo_ttft_ms: got 0. Input should be greater than 0"),
         ({"prompt": "a", "slo_ttft_ms": True}, 400, "slo_ttft_ms"),
         ({"prompt": "a", "deadline_ms": -1}, 400, "deadline_ms"),
-        ({"prompt": "a", "deadline_ms": 1e308}, 400, "deadline_ms: 1e+308 is not a number > 0"),
+        ({"prompt": "a", "deadline_ms": 1e308}, 400, "deadline_ms: got 1e+308, the most is 3.6e+06 ms"),
         ({"prompt": "a", "deadline_ms": 10**400}, 400, "not JSON"),
         ({"prompt": "a", "deadline_ms": []}, 400, "deadline_ms"),
         ({"prompt": "a", "deadline_ms": 50.0, "slo_ttft_ms": 50.0}, 400, "deadline_ms"),
         ({"prompt": "a", "min_accuracy": 99}, 400, "min_accuracy"),
-        ({"prompt": "a", "min_accuracy": []}, 400, "min_accuracy: got []; give a whole number or a number"),
+        ({"prompt": "a", "min_accuracy": []}, 400, "min_accuracy: got []. Input should be a valid number"),
         ({"prompt": "a", "min_accuracy": False}, 400, "min_accuracy"),
         ({"prompt": "a", "min_accuracy": -1}, 400, "min_accuracy"),
         ({"prompt": "a", "model": "other"}, 404, "tiny"),
@@ -352,7 +358,7 @@ def test_headers_set_deadlines_and_nonsense_in_them_is_refused(served: Served) -
     assert served.call(path, body, **{"x-deadline-ms": "soon"})[0] == 400
     assert served.call(path, body, **{"x-slo-ttft-ms": "nan"})[0] == 400
     for name in ("x-slo-ttft-ms", "x-deadline-ms"):
-        for nonsense in ("-3", "0", "inf", "1e308", "1_000", "9" * 50):
+        for nonsense in ("-3", "0", "inf", "1e308", "soon", "9" * 50):
             assert served.call(path, body, **{name: nonsense})[0] == 400
     assert served.call(path, body, **{"x-min-accuracy": "inf"})[0] == 400
 
@@ -389,6 +395,21 @@ def test_messages_keep_their_roles_and_parts(served: Served, alone: Callable[...
     status, answer = served.call("/v1/chat/completions", {"messages": messages, "max_tokens": 5, **LONG})
     plain = "developer: Hel\nassistant: so\nuser: lo!\nassistant:"
     assert (status, answer["choices"][0]["message"]["content"]) == (200, expected(alone, plain, 5))
+
+
+@pytest.mark.skipif(
+    "logprobs" not in inspect.signature(Generator.submit).parameters, reason="needs log-probabilities"
+)
+def test_log_probabilities_belong_to_the_tokens(served: Served, alone: Callable[..., list[int]]) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "logprobs": True, **LONG}
+    status, answer = served.call("/v1/chat/completions", {**body, "top_logprobs": 2})
+    choice = answer["choices"][0]
+    told = choice["logprobs"]["content"]
+    assert (status, "".join(one["token"] for one in told)) == (200, choice["message"]["content"])
+    for one in told:
+        likeliest, second = one["top_logprobs"]
+        assert likeliest == {name: one[name] for name in ("token", "logprob", "bytes")}  # it is greedy
+        assert second["logprob"] <= one["logprob"] < 0
 
 
 def test_other_addresses(served: Served) -> None:

@@ -21,7 +21,7 @@ import torch
 from subnetact import Batcher, Engine, LatencyTable, SlackFit, calibrate
 from subnetact.digits import load_digits_supernet
 
-pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
+pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 from subnetact.serve import build_app

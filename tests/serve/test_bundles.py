@@ -153,7 +153,7 @@ def test_what_inputs_may_be():
 
 
 def test_images_need_pillow(monkeypatch):
-    images = Images(Signature(torch.zeros(3, 4, 4)), 100)
+    images = Images(Signature(torch.zeros(3, 4, 4)), 100, (0.0,), (1.0,))
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtra, match="Pillow"):
         images.decode(b"\x89PNG\r\n\x1a\n")

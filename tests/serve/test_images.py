@@ -50,7 +50,7 @@ def random_values(colour: int, depth: int) -> npt.NDArray[np.int64]:
 
 def reader(channels: int) -> Images:
     """Return what decodes images for a network of grey or coloured images."""
-    return Images(Signature(torch.zeros(channels, *SHAPE)), 1000)
+    return Images(Signature(torch.zeros(channels, *SHAPE)), 1000, (0.0,), (1.0,))
 
 
 def agree(found: torch.Tensor, colours: npt.NDArray[np.float64], tolerance: float) -> None:

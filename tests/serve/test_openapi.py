@@ -35,4 +35,4 @@ def test_requests_made_from_the_document_find_no_server_error(server, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "14 passed" in done.stdout
+    assert "16 passed" in done.stdout

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
+pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 
 from subnetact import Batcher, LatencyTable, SlackFit
 from subnetact.serve import build_app

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
+pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 from subnetact.generation.text import text_facts
@@ -59,8 +59,8 @@ def counts(served: Any) -> dict[str, int]:
     """Return the counters of the generator."""
     status, _, text = served.call("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     assert status == 200
-    found = re.findall(r"^subnetact_generation_(\w+?)(?:_total)? (\d+)$", text, re.MULTILINE)
-    return {name: int(value) for name, value in found}
+    found = re.findall(r"^subnetact_generation_(\w+?)(?:_total)? ([\d.]+)$", text, re.MULTILINE)
+    return {name: int(float(value)) for name, value in found}
 
 
 def test_openais_client_is_answered_by_the_embedded_model(client: Any) -> None:

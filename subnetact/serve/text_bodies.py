@@ -1,0 +1,142 @@
+"""The bodies of OpenAI's interface as pydantic models, which check them and describe them in OpenAPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from subnetact.errors import InvalidRequest
+from subnetact.serve.ask import Strict
+from subnetact.serve.text_codec import TextCodec
+
+__all__ = ["NEUTRAL", "ChatBody", "CompletionBody", "TextBody", "TextTerms"]
+
+MOST_ANSWERS = 16
+NEUTRAL: Mapping[str, Any] = {
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "min_p": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+    "store": False,
+    "suffix": "",
+    "tools": [],
+}
+"""Fields that are not supported, each with the value that changes nothing, which is accepted."""
+
+
+class _Part(Strict):
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        """Leave out what is null; refuse what is not supported, unless it changes nothing."""
+        if not isinstance(value, dict):
+            return value
+        given = {name: one for name, one in value.items() if one is not None}
+        for name in NEUTRAL.keys() & given.keys() - cls.model_fields.keys():
+            one, neutral = given.pop(name), NEUTRAL[name]
+            if one != neutral or isinstance(one, bool) != isinstance(neutral, bool):
+                raise InvalidRequest(
+                    f"{name}: this server supports no other value than {neutral!r}; leave it out"
+                )
+        return given
+
+
+class TextTerms(Strict):
+    """What may be given as headers, too: `x-slo-ttft-ms` and so on."""
+
+    slo_ttft_ms: float | None = Field(default=None, gt=0, description="time to the first token, in ms")
+    deadline_ms: float | None = Field(default=None, gt=0, description="time to the last token, in ms")
+    min_accuracy: float | None = Field(
+        default=None, ge=0, le=100, description="minimum accuracy of the subnets, in percent"
+    )
+
+
+class StreamOptions(_Part):
+    """What a stream has besides its text."""
+
+    include_usage: bool = False
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+class _Body(TextTerms, _Part):
+    """What the bodies of both addresses have in common."""
+
+    model: str | None = None
+    max_tokens: int = Field(default=64, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int = Field(default=1, ge=1, le=MOST_ANSWERS, description="number of answers")
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    user: str | None = Field(default=None, description="ignored")
+
+
+class CompletionBody(_Body):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | Literal[False] = Field(
+        default=False, description="number of most likely tokens to tell with every token"
+    )
+
+    def tokens(self, codec: TextCodec) -> list[int]:
+        """Return the tokens of the prompt."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            [prompt] = prompt
+        return codec.prompt(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def likely(self) -> int | None:
+        """Return the field, in which 0 is not False."""
+        return None if self.logprobs is False else self.logprobs
+
+
+class TextPart(_Part):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Part):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class ChatBody(_Body):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+
+    def tokens(self, codec: TextCodec) -> list[int]:
+        """Return the tokens of the chat."""
+        messages = []
+        for one in self.messages:
+            parts = one.content
+            text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+            messages.append({"role": one.role, "content": text})
+        return codec.chat(messages)
+
+    def likely(self) -> int | None:
+        """Return what both fields say."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: give logprobs true with it")
+        return self.top_logprobs if self.logprobs else None
+
+
+TextBody = CompletionBody | ChatBody
