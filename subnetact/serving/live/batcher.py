@@ -20,7 +20,6 @@ from subnetact.serving.live.closing import ClosedOnExit
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.driver import Driver, SharedWorkers
-from subnetact.serving.live.learner import Learner
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner, check_runner, close_all, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
@@ -219,12 +218,9 @@ class Batcher(ClosedOnExit):
         self._driver = Driver(
             scheduler,
             self._runners,
-            lambda lock: Learner(tables, scheduler.dispatcher, lock, clock_ms, learn),
-            table.known_accuracy(),
+            learn=learn,
             clock_ms=clock_ms,
-            max_queue=max_queue,
             shape_of=getattr(runners[0], "shape_of", None),
-            shapes=len(tables),
             on_decision=on_decision,
             threads=threads_per_worker,
             log=self._log,

@@ -66,12 +66,9 @@ class Driver:
     Args:
         scheduler: decides what runs.
         runners: one per worker; several workers may share one.
-        learner: makes its corrected latencies the policy's.
-        accuracy: profiled accuracy of every subnet, in percent.
+        learn: whether the policy plans with learned latencies.
         clock_ms: a monotonic clock, in ms.
-        max_queue: number of waiting requests from which on requests are refused.
-        shape_of: returns the position among the tables of an input's shape. If None, there is one table.
-        shapes: number of the tables.
+        shape_of: returns the position among the tables of an input's shape. Needed only for several.
         on_decision: called with a `Decided` before every batch runs.
         threads: argument of `runner.enter_worker(threads)`, which is called once in every worker thread.
         log: the decision log; the planner flushes it after every tick.
@@ -83,13 +80,10 @@ class Driver:
         self,
         scheduler: Scheduler,
         runners: Sequence[Runner],
-        learner: Callable[[threading.Lock], Learner],
-        accuracy: Sequence[float],
         *,
+        learn: bool,
         clock_ms: Callable[[], float],
-        max_queue: int,
         shape_of: Callable[[Any], int] | None,
-        shapes: int,
         on_decision: Callable[[Decided], None] | None,
         threads: int | None,
         log: DecisionLog | None,
@@ -100,9 +94,10 @@ class Driver:
         self.clock_ms = clock_ms
         self.counters = Counters()
         self.lock = threading.Lock() if shared is None else shared[0].lock
-        self.learner = learner(self.lock)
-        self._runners, self._accuracy, self._max_queue = runners, accuracy, max_queue
-        self._shape_of, self._shapes = (shape_of if shapes > 1 else None), shapes
+        tables = scheduler.tables
+        self.learner = Learner(tables, scheduler.dispatcher, self.lock, clock_ms, learn)
+        self._runners, self._accuracy = runners, tables[-1].known_accuracy()
+        self._shape_of = shape_of if len(tables) > 1 else None
         self._on_decision, self._threads_each = on_decision, threads
         self._log, self._on_end = log, on_end
         self._turns: Turns | None = None
@@ -154,9 +149,12 @@ class Driver:
         request = Request(ask, self.clock_ms(), x)
         request.future, request.loop = future, loop
         if self._shape_of is not None:
-            request.shape = self._shape(x)
+            request.shape = self._checked_shape(self._shape_of(x))
         inbox = self._inbox
-        if not self._guarded and len(self.scheduler.dispatcher.queue) + len(inbox) + _ROOM < self._max_queue:
+        if (
+            not self._guarded
+            and len(self.scheduler.dispatcher.queue) + len(inbox) + _ROOM < self.scheduler.max_queue
+        ):
             inbox.append(request)
         else:
             self._admit_carefully(request)
@@ -166,10 +164,10 @@ class Driver:
             self._wake_for(request)
         return request
 
-    def _shape(self, x: Any) -> int:
-        shape: Any = self._shape_of(x) if self._shape_of is not None else 0
-        if type(shape) is not int or not 0 <= shape < self._shapes:
-            raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {self._shapes} tables")
+    def _checked_shape(self, shape: object) -> int:
+        count = len(self.scheduler.tables)
+        if type(shape) is not int or not 0 <= shape < count:
+            raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {count} tables")
         return shape
 
     def _admit_carefully(self, request: Request) -> None:

@@ -62,6 +62,7 @@ class Scheduler:
         dispatcher: holds the requests that wait, and forms batches.
         workers: the states of the workers.
         jobs: the job that every busy worker runs now.
+        tables: the profiles.
         closing: whether no further request comes.
         ended: the requests that ended without an answer since the driver emptied the list.
         counts: how often what happened, under the names of `BatcherStats`.
@@ -100,8 +101,8 @@ class Scheduler:
         self.ended: list[Ended] = []
         self.counts: Counter[str] = Counter()
         self.warnings: list[tuple[str, tuple[object, ...], Exception | None]] = []
-        self._tables = tables
-        self._max_queue = max_queue
+        self.tables = tables
+        self.max_queue = max_queue
         self._watchdog_ms = watchdog_ms
         self._queue = self.dispatcher.queue
         self._suspects: list[tuple[Request, int, int]] = []
@@ -119,11 +120,11 @@ class Scheduler:
         """Make room for one more request of a client; a deferred request may be dropped for it."""
         waiting = len(self) if self.dispatcher.expired == "defer" else len(self._queue)
         if self.gate is not None:
-            if not self.gate.has_room(client, self._max_queue, waiting):
-                raise share_full(int(self._max_queue))
-        elif waiting >= self._max_queue:
+            if not self.gate.has_room(client, self.max_queue, waiting):
+                raise share_full(int(self.max_queue))
+        elif waiting >= self.max_queue:
             if not self.dispatcher.deferred:
-                raise queue_full(int(self._max_queue))
+                raise queue_full(int(self.max_queue))
             self._drop_all(self.dispatcher.deferred.take(1)[1])
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -278,14 +279,14 @@ class Scheduler:
         """
         queue, dispatcher = self._queue, self.dispatcher
         found = 0
-        for i in range(min(len(queue), self._tables[-1].batch_sizes[-1])):
+        for i in range(min(len(queue), self.tables[-1].batch_sizes[-1])):
             least_ms = dispatcher.least_ms(queue.floor(i), queue.item(i).shape)
             if queue.deadline(i) >= now_ms + wait_ms + least_ms:
                 break
             found += queue.deadline(i) >= now_ms + least_ms
         if not found:
             return 0, 0.0
-        takes = [dispatcher.expected_ms(subnet, found) for subnet in range(len(self._tables[-1].subnets))]
+        takes = [dispatcher.expected_ms(subnet, found) for subnet in range(len(self.tables[-1].subnets))]
         return found, min((ms for ms in takes if ms == ms), default=0.0)
 
     def suspend_for(self, other: Scheduler, job: Job, done: float, now_ms: float) -> bool:
@@ -507,7 +508,7 @@ class Scheduler:
         observe: Any = getattr(self.dispatcher.policy_of(job.shape), "observe", None)
         if observe is None or not self._heard:
             return
-        table = self._tables[job.shape]
+        table = self.tables[job.shape]
         profiled_ms = float(table.latency_ms[job.subnet, table.pad_index[job.size]])
         try:
             observe(job.subnet, job.size, profiled_ms, took_ms)
@@ -517,7 +518,7 @@ class Scheduler:
 
     def _limit(self, subnet: int, size: int, count: int) -> int:
         """Limit the batch size of a subnet that ran out of memory with `count` requests; return the limit."""
-        smaller = [b for b in self._tables[-1].batch_sizes if b <= size // 2]
+        smaller = [b for b in self.tables[-1].batch_sizes if b <= size // 2]
         most = smaller[-1] if smaller else max(1, count // 2)
         limits = self.dispatcher.limits
         limits[subnet] = most = min(most, limits.get(subnet, most))
