@@ -151,18 +151,18 @@ class BaseService:
         if headers.get(b"content-encoding") not in (None, "", "identity"):
             message = "content-encoding: bodies are not decompressed; send them as they are"
             raise Refusal(415, "Unsupported", message)
-        large = Refusal(413, "TooLarge", f"body: more than {most} bytes; send a smaller one")
-        if (headers.length or 0) > most:
-            raise large
         more = True
-        while more:
+        while True:
+            if max(headers.length or 0, len(body)) > most:
+                raise Refusal(413, "TooLarge", f"body: more than {most} bytes; send a smaller one")
+            if not more:
+                return
             event = await exchange.receive()
             if event["type"] == "http.disconnect":
                 raise ClientGone
             chunk, more = event.get("body", b""), event.get("more_body", False)
-            if len(body) + len(chunk) > most:
-                raise large
-            if self.held_bytes + len(chunk) > max(most, self.limits.bodies_bytes):
+            free = max(most, self.limits.bodies_bytes) - self.held_bytes
+            if free < len(chunk) <= most - len(body):
                 message = "the server holds as many request bodies as it may; retry later"
                 raise Refusal(503, "Overloaded", message, LATER)
             body += chunk
