@@ -6,12 +6,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from subnetact.errors import InvalidRequest, RequestError
 from subnetact.serving.scheduling.checks import check_positive
 
-__all__ = ["Completion", "Generated", "TokenDeadlines"]
+__all__ = ["Completion", "Generated", "TokenDeadlines", "TokenLogprobs"]
 
 logger = logging.getLogger("subnetact.generation")
 
@@ -56,6 +56,18 @@ class TokenDeadlines:
         return accepted_ms + self.first_ms + position * self.token_ms
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one position of an answer, before temperature, `top_k` and `top_p` change them.
+
+    Attributes:
+        own: of the generated token.
+        likely: of the most likely tokens (token, log-probability), the likeliest first.
+    """
+
+    own: float
+    likely: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True)
 class Generated:
     """A finished answer.
@@ -68,6 +80,7 @@ class Generated:
         total_ms: time from the submission to the end, in ms.
         finish: "stop" (a stop token came), "length" (the largest number of tokens was reached) or
             "cancelled".
+        logprobs: log-probabilities of each token, if the request asked for them.
     """
 
     tokens: tuple[int, ...]
@@ -76,6 +89,7 @@ class Generated:
     first_ms: float
     total_ms: float
     finish: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def met(self) -> bool:
@@ -90,14 +104,11 @@ class Completion:
     """
 
     def __init__(self, cancel: Callable[[], None]) -> None:
-        """Make the completion of a request.
-
-        Args:
-            cancel: asks the generator to stop the request.
-        """
+        """Make the completion of a request that `cancel` stops."""
         self._cancel = cancel
         self._changed = threading.Condition()
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._outcome: Generated | RequestError | None = None
         self._listeners: list[Callable[[], Any]] = []
 
@@ -134,6 +145,15 @@ class Completion:
         with self._changed:
             return tuple(self._tokens[first:])
 
+    def logprobs(self, first: int = 0) -> Sequence[TokenLogprobs]:
+        """Return the log-probabilities of the tokens so far; none if the request did not ask for them.
+
+        Args:
+            first: the position of the first token to return.
+        """
+        with self._changed:
+            return tuple(self._logprobs[first:])
+
     def result(self, timeout_s: float | None = None) -> Generated:
         """Wait for the end of the request.
 
@@ -161,54 +181,49 @@ class Completion:
         self._cancel()
 
     def listen(self, listener: Callable[[], Any]) -> None:
-        """Call a function after every new token and at the end, on the generator's thread; keep it short.
+        """Call a function after every new token and at the end.
+
+        Keep it short: the generator computes no step while its thread runs it.
 
         Args:
-            listener: the function, without arguments. It is called at once, on the thread of the caller, if
-                there is something already. If a later call raises, this is logged, and the function is not
-                called any more.
+            listener: the function, without arguments. It is called at once if there is something already. If
+                a later call raises, this is logged, and the function is not called any more.
         """
         with self._changed:
-            self._listeners.append(listener)
+            self._listeners = [*self._listeners, listener]
             something = bool(self._tokens) or self._outcome is not None
         if something:
             listener()
 
-    def _add(self, token: int) -> None:
+    def _add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         with self._changed:
-            if self._outcome is not None:  # it ended while its step ran
+            if self._outcome is not None:  # cancelled since this token came, which is in its answer
                 return
             self._tokens.append(token)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
             self._changed.notify_all()
         self._tell()
 
     def _end(self, outcome: Generated | RequestError) -> None:
         with self._changed:
-            if self._outcome is not None:
-                return
+            if isinstance(outcome, Generated):
+                self._tokens, self._logprobs = list(outcome.tokens), list(outcome.logprobs)
             self._outcome = outcome
             self._changed.notify_all()
         self._tell()
 
     def _tell(self) -> None:
-        for listener in list(self._listeners):
+        for listener in self._listeners:
             try:
                 listener()
             except Exception:
                 logger.exception("a listener of a completion raised, and hears no more; the answer goes on")
-                self._listeners.remove(listener)
+                self._listeners = [one for one in self._listeners if one is not listener]
 
 
 def check_prompt(prompt: Any, vocabulary: int) -> list[int]:
-    """Return the tokens of a prompt as a list.
-
-    Args:
-        prompt: token ids: a sequence of integers, or a tensor or array of one dimension.
-        vocabulary: the number of tokens that the model knows.
-
-    Raises:
-        InvalidRequest: the prompt is empty, or a token is no integer that the model knows.
-    """
+    """Return the tokens of a prompt as a list, or raise InvalidRequest if the model cannot know one."""
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise InvalidRequest(

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from subnetact.device import machine
 from subnetact.errors import TableError
+from subnetact.generation.completion import TokenDeadlines
+from subnetact.generation.step_scheduler import Fits, Step, StepRequest
 from subnetact.generation.step_table import StepTable
 from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
-
-if TYPE_CHECKING:
-    from subnetact.generation.step_loop import Step
 
 __all__ = ["profile_steps"]
 
@@ -149,72 +149,66 @@ class _Bench:
         limit = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and max(context - 63, prompt) > limit:
             raise TableError(f"contexts, prompt_tokens: the model takes {limit} tokens; give smaller numbers")
-        self._subnet, self._measured_ms, self._number = 0, 0.0, 0
         self._group = group
+        self._step = Step()
         self._loop = StepLoop(
             decoder,
-            choose=self._choose,
-            observe=self._observe,
-            deliver=_raise,
-            due=lambda _: 0.0,
+            plan=self._plan,
+            pushed_out=lambda _: None,
             sequences=sequences,
             cache_tokens=max(2 * sequences * context, 2 * prompt + 64),
             step_tokens=max(sequences * context, prompt),
         )
-        self._loop.set_up()
 
     def decode(self, sequences: int, context: int) -> list[tuple[int, list[float]]]:
         """Return per subnet the times of steps of that many sequences with about that many tokens."""
-        names = [
-            self._add([1 + (i + j) % 7 for j in range(max(context - 2, 1))], 1000) for i in range(sequences)
-        ]
-        self._step(0)
-        for _ in range(WARM_UP):
-            self._step(0)
-        found = [(i, [self._step(subnet) for _ in range(3)]) for subnet, i in enumerate(self._group)]
-        self._remove(names)
+        requests = [_request(max(context - 2, 1)) for _ in range(sequences)]
+        for _ in range(1 + WARM_UP):
+            self._time(0, requests)
+        found = [(i, [self._time(at, requests) for _ in range(3)]) for at, i in enumerate(self._group)]
+        _end(requests)
         return found
 
     def prefill(self, tokens: int) -> list[tuple[int, list[float]]]:
         """Return per subnet the times of steps that compute a prompt of that many tokens."""
         found = []
-        for subnet, i in enumerate(self._group):
+        for at, i in enumerate(self._group):
             times = []
             for _ in range(3):
-                names = [self._add([1 + j % 7 for j in range(tokens)], 2)]
-                times.append(self._step(subnet))
-                self._remove(names)
+                requests = [_request(tokens)]
+                times.append(self._time(at, requests))
+                _end(requests)
             found.append((i, times))
         return found
 
     def close(self) -> None:
         self._loop.tear_down()
 
-    def _add(self, prompt: list[int], tokens: int) -> str:
-        self._number += 1
-        name = f"measured {self._number}"
-        self._loop.add(name, prompt, tokens, set(), None)
-        return name
-
-    def _remove(self, names: list[str]) -> None:
-        for name in names:
-            self._loop.cancel_request(name)
-        self._loop.step()
-
-    def _step(self, subnet: int) -> float:
-        self._subnet = subnet
-        if not self._loop.step():
+    def _time(self, subnet: int, requests: Sequence[StepRequest]) -> float:
+        """Return how long a step takes that computes all there is of these requests, in ms."""
+        self._step = Step(subnet=subnet)
+        for request in requests:
+            self._step.add(request, request.left or 1)
+        begun = time.perf_counter()
+        try:
+            made = self._loop.step()
+        except Exception as error:
+            raise TableError(f"a step raised {type(error).__name__}: {error}") from error
+        if made is None:
             raise TableError("steps: there was nothing to compute; the cache is too small for this context")
-        return self._measured_ms
+        for request in requests:
+            request.left = 0
+        return 1e3 * (time.perf_counter() - begun)
 
-    def _choose(self, step: Step) -> None:
-        step.subnet = self._subnet
-
-    def _observe(self, step: Step, measured_ms: float) -> None:  # noqa: ARG002
-        self._measured_ms = measured_ms
+    def _plan(self, fits: Fits) -> Step | None:
+        return self._step if all(fits(request, tokens) for request, tokens in self._step.parts) else None
 
 
-def _raise(output: Any) -> None:
-    """Let an error of a step end the measurement; tokens are of no interest."""
-    if output.error is not None:
-        raise TableError(f"a step raised {type(output.error).__name__}: {output.error}") from output.error
+def _request(tokens: int) -> StepRequest:
+    prompt = [1 + j % 7 for j in range(tokens)]
+    return StepRequest(prompt, 1, TokenDeadlines(1.0, 1.0), left=tokens)
+
+
+def _end(requests: Sequence[StepRequest]) -> None:
+    for request in requests:
+        request.ended = True

@@ -267,15 +267,6 @@ def test_a_loop_that_dies_is_seen(make: Callable[..., Generator], monkeypatch: p
         generator.submit([1, 2])
 
 
-def test_an_answer_to_a_request_that_has_ended_ends_its_computation(make: Callable[..., Generator]) -> None:
-    generator = make()
-    generator._loop.add("nobody's", [1, 2], 100, set(), None)
-    running = generator.submit([1, 2], max_new_tokens=50, **LONG)
-    running.result(60)
-    generator.close()
-    assert sum(generator.stats().steps.values()) < 80
-
-
 def test_steps_that_a_demanding_request_lifts_are_counted(
     make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,16 +376,6 @@ def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., G
     finishing.close()
     assert last.done
     assert last.result().finish == "length"
-
-
-def test_a_request_that_cannot_be_added_leaves_nothing(make: Callable[..., Generator]) -> None:
-    generator = make()
-    with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(generator._loop, "add", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            generator.submit([1, 2])
-    assert (generator.stats().requests, generator.stats().active) == (0, 0)
-    generator.close()  # It waits for every request, so it would wait for ever.
 
 
 def test_subnets_whose_caches_differ_need_permission(
