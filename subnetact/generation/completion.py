@@ -37,22 +37,12 @@ class TokenDeadlines:
 
     @classmethod
     def total(cls, total_ms: float, tokens: int) -> TokenDeadlines:
-        """Spread the time for a whole answer evenly over its tokens.
-
-        Args:
-            total_ms: time from the submission to the last token, in ms.
-            tokens: the largest number of tokens.
-        """
+        """Spread the time from the submission to the last token, in ms, evenly over so many tokens."""
         share = check_positive(total_ms, "total_ms") / max(tokens, 1)
         return cls(share, share)
 
     def due_ms(self, accepted_ms: float, position: int) -> float:
-        """Return when a token is due.
-
-        Args:
-            accepted_ms: time of the submission.
-            position: the position of the token in the answer, from 0.
-        """
+        """Return when a token is due, by the time of the submission and its position from 0."""
         return accepted_ms + self.first_ms + position * self.token_ms
 
 
@@ -113,11 +103,7 @@ class Completion:
         self._listeners: list[Callable[[], Any]] = []
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the tokens as they come.
-
-        Raises:
-            RequestError: the request failed; the tokens before that were yielded.
-        """
+        """Yield the tokens as they come; a request that fails raises its RequestError behind them."""
         position = 0
         while True:
             with self._changed:
@@ -137,31 +123,17 @@ class Completion:
         return self._outcome is not None
 
     def tokens(self, first: int = 0) -> Sequence[int]:
-        """Return the tokens so far.
-
-        Args:
-            first: the position of the first one to return.
-        """
+        """Return the tokens so far, from a position on."""
         with self._changed:
             return tuple(self._tokens[first:])
 
     def logprobs(self, first: int = 0) -> Sequence[TokenLogprobs]:
-        """Return the log-probabilities of the tokens so far; none if the request did not ask for them.
-
-        Args:
-            first: the position of the first token to return.
-        """
+        """Return the log-probabilities of the tokens so far, from a position on, if they were asked for."""
         with self._changed:
             return tuple(self._logprobs[first:])
 
     def result(self, timeout_s: float | None = None) -> Generated:
-        """Wait for the end of the request.
-
-        Args:
-            timeout_s: the longest time to wait, in seconds. If None, there is no limit.
-
-        Returns:
-            The finished answer.
+        """Wait for the end of the request, for so many seconds or without limit, and return the answer.
 
         Raises:
             RequestError: the request failed: `DeadlinePassed`, `BatchFailed`, `BatcherClosed`.
@@ -181,13 +153,10 @@ class Completion:
         self._cancel()
 
     def listen(self, listener: Callable[[], Any]) -> None:
-        """Call a function after every new token and at the end.
+        """Call a function after every new token and at the end, and at once if there is something already.
 
-        Keep it short: the generator computes no step while its thread runs it.
-
-        Args:
-            listener: the function, without arguments. It is called at once if there is something already. If
-                a later call raises, this is logged, and the function is not called any more.
+        Keep it short: the generator computes no step while its thread runs it. A function that raises later
+        is not called any more, and this is logged.
         """
         with self._changed:
             self._listeners = [*self._listeners, listener]

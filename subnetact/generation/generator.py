@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,6 @@ from subnetact.errors import (
     InvalidRequest,
     PolicyError,
     ProfileMismatch,
-    RequestError,
 )
 from subnetact.generation.completion import Completion, TokenDeadlines, check_prompt
 from subnetact.generation.step_policy import StepPolicy
@@ -60,7 +60,7 @@ class GeneratorStats:
         steps: id of a subnet -> how many steps it ran.
         active: requests under way.
         slowdown: how long steps take, as a multiple of the table's latency.
-        choosing_us: mean time of choosing a subnet, per step, in microseconds.
+        choosing_us: mean time of deciding what a step computes and with which subnet, in microseconds.
         up: whether steps are computed: the generator's thread lives, and no step hangs.
     """
 
@@ -86,9 +86,9 @@ class Generator:
     and values that earlier subnets wrote stay in use. The subnet of a step satisfies the most demanding of
     its sequences: a step of its own for each minimum accuracy would read the weights once more for all.
     `GeneratorStats.lifted` counts these steps. Batching, paging and sampling are those of the continuous
-    batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with
-    a typed error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue.
-    Use a generator as a context manager.
+    batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with a typed
+    error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue. Use a
+    generator as a context manager.
 
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
@@ -105,7 +105,6 @@ class Generator:
         cache_tokens: how many tokens the keys and values of all sequences may have. A request that is pushed
             out of a full cache is computed again later.
         step_tokens: the largest number of tokens that one step computes; longer prompts take several steps.
-        max_length: the largest number of tokens of a prompt and its answer. If None, the model's.
         expired: what becomes of a request whose first token cannot come in time any more: `drop` (it ends
             with `DeadlinePassed`) or `serve`.
         seed: seed of the sampling. If None, a random one.
@@ -117,6 +116,7 @@ class Generator:
     Attributes:
         table: as given.
         subnets: as given.
+        max_length: the largest number of tokens of a prompt and its answer.
 
     Raises:
         CacheMismatch: two subnets cannot continue on each other's caches.
@@ -145,7 +145,6 @@ class Generator:
         max_queue: int = 1000,
         cache_tokens: int = 16_384,
         step_tokens: int = 512,
-        max_length: int | None = None,
         expired: str = "drop",
         seed: int | None = None,
         watchdog_ms: float | None = None,
@@ -188,8 +187,7 @@ class Generator:
                 "whole pages of the cache; give it more"
             )
         longest = int(getattr(text, "max_position_embeddings", 0) or self._loop.longest)
-        wanted = longest if max_length is None else check_count(max_length, "max_length")
-        self.max_length = min(self._loop.longest, longest, wanted)
+        self.max_length = min(self._loop.longest, longest)
         self._lock = threading.Lock()  # of the scheduler
         self._news = threading.Event()
         self._choosing_s = 0.0
@@ -255,7 +253,7 @@ class Generator:
             raise InvalidRequest(f"stop: {stop!r} is no list of tokens; give [] for none")
         if logprobs is not None and _whole(logprobs, "logprobs", 0) > MOST_LOGPROBS:
             raise InvalidRequest(f"logprobs: {logprobs} must be a whole number from 0 to {MOST_LOGPROBS}")
-        completion = Completion(lambda: self._cancel(request))
+        completion = Completion(lambda: self._do(self._scheduler.cancel, request, self._now_ms()))
         request = StepRequest(
             tokens,
             count,
@@ -292,13 +290,13 @@ class Generator:
                 `BatcherClosed`.
         """
         error = BatcherClosed("the generator was closed before the answer was complete")
-        self._close("", None if wait else error)
+        self._do(self._scheduler.close, "", None if wait else error)
         self._news.set()
         if threading.current_thread() in (self._thread, self._watchdog):
             return
         while self._thread.is_alive():
             if self._hangs():
-                self._close("", error)
+                self._do(self._scheduler.close, "", error)
                 return
             self._thread.join(TICK_S)
 
@@ -313,14 +311,12 @@ class Generator:
     def _run(self) -> None:
         try:
             while True:
-                with self._lock:
-                    self._scheduler.prepare(self._now_ms())
-                    events = self._scheduler.tick(self._now_ms())
-                _tell(events)
+                self._scheduler.prepare(self._now_ms())
+                self._do(self._scheduler.tick, self._now_ms())
                 if self._step():
                     continue
                 with self._lock:
-                    self._scheduler.rest()
+                    self._scheduler.prepare(math.inf)
                     if self._scheduler.closed is not None and not self._scheduler.requests:
                         return
                 self._news.wait(IDLE_S)
@@ -328,7 +324,8 @@ class Generator:
         except BaseException as error:
             logger.exception("the generator ends")
             cause = f"its loop raised {type(error).__name__}: {error}"
-            self._close(f": {cause}", BatchFailed(f"the generator ends, because {cause}"))
+            failed = BatchFailed(f"the generator ends, because {cause}")
+            self._do(self._scheduler.close, f": {cause}", failed)
         finally:
             self._loop.tear_down()
 
@@ -376,14 +373,10 @@ class Generator:
                 threading.Thread(target=_tell, args=(events,), daemon=True).start()
             self._thread.join(TICK_S)
 
-    def _cancel(self, request: StepRequest) -> None:
+    def _do(self, act: Callable[..., list[Event]], *given: Any) -> None:
+        """Let the scheduler do something, and tell clients what follows."""
         with self._lock:
-            events = self._scheduler.cancel(request, self._now_ms())
-        _tell(events)
-
-    def _close(self, reason: str, error: RequestError | None) -> None:
-        with self._lock:
-            events = self._scheduler.close(reason, error)
+            events = act(*given)
         _tell(events)
 
     def _deadlines(

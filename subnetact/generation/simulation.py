@@ -17,10 +17,8 @@ from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
 
-MOST_TOKENS = 1_000_000
-"""No prompt or answer of a trace is longer."""
-LATEST_MS = 1e15
-"""No request of a trace arrives later, nor earlier than this time before 0."""
+MOST_TOKENS, LATEST_MS = 1_000_000, 1e15
+"""No prompt or answer of a trace is longer, and no request arrives later, or earlier than this before 0."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def simulate_generation(
             first_ms.setdefault(event.request, event.request.first_ms)
             if not event.late:
                 in_time += 1
-                accuracy += chooser.accuracy(event.subnet)
+                accuracy += table.accuracy[event.subnet]
     dropped, steps = scheduler.counts["expired"], sum(scheduler.steps)
     return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms.values()))
 
@@ -143,12 +141,12 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
 
 def _checked(prompt: Prompt) -> Prompt:
     """Return the request, if it can be simulated."""
-    counts = (prompt.tokens, prompt.answer)
-    if any(isinstance(n, bool) or not isinstance(n, Integral) or not 1 <= n <= MOST_TOKENS for n in counts):
-        raise TraceError(
-            f"a request at {prompt.arrival_ms} ms has no prompt or no answer that can be simulated "
-            f"({prompt.tokens!r} and {prompt.answer!r} tokens); give whole numbers from 1 to {MOST_TOKENS:,}"
-        )
+    for counted, n in (("prompt", prompt.tokens), ("answer", prompt.answer)):
+        if isinstance(n, bool) or not isinstance(n, Integral) or not 1 <= n <= MOST_TOKENS:
+            raise TraceError(
+                f"a request at {prompt.arrival_ms} ms has no {counted} that can be simulated ({n!r} tokens); "
+                f"give whole numbers from 1 to {MOST_TOKENS:,}"
+            )
     if not isinstance(prompt.arrival_ms, Real) or not abs(prompt.arrival_ms) <= LATEST_MS:
         raise TraceError(
             f"a request arrives at {prompt.arrival_ms!r:.40} ms; allowed are times up to {LATEST_MS:.0e} ms"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +28,7 @@ try:
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-    from transformers.generation.continuous_batching.requests import (
-        FutureRequestState,
-        RequestState,
-        RequestStatus,
-    )
+    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
     from transformers.generation.continuous_batching.utils import find_num_key_value_heads
     from transformers.generation.logits_process import (
@@ -84,20 +79,12 @@ class ElasticDecoder(nn.Module):
         self.device, self.dtype = network.device, network.dtype
         self._take_views()
         self.chosen, self.keeps_logits = 0, False
-        self.logits: Tensor | None = (
-            None  # of the last step that kept them, a row for each sequence it answers
-        )
+        self.logits: Any = None  # of the last step that kept them, a row for each request that it answers
+        # What transformers asks of a model:
+        self._supports_logits_to_keep = network._supports_logits_to_keep
         self._supports_flash_attn = bool(getattr(network, "_supports_flash_attn", False))
+        self.set_attn_implementation = network.set_attn_implementation
         self.tp_plan: dict[str, Any] = {}
-
-    def _supports_logits_to_keep(self) -> bool:
-        network: Any = self._supernet[0].network
-        return bool(network._supports_logits_to_keep())
-
-    def set_attn_implementation(self, name: str) -> None:
-        """Choose the implementation of attention for all subnets, as transformers names it."""
-        network: Any = self._supernet[0].network
-        network.set_attn_implementation(name)
 
     def _get_logits_processor(self, generation_config: Any) -> Any:  # noqa: ARG002
         vocabulary = self.config.get_text_config().vocab_size
@@ -108,8 +95,17 @@ class ElasticDecoder(nn.Module):
     def prepare(self, cache: Any) -> None:
         """Let the subnets share pages of a cache, and let those with fewer key and value heads use them."""
         self._empty(cache)
-        heads = find_num_key_value_heads(self.config.get_text_config())
-        cache.update = partial(_update, cache.update, heads)
+        heads, update = find_num_key_value_heads(self.config.get_text_config()), cache.update
+
+        def widened(key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Any) -> Any:
+            missing = heads - key_states.shape[1]
+            if not missing:
+                return update(key_states, value_states, layer_idx, kwargs)
+            wide = (F.pad(states, (0, 0, 0, 0, 0, missing)) for states in (key_states, value_states))
+            keys, values = update(*wide, layer_idx, kwargs)
+            return keys[:, :-missing], values[:, :-missing]
+
+        cache.update = widened
 
     def follow(self, cache: Any) -> bool:
         """Take the views again and return True if the weights have changed; the cache is then of no use."""
@@ -148,23 +144,6 @@ class ElasticDecoder(nn.Module):
             rows = output.logits[0]
             self.logits = rows if "logits_to_keep" in arguments else rows[arguments["logits_indices"]]
         return output
-
-
-def _update(
-    update: Callable[..., Any],
-    heads: int,
-    key_states: Tensor,
-    value_states: Tensor,
-    layer_idx: int,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Write keys and values into pages with room for `heads` heads, and return those of the sequences."""
-    missing = heads - key_states.shape[1]
-    if not missing:
-        return update(key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
-    wide = (F.pad(states, (0, 0, 0, 0, 0, missing)) for states in (key_states, value_states))
-    keys, values = update(*wide, layer_idx, kwargs)
-    return keys[:, :-missing], values[:, :-missing]
 
 
 def _begin_again(processor: Any) -> None:
@@ -229,7 +208,7 @@ class _Planned(FIFOScheduler):
                 if self.block_new_requests and self.active_requests:
                     return False
                 state = self.waiting_requests.get(request) or self.make(request)
-            decodes = state.status == RequestStatus.DECODING
+            decodes = not state.remaining_prefill_tokens
             needed = min(state.current_len(), limit)
             if read + needed > cache_budget or not (roomy or decodes or not futures):
                 return False
@@ -257,17 +236,8 @@ SCHEDULER_MAPPING[SCHEDULER] = _Planned
 class StepLoop(ContinuousBatchingManager):
     """Computes step after step, as a plan decides.
 
-    Args:
-        decoder: the model.
-        plan: begins the next step.
-        pushed_out: called with a request whose keys and values had to leave the cache.
-        sequences: the largest number of sequences that are active at the same time.
-        cache_tokens: how many tokens the keys and values of all sequences may have.
-        step_tokens: the largest number of tokens in one step.
-        seed: seed of the sampling. If None, a random one.
-
-    Attributes:
-        longest: how many tokens one sequence may have in the cache; 0 if it is too small.
+    `pushed_out` is called with a request whose keys and values had to leave the cache, `longest` is how many
+    tokens one sequence may have in it, and the other arguments are those of `Generator`.
     """
 
     def __init__(
@@ -305,14 +275,11 @@ class StepLoop(ContinuousBatchingManager):
         self.longest = _longest(processor.cache)
 
     def step(self) -> tuple[list[int], list[TokenLogprobs | None]] | None:
-        """Compute one step on the calling thread.
+        """Compute one step on the calling thread, or return None if there is nothing to compute.
 
         If the weights have changed since the last step, active sequences are computed again from their
-        tokens, so that the step gives what the present weights give.
-
-        Returns:
-            The tokens and the log-probabilities of the requests that the step answers; None if there was
-            nothing to compute.
+        tokens, so that the step gives what the present weights give. The tokens and the log-probabilities are
+        those of the requests that the step answers.
         """
         processor: Any = self.batch_processor
         if self._decoder.follow(processor.cache):
@@ -346,15 +313,11 @@ class StepLoop(ContinuousBatchingManager):
 
 def _logprobs(logits: Any, requests: Sequence[StepRequest], tokens: Sequence[int]) -> Any:
     """Return the log-probabilities that each request asks for, or None."""
-    wanted = [i for i, request in enumerate(requests) if request.logprobs is not None]
     found: list[TokenLogprobs | None] = [None] * len(requests)
-    if wanted:
-        every = torch.log_softmax(logits[wanted].float(), -1)
-        most = max(requests[i].logprobs or 0 for i in wanted)
-        values, ids = every.topk(min(most, every.shape[1]))
-        own = every.gather(1, torch.tensor([[tokens[i]] for i in wanted], device=every.device))
-        rows = zip(wanted, own[:, 0].tolist(), ids.tolist(), values.tolist(), strict=True)
-        for i, one, likely, logs in rows:
-            pairs = list(zip(likely, logs, strict=True))[: requests[i].logprobs]
-            found[i] = TokenLogprobs(one, tuple(pairs))
+    for i, request in enumerate(requests):
+        if request.logprobs is not None:
+            every = torch.log_softmax(logits[i].float(), -1)
+            values, ids = every.topk(min(request.logprobs, len(every)))
+            likely = zip(ids.tolist(), values.tolist(), strict=True)
+            found[i] = TokenLogprobs(float(every[tokens[i]]), tuple(likely))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,8 +24,8 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["profile_steps"]
 
-WARM_UP = 2
-"""Steps of every cell that are not timed."""
+WARM_UP, TIMED = 2, 3
+"""Steps of every visit of a cell that are not timed, and those that are."""
 
 
 def profile_steps(
@@ -54,9 +55,6 @@ def profile_steps(
         rounds: how often every cell is visited. A visit times three steps.
         progress: if True, show a progress bar when standard error is a terminal.
 
-    Returns:
-        The table.
-
     Raises:
         TableError: an argument is no ascending list of numbers, or a context is longer than the model's.
         InsertError: the network is no language model of transformers.
@@ -67,55 +65,36 @@ def profile_steps(
         >>> table.save("steps.json")
     """
     specs = supernet.distinct(subnets, "a step table")
-    lists: dict[str, Sequence[Any]] = {
-        "sequences": sequences,
-        "contexts": contexts,
-        "prompt_tokens": prompt_tokens,
-        "rounds": (rounds,),
-    }
-    for name, values in lists.items():
+    lists: dict[str, Sequence[Any]] = {"sequences": sequences, "contexts": contexts}
+    for name, values in (lists | {"prompt_tokens": prompt_tokens, "rounds": (rounds,)}).items():
         whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
         if not values or not whole or list(values) != sorted(set(values)):
             raise TableError(f"{name}: {values!r} must be ascending whole numbers above 0")
-    decode: dict[tuple[int, int, int], list[float]] = {}
-    prefill: dict[tuple[int, int], list[float]] = {}
-    cells = rounds * (len(contexts) * len(sequences) + len(prompt_tokens)) * len(specs)
-    with ExitStack() as stack, tqdm(total=cells, desc="steps", disable=not progress or None) as bar:
+    cells = [(n, context) for context in contexts for n in sequences] + [(0, n) for n in prompt_tokens]
+    found: dict[tuple[int, tuple[int, int]], list[float]] = defaultdict(list)
+    total = rounds * len(cells) * len(specs)
+    with ExitStack() as stack, tqdm(total=total, desc="steps", disable=not progress or None) as bar:
         benches = []
         for group in _sharing_pages(supernet, specs):
-            benches.append(
-                _Bench(supernet, specs, group, max(sequences), max(contexts) + 64, max(prompt_tokens))
-            )
-            stack.callback(benches[-1].close)
-        for _ in range(rounds):
-            for context in contexts:
-                for count in sequences:
-                    for bench in benches:
-                        for subnet, times in bench.decode(count, context):
-                            decode.setdefault((context, subnet, count), []).extend(times)
-                            bar.update()
-            for tokens in prompt_tokens:
-                for bench in benches:
-                    for subnet, times in bench.prefill(tokens):
-                        prefill.setdefault((subnet, tokens), []).extend(times)
-                        bar.update()
+            own = [specs[i] for i in group]
+            bench = _Bench(supernet, own, max(sequences), max(contexts), max(prompt_tokens))
+            stack.callback(bench.loop.tear_down)
+            benches.append((group, bench))
+        for cell in cells * rounds:
+            for group, bench in benches:
+                for subnet, times in zip(group, bench.visit(*cell), strict=True):
+                    found[subnet, cell] += times
+                    bar.update()
     keys = [str(spec) for spec in specs]
     given = [math.nan] * len(keys) if accuracy is None else list(accuracy)
-    stamp: dict[str, Any] = {
-        "machine": machine(supernet.device),
-        "rounds": rounds,
-        "statistic": "p50",
-    }
-    ids = range(len(keys))
+    stamp = {"machine": machine(supernet.device), "rounds": rounds, "statistic": "p50"}
 
-    def table(sizes: Sequence[int], cell: Any, facts: dict[str, Any]) -> LatencyTable:
-        rows = [[statistics.median(cell(subnet, size)) for size in sizes] for subnet in ids]
-        return LatencyTable(keys, given, list(sizes), rows, stamp={**stamp, **facts})
+    def table(cells: dict[int, tuple[int, int]], **facts: Any) -> LatencyTable:
+        rows = [[statistics.median(found[i, cell]) for cell in cells.values()] for i in range(len(keys))]
+        return LatencyTable(keys, given, list(cells), rows, stamp={**stamp, **facts})
 
-    return StepTable(
-        {c: table(sequences, lambda i, n, c=c: decode[c, i, n], {"context": c}) for c in contexts},
-        table(prompt_tokens, lambda i, n: prefill[i, n], {"prompt": True}),
-    )
+    decode = {c: table({n: (n, c) for n in sequences}, context=c) for c in contexts}
+    return StepTable(decode, table({n: (0, n) for n in prompt_tokens}, prompt=True))
 
 
 def _sharing_pages(supernet: Supernet, specs: Sequence[SubnetSpec]) -> list[list[int]]:
@@ -132,83 +111,58 @@ def _sharing_pages(supernet: Supernet, specs: Sequence[SubnetSpec]) -> list[list
 
 
 class _Bench:
-    """Runs steps of a chosen kind, one after the other on the calling thread, with a group of subnets."""
+    """Runs steps of a chosen kind, one after the other on the calling thread, with some subnets."""
 
     def __init__(
-        self,
-        supernet: Supernet,
-        specs: Sequence[SubnetSpec],
-        group: Sequence[int],
-        sequences: int,
-        context: int,
-        prompt: int,
+        self, supernet: Supernet, specs: Sequence[SubnetSpec], sequences: int, context: int, prompt: int
     ) -> None:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
-        decoder = ElasticDecoder(supernet, [specs[i] for i in group], allow_approximate=True)
+        decoder = ElasticDecoder(supernet, specs, allow_approximate=True)
         limit = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and max(context - 63, prompt) > limit:
+        if limit is not None and max(context + 1, prompt) > limit:
             raise TableError(f"contexts, prompt_tokens: the model takes {limit} tokens; give smaller numbers")
-        self._group = group
-        self._step = Step()
-        self._loop = StepLoop(
+        self._subnets, self._step = range(len(specs)), Step()
+        room = context + 64
+        self.loop = StepLoop(
             decoder,
             plan=self._plan,
             pushed_out=lambda _: None,
             sequences=sequences,
-            cache_tokens=max(2 * sequences * context, 2 * prompt + 64),
-            step_tokens=max(sequences * context, prompt),
+            cache_tokens=max(2 * sequences * room, 2 * prompt + 64),
+            step_tokens=max(sequences * room, prompt),
         )
 
-    def decode(self, sequences: int, context: int) -> list[tuple[int, list[float]]]:
-        """Return per subnet the times of steps of that many sequences with about that many tokens."""
-        requests = [_request(max(context - 2, 1)) for _ in range(sequences)]
+    def visit(self, sequences: int, tokens: int) -> list[list[float]]:
+        """Return per subnet the times of steps: of sequences with so many tokens, or, if 0, of a prompt."""
+        if not sequences:
+            return [[self._time(i, self._begun(1, tokens)) for _ in range(TIMED)] for i in self._subnets]
+        requests = self._begun(sequences, max(tokens - 2, 1))
         for _ in range(1 + WARM_UP):
             self._time(0, requests)
-        found = [(i, [self._time(at, requests) for _ in range(3)]) for at, i in enumerate(self._group)]
-        _end(requests)
-        return found
+        return [[self._time(i, requests) for _ in range(TIMED)] for i in self._subnets]
 
-    def prefill(self, tokens: int) -> list[tuple[int, list[float]]]:
-        """Return per subnet the times of steps that compute a prompt of that many tokens."""
-        found = []
-        for at, i in enumerate(self._group):
-            times = []
-            for _ in range(3):
-                requests = [_request(tokens)]
-                times.append(self._time(at, requests))
-                _end(requests)
-            found.append((i, times))
-        return found
-
-    def close(self) -> None:
-        self._loop.tear_down()
+    def _begun(self, number: int, tokens: int) -> list[StepRequest]:
+        """Return new requests in the place of those of the last step."""
+        for request, _ in self._step.parts:
+            request.ended = True
+        prompt, deadlines = [1 + j % 7 for j in range(tokens)], TokenDeadlines(1.0, 1.0)
+        return [StepRequest(prompt, 1, deadlines, left=tokens) for _ in range(number)]
 
     def _time(self, subnet: int, requests: Sequence[StepRequest]) -> float:
         """Return how long a step takes that computes all there is of these requests, in ms."""
         self._step = Step(subnet=subnet)
         for request in requests:
             self._step.add(request, request.left or 1)
+            request.left = 0
         begun = time.perf_counter()
         try:
-            made = self._loop.step()
+            made = self.loop.step()
         except Exception as error:
             raise TableError(f"a step raised {type(error).__name__}: {error}") from error
         if made is None:
             raise TableError("steps: there was nothing to compute; the cache is too small for this context")
-        for request in requests:
-            request.left = 0
         return 1e3 * (time.perf_counter() - begun)
 
     def _plan(self, fits: Fits) -> Step | None:
         return self._step if all(fits(request, tokens) for request, tokens in self._step.parts) else None
-
-
-def _request(tokens: int) -> StepRequest:
-    prompt = [1 + j % 7 for j in range(tokens)]
-    return StepRequest(prompt, 1, TokenDeadlines(1.0, 1.0), left=tokens)
-
-
-def _end(requests: Sequence[StepRequest]) -> None:
-    for request in requests:
-        request.ended = True

@@ -35,34 +35,20 @@ PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 
 @dataclass(eq=False)
 class StepRequest:
-    """A request for tokens, and how far it is.
-
-    Attributes:
-        prompt: the tokens of the prompt; of some, only the number counts.
-        answer: the largest number of tokens to generate.
-        deadlines: when they are due.
-        min_accuracy: percent; `submit` replaces it by the least accuracy of a subnet that meets it.
-        stop: tokens that end the answer.
-        logprobs: how many of the most likely tokens get log-probabilities; None for no log-probabilities.
-        sampling: how a token is drawn; the scheduler hands it on.
-        owner: whom the driver tells; the scheduler hands it on.
-        left: tokens of the prompt, and of an answer that lost its place, that are to be computed (again).
-        due_ms: when the next token is due.
-        ended: whether the request has its outcome.
-    """
+    """A request for tokens, and how far it is; `sampling` and `owner` are handed on to the driver."""
 
     prompt: Sequence[int]
-    answer: int
+    answer: int  # the largest number of tokens
     deadlines: TokenDeadlines
-    min_accuracy: float = 0.0
+    min_accuracy: float = 0.0  # percent; once submitted, the least accuracy of a subnet that meets it
     stop: frozenset[int] = frozenset()
     logprobs: int | None = None
     sampling: Any = None
     owner: Any = None
     number: int = -1
     accepted_ms: float = 0.0
-    left: int = 0
-    due_ms: float = 0.0
+    left: int = 0  # tokens of the prompt, and of an answer that lost its place, that are not computed
+    due_ms: float = 0.0  # of the next token
     first_ms: float = 0.0
     late: int = 0
     ended: bool = False
@@ -79,22 +65,12 @@ class StepRequest:
 
 @dataclass
 class Step:
-    """What one step computes.
+    """What one step computes."""
 
-    Attributes:
-        parts: the requests, those that are past their prompts first, and how many tokens of each.
-        answered: the requests that get a token, in the same order.
-        sequences: how many of them are past their prompts.
-        held: how many tokens these have together.
-        prompt_tokens: how many tokens of prompts are computed.
-        subnet: id of the subnet that runs.
-        began_ms: when it began.
-    """
-
-    parts: list[tuple[StepRequest, int]] = field(default_factory=list)
-    answered: list[StepRequest] = field(default_factory=list)
-    sequences: int = 0
-    held: int = 0
+    parts: list[tuple[StepRequest, int]] = field(default_factory=list)  # and how many tokens of each
+    answered: list[StepRequest] = field(default_factory=list)  # those that get a token, in the same order
+    sequences: int = 0  # how many of them are past their prompts
+    held: int = 0  # how many tokens these have together
     prompt_tokens: int = 0
     subnet: int = 0
     began_ms: float = 0.0
@@ -143,22 +119,8 @@ class StepScheduler:
 
     Sequences with a place go on, those past their prompts first; free places go to the requests whose next
     tokens are due first. A request whose first token cannot come in time any more is dropped if `expired` is
-    `drop`. While a step hangs, every request ends whose next token is overdue.
-
-    Args:
-        policy: chooses the subnets.
-        places: the largest number of sequences in a step.
-        step_tokens: the largest number of tokens in a step.
-        expired: `drop` or `serve`.
-        max_queue: number of requests at which further ones are refused.
-        watchdog_ms: time after which a step hangs. If None, it follows from the expected time.
-
-    Attributes:
-        requests: number of a request -> the request, of those that have not ended.
-        step: the step that runs, or None.
-        closed: why no requests are accepted any more, or None.
-        counts: as the fields of `GeneratorStats`.
-        steps: per subnet, how many steps it ran.
+    `drop`. While a step hangs, every request ends whose next token is overdue. The arguments are those of
+    `Generator`, where `places` is called `max_sequences`.
     """
 
     def __init__(
@@ -180,14 +142,14 @@ class StepScheduler:
         self._max_queue = max_queue
         self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
         self._floor = Floors(next(iter(policy.table.decode.values())))
-        self.requests: dict[int, StepRequest] = {}
+        self.requests: dict[int, StepRequest] = {}  # those that have not ended
         self._active: dict[int, StepRequest] = {}  # those with a place, in the order in which they got it
         self._waiting: list[tuple[float, int, StepRequest]] = []  # the others; the first is due first
         self.step: Step | None = None
-        self.closed: str | None = None
+        self.closed: str | None = None  # why no request is accepted any more
         names = ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted")
         self.counts = dict.fromkeys(names, 0)
-        self.steps = [0] * len(policy.table.subnets)
+        self.steps = [0] * len(policy.table.subnets)  # how many each subnet ran
         self._numbers = itertools.count()
         self._limit_ms = math.inf  # when what runs is taken to hang
 
@@ -219,12 +181,8 @@ class StepScheduler:
             self._wait(request)
 
     def prepare(self, now_ms: float) -> None:
-        """Take what runs from now on to hang after a while, although no step has begun."""
+        """Take what runs from now on to hang after a while, although no step has begun; inf: never."""
         self._limit_ms = now_ms + (self._watchdog_ms or FIRST_PATIENCE_MS)
-
-    def rest(self) -> None:
-        """Take nothing to hang until the next call of another method: there is nothing to do."""
-        self._limit_ms = math.inf
 
     def next_step(self, now_ms: float, fits: Fits = lambda *_: True) -> Step | None:
         """Begin the next step, which is None if there is nothing to compute.
