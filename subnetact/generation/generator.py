@@ -191,10 +191,9 @@ class Generator:
         self._lock = threading.Lock()  # of the scheduler
         self._news = threading.Event()
         self._choosing_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="subnetact-generator", daemon=True)
-        self._watchdog = threading.Thread(
-            target=self._watch, name="subnetact-generator-watchdog", daemon=True
-        )
+        name = "subnetact-generator"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._watchdog = threading.Thread(target=self._watch, name=f"{name}-watchdog", daemon=True)
         self._thread.start()
         self._watchdog.start()
 
@@ -359,8 +358,6 @@ class Generator:
         with self._lock:
             self._scheduler.push_out(request)
 
-    # -- ends ------------------------------------------------------------------------------------
-
     def _hangs(self) -> bool:
         return self._scheduler.hangs(self._now_ms())
 
@@ -404,14 +401,12 @@ def _tell(events: Iterable[Event]) -> None:
 
 def _check_caches(supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool) -> None:
     first = subnets[0]
+    ways = {"incompatible": "generate with subnets that keep the same layers and heads"}
+    if not allow_approximate:
+        ways["approximate"] = "accept this with allow_approximate=True"
     for other in subnets[1:]:
         relation = cache_relation(supernet, first, other)
-        if relation == "incompatible" or (relation == "approximate" and not allow_approximate):
-            way = (
-                "generate with subnets that keep the same layers and heads"
-                if relation == "incompatible"
-                else "accept this with allow_approximate=True"
-            )
+        if way := ways.get(relation):
             raise CacheMismatch(
                 f"the key-value caches of {first} and {other} are {relation}, so the subnet cannot change "
                 f"between two tokens; {way}"

@@ -63,7 +63,7 @@ class StepPolicy:
         self.slowdown = 1.0
         self.lifted = False
         self._accuracy = table.known_accuracy()
-        fastest = min(table.latency_ms(i, 1) for i in range(len(self._accuracy)))
+        fastest = min(table.latencies_ms(1))
         if fastest > self.token_ms:
             raise TableError(f"token_ms: no step takes less than {fastest:.3g} ms; give more time per token")
         self._policies = [policy(one) for one in table.decode.values()] if policy else []
@@ -93,8 +93,7 @@ class StepPolicy:
             sequences: how many of them are past their prompts.
             context: the mean number of tokens of these.
             prompt_tokens: how many tokens of prompts the step computes.
-            floor: the minimum accuracy in percent that a request in the step demands; PolicyError if no
-                subnet has it.
+            floor: the minimum accuracy in percent that a request demands; PolicyError if no subnet has it.
             pace_ms: how long steps may take so that waiting requests get a place in time; see `pace`.
         """
         allowed = [i for i in self._order if self._accuracy[i] >= floor] if floor > 0.0 else self._order
