@@ -147,8 +147,10 @@ def _checked(prompt: Prompt) -> Prompt:
                 f"a request at {prompt.arrival_ms} ms has no {counted} that can be simulated ({n!r} tokens); "
                 f"give whole numbers from 1 to {MOST_TOKENS:,}"
             )
-    if not isinstance(prompt.arrival_ms, Real) or not abs(prompt.arrival_ms) <= LATEST_MS:
-        raise TraceError(
-            f"a request arrives at {prompt.arrival_ms!r:.40} ms; allowed are times up to {LATEST_MS:.0e} ms"
-        )
+    for name, low, high in (("arrival_ms", -LATEST_MS, LATEST_MS), ("min_accuracy", 0.0, 100.0)):
+        value = getattr(prompt, name)
+        if not isinstance(value, Real) or not low <= value <= high:
+            raise TraceError(
+                f"a request has {name} {value!r:.40}; allowed are numbers from {low:g} to {high:g}"
+            )
     return prompt
