@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from subnetact.errors import TraceError
 from subnetact.generation.completion import TokenDeadlines
@@ -100,8 +102,8 @@ def simulate_generation(
         Counts of tokens and steps.
 
     Raises:
-        TraceError: a prompt or an answer has no token or more than a million, or a request arrives at no
-            finite time.
+        TraceError: a prompt or an answer has no token or more than a million, or a time or a minimum accuracy
+            is out of range.
         PolicyError: an argument is out of range.
         InvalidRequest: no subnet is as accurate as a request demands.
         TableError: the accuracy of a subnet is not known.
@@ -149,7 +151,8 @@ def _checked(prompt: Prompt) -> Prompt:
             )
     for name, low, high in (("arrival_ms", -LATEST_MS, LATEST_MS), ("min_accuracy", 0.0, 100.0)):
         value = getattr(prompt, name)
-        if not isinstance(value, Real) or not low <= value <= high:
+        number: Any = value if isinstance(value, Real) else math.nan
+        if not low <= number <= high:
             raise TraceError(
                 f"a request has {name} {value!r:.40}; allowed are numbers from {low:g} to {high:g}"
             )

@@ -171,9 +171,9 @@ class StepScheduler:
 
     def cancel(self, request: StepRequest, now_ms: float) -> list[Event]:
         """End a request with the tokens that it has."""
-        return (
-            [] if request.ended else [self._end(request, request.generated(now_ms, "cancelled"), "cancelled")]
-        )
+        if request.ended:
+            return []
+        return [self._end(request, request.generated(now_ms, "cancelled"), "cancelled")]
 
     def push_out(self, request: StepRequest) -> None:
         """Take the place of a request, whose tokens are computed again when it gets another one."""
@@ -222,9 +222,8 @@ class StepScheduler:
         logprobs: Iterable[TokenLogprobs | None] = itertools.repeat(None),
     ) -> list[Event]:
         """Take the tokens of the requests that the step answers."""
-        step, events = self.step, list[Event]()
+        step, self.step, events = self.step, None, list[Event]()
         assert step is not None
-        self.step = None
         self.prepare(now_ms)
         self.policy.observe(step.subnet, *step.size, now_ms - step.began_ms)
         for request, computed in step.parts:
@@ -251,8 +250,7 @@ class StepScheduler:
 
     def failed(self, cause: Exception, now_ms: float) -> list[Event]:
         """End the requests of the step that runs, because it raised."""
-        parts = self.step.parts if self.step else []
-        self.step = None
+        parts, self.step = self.step.parts if self.step else [], None
         self.prepare(now_ms)
         error = BatchFailed(f"a step raised {type(cause).__name__}: {cause}; other requests go on")
         error.__cause__ = cause
