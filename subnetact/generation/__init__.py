@@ -1,17 +1,18 @@
 """Generation under deadlines: an elastic language model whose subnet is chosen anew for every step.
 
-* `generator`: `Generator`, which serves requests with a time to first token and a time per token.
+* `step_scheduler`: who is in the next step and when a request ends: the rules, without threads or a clock.
+* `generator`: `Generator`, threads around it: a time to first token and a time per token.
+* `simulation`: the same object on a simulated clock: predicts what a policy does with a trace of prompts.
+* `step_policy`: chooses the subnet of a step with the policies of `subnetact.serving`.
 * `completion`: the answer to one request, token by token.
 * `step_table`: latencies of steps: subnet x active sequences x context, and prompts apart.
 * `step_profile`: `profile_steps`, which measures such a table.
-* `step_policy`: chooses the subnet of a step with the policies of `subnetact.serving` (no torch).
-* `simulation`: predicts what a policy does with a trace of prompts (no torch).
 * `step_loop`: the only module that knows the continuous batching of transformers.
 
 Which subnet may continue on the keys and values of another one is decided in `insertion/key_value_cache.py`.
 """
 
-from subnetact.generation.completion import Completion, Generated, TokenDeadlines
+from subnetact.generation.completion import Completion, Generated, TokenDeadlines, TokenLogprobs
 from subnetact.generation.generator import Generator, GeneratorStats
 from subnetact.generation.simulation import Prompt, SimulatedGeneration, simulate_generation
 from subnetact.generation.step_policy import StepPolicy
@@ -28,6 +29,7 @@ __all__ = [
     "StepPolicy",
     "StepTable",
     "TokenDeadlines",
+    "TokenLogprobs",
     "profile_steps",
     "simulate_generation",
 ]

@@ -6,12 +6,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from subnetact.errors import InvalidRequest, RequestError
 from subnetact.serving.scheduling.checks import check_positive
 
-__all__ = ["Completion", "Generated", "TokenDeadlines"]
+__all__ = ["Completion", "Generated", "TokenDeadlines", "TokenLogprobs"]
 
 logger = logging.getLogger("subnetact.generation")
 
@@ -37,23 +37,25 @@ class TokenDeadlines:
 
     @classmethod
     def total(cls, total_ms: float, tokens: int) -> TokenDeadlines:
-        """Spread the time for a whole answer evenly over its tokens.
-
-        Args:
-            total_ms: time from the submission to the last token, in ms.
-            tokens: the largest number of tokens.
-        """
+        """Spread the time from the submission to the last token, in ms, evenly over so many tokens."""
         share = check_positive(total_ms, "total_ms") / max(tokens, 1)
         return cls(share, share)
 
     def due_ms(self, accepted_ms: float, position: int) -> float:
-        """Return when a token is due.
-
-        Args:
-            accepted_ms: time of the submission.
-            position: the position of the token in the answer, from 0.
-        """
+        """Return when a token is due, by the time of the submission and its position from 0."""
         return accepted_ms + self.first_ms + position * self.token_ms
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one position of an answer, before temperature, `top_k` and `top_p` change them.
+
+    Attributes:
+        own: of the generated token.
+        likely: of the most likely tokens (token, log-probability), the likeliest first.
+    """
+
+    own: float
+    likely: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Generated:
         total_ms: time from the submission to the end, in ms.
         finish: "stop" (a stop token came), "length" (the largest number of tokens was reached) or
             "cancelled".
+        logprobs: log-probabilities of each token, if the request asked for them.
     """
 
     tokens: tuple[int, ...]
@@ -76,6 +79,7 @@ class Generated:
     first_ms: float
     total_ms: float
     finish: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def met(self) -> bool:
@@ -90,23 +94,16 @@ class Completion:
     """
 
     def __init__(self, cancel: Callable[[], None]) -> None:
-        """Make the completion of a request.
-
-        Args:
-            cancel: asks the generator to stop the request.
-        """
+        """Make the completion of a request that `cancel` stops."""
         self._cancel = cancel
         self._changed = threading.Condition()
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._outcome: Generated | RequestError | None = None
         self._listeners: list[Callable[[], Any]] = []
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the tokens as they come.
-
-        Raises:
-            RequestError: the request failed; the tokens before that were yielded.
-        """
+        """Yield the tokens as they come; a request that fails raises its RequestError behind them."""
         position = 0
         while True:
             with self._changed:
@@ -126,22 +123,17 @@ class Completion:
         return self._outcome is not None
 
     def tokens(self, first: int = 0) -> Sequence[int]:
-        """Return the tokens so far.
-
-        Args:
-            first: the position of the first one to return.
-        """
+        """Return the tokens so far, from a position on."""
         with self._changed:
             return tuple(self._tokens[first:])
 
+    def logprobs(self, first: int = 0) -> Sequence[TokenLogprobs]:
+        """Return the log-probabilities of the tokens so far, from a position on, if they were asked for."""
+        with self._changed:
+            return tuple(self._logprobs[first:])
+
     def result(self, timeout_s: float | None = None) -> Generated:
-        """Wait for the end of the request.
-
-        Args:
-            timeout_s: the longest time to wait, in seconds. If None, there is no limit.
-
-        Returns:
-            The finished answer.
+        """Wait for the end of the request, for so many seconds or without limit, and return the answer.
 
         Raises:
             RequestError: the request failed: `DeadlinePassed`, `BatchFailed`, `BatcherClosed`.
@@ -161,54 +153,46 @@ class Completion:
         self._cancel()
 
     def listen(self, listener: Callable[[], Any]) -> None:
-        """Call a function after every new token and at the end, on the generator's thread; keep it short.
+        """Call a function after every new token and at the end, and at once if there is something already.
 
-        Args:
-            listener: the function, without arguments. It is called at once, on the thread of the caller, if
-                there is something already. If a later call raises, this is logged, and the function is not
-                called any more.
+        Keep it short: the generator computes no step while its thread runs it. A function that raises later
+        is not called any more, and this is logged.
         """
         with self._changed:
-            self._listeners.append(listener)
+            self._listeners = [*self._listeners, listener]
             something = bool(self._tokens) or self._outcome is not None
         if something:
             listener()
 
-    def _add(self, token: int) -> None:
+    def _add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         with self._changed:
-            if self._outcome is not None:  # it ended while its step ran
+            if self._outcome is not None:  # cancelled since this token came, which is in its answer
                 return
             self._tokens.append(token)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
             self._changed.notify_all()
         self._tell()
 
     def _end(self, outcome: Generated | RequestError) -> None:
         with self._changed:
-            if self._outcome is not None:
-                return
+            if isinstance(outcome, Generated):
+                self._tokens, self._logprobs = list(outcome.tokens), list(outcome.logprobs)
             self._outcome = outcome
             self._changed.notify_all()
         self._tell()
 
     def _tell(self) -> None:
-        for listener in list(self._listeners):
+        for listener in self._listeners:
             try:
                 listener()
             except Exception:
                 logger.exception("a listener of a completion raised, and hears no more; the answer goes on")
-                self._listeners.remove(listener)
+                self._listeners = [one for one in self._listeners if one is not listener]
 
 
 def check_prompt(prompt: Any, vocabulary: int) -> list[int]:
-    """Return the tokens of a prompt as a list.
-
-    Args:
-        prompt: token ids: a sequence of integers, or a tensor or array of one dimension.
-        vocabulary: the number of tokens that the model knows.
-
-    Raises:
-        InvalidRequest: the prompt is empty, or a token is no integer that the model knows.
-    """
+    """Return the tokens of a prompt as a list, or raise InvalidRequest if the model cannot know one."""
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise InvalidRequest(

@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
 import time
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
     CacheMismatch,
-    DeadlinePassed,
     InvalidRequest,
     PolicyError,
     ProfileMismatch,
-    QueueFull,
-    RequestError,
 )
-from subnetact.generation.completion import Completion, Generated, TokenDeadlines, check_prompt
+from subnetact.generation.completion import Completion, TokenDeadlines, check_prompt
 from subnetact.generation.step_policy import StepPolicy
+from subnetact.generation.step_scheduler import Event, Fits, Step, StepRequest, StepScheduler, TokenCame
 from subnetact.generation.step_table import StepTable
 from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.interpreter_exit import computing
-from subnetact.serving.scheduling.checks import check_count, check_positive, expired_rule, unreachable
+from subnetact.serving.scheduling.checks import check_count, check_deadline
 from subnetact.serving.scheduling.context import Policy
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
-
-if TYPE_CHECKING:
-    from subnetact.generation.step_loop import Step
 
 __all__ = ["Generator", "GeneratorStats"]
 
 logger = logging.getLogger("subnetact.generation")
 COLDEST = 1e-6
 """At lower temperatures the most likely token is taken; logits divided by them could be infinite."""
+MOST_LOGPROBS = 20
+"""Log-probabilities of no more of the most likely tokens are told."""
 IDLE_S = 0.05
 """How long the loop waits for a request before it looks for expired ones."""
 TICK_S = 0.02
 """How often the watchdog looks for expired requests and for a step that hangs."""
-PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
-"""A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class GeneratorStats:
         steps: id of a subnet -> how many steps it ran.
         active: requests under way.
         slowdown: how long steps take, as a multiple of the table's latency.
-        choosing_us: mean time of choosing a subnet, per step, in microseconds.
+        choosing_us: mean time of deciding what a step computes and with which subnet, in microseconds.
         up: whether steps are computed: the generator's thread lives, and no step hangs.
     """
 
@@ -87,40 +79,6 @@ class GeneratorStats:
     up: bool
 
 
-class _Running:
-    """One accepted request."""
-
-    __slots__ = (
-        "accepted_ms",
-        "completion",
-        "deadlines",
-        "due_ms",
-        "first_ms",
-        "floor",
-        "late",
-        "length",
-        "place",
-        "stop",
-        "subnets",
-    )
-
-    def __init__(
-        self, completion: Completion, accepted_ms: float, deadlines: TokenDeadlines, floor: float
-    ) -> None:
-        self.completion, self.accepted_ms, self.deadlines, self.floor = (
-            completion,
-            accepted_ms,
-            deadlines,
-            floor,
-        )
-        self.subnets: list[int] = []
-        self.late = self.length = 0
-        self.first_ms = 0.0
-        self.due_ms = deadlines.due_ms(accepted_ms, 0)  # of the next token
-        self.place = (self.due_ms, "")
-        self.stop: frozenset[int] = frozenset()
-
-
 class Generator:
     """Generates tokens for many requests at a time; the deadlines choose the subnet of every step.
 
@@ -128,9 +86,9 @@ class Generator:
     and values that earlier subnets wrote stay in use. The subnet of a step satisfies the most demanding of
     its sequences: a step of its own for each minimum accuracy would read the weights once more for all.
     `GeneratorStats.lifted` counts these steps. Batching, paging and sampling are those of the continuous
-    batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with
-    a typed error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue.
-    Use a generator as a context manager.
+    batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with a typed
+    error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue. Use a
+    generator as a context manager.
 
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
@@ -147,7 +105,6 @@ class Generator:
         cache_tokens: how many tokens the keys and values of all sequences may have. A request that is pushed
             out of a full cache is computed again later.
         step_tokens: the largest number of tokens that one step computes; longer prompts take several steps.
-        max_length: the largest number of tokens of a prompt and its answer. If None, the model's.
         expired: what becomes of a request whose first token cannot come in time any more: `drop` (it ends
             with `DeadlinePassed`) or `serve`.
         seed: seed of the sampling. If None, a random one.
@@ -159,6 +116,7 @@ class Generator:
     Attributes:
         table: as given.
         subnets: as given.
+        max_length: the largest number of tokens of a prompt and its answer.
 
     Raises:
         CacheMismatch: two subnets cannot continue on each other's caches.
@@ -187,7 +145,6 @@ class Generator:
         max_queue: int = 1000,
         cache_tokens: int = 16_384,
         step_tokens: int = 512,
-        max_length: int | None = None,
         expired: str = "drop",
         seed: int | None = None,
         watchdog_ms: float | None = None,
@@ -198,63 +155,45 @@ class Generator:
         self.subnets = supernet.distinct(subnets, "a generator")
         decoder = ElasticDecoder(supernet, self.subnets, allow_approximate)
         self.table = table
-        self._policy = StepPolicy(table, token_ms, policy)
+        self._scheduler = StepScheduler(
+            StepPolicy(table, token_ms, policy),
+            places=max_sequences,
+            step_tokens=step_tokens,
+            expired=expired,
+            max_queue=check_count(max_queue, "max_queue"),
+            watchdog_ms=watchdog_ms,
+        )
         if tuple(map(str, self.subnets)) != table.subnets:
             raise ProfileMismatch("table: it is of other subnets; measure one of these with profile_steps")
         _check_caches(supernet, self.subnets, allow_approximate)
-        self._places = check_count(max_sequences, "max_sequences")
-        check_count(step_tokens, "step_tokens")
-        self._max_queue = check_count(max_queue, "max_queue")
-        self._drop = expired_rule(expired) == "drop"
-        if expired == "defer":
-            raise PolicyError("expired: 'defer' is not a rule for generation; choose from drop, serve")
-        self._token_ms = self._policy.token_ms
-        self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
         if clock_ms is not None and not callable(clock_ms):
             raise PolicyError(f"clock_ms: {clock_ms!r} is no function; give one that returns the time in ms")
-        self._now_ms = clock_ms or _now_ms
+        self._now_ms = clock_ms or (lambda: time.perf_counter_ns() / 1e6)
         text = decoder.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._loop = StepLoop(
             decoder,
-            choose=self._choose,
-            observe=self._observe,
-            deliver=self._deliver,
-            due=self._due,
-            clock_ms=self._now_ms,
-            sequences=self._places,
+            plan=self._plan,
+            pushed_out=self._pushed_out,
+            sequences=max_sequences,
             cache_tokens=check_count(cache_tokens, "cache_tokens"),
             step_tokens=step_tokens,
             seed=seed,
         )
-        capacity = self._loop.set_up()
-        if capacity < 2:
+        if self._loop.longest < 2:
             self._loop.tear_down()
             raise PolicyError(
                 f"cache_tokens: {cache_tokens} tokens are too few, because every kind of attention takes "
                 "whole pages of the cache; give it more"
             )
-        longest = int(getattr(text, "max_position_embeddings", capacity) or capacity)
-        wanted = longest if max_length is None else check_count(max_length, "max_length")
-        self.max_length = min(capacity, longest, wanted)
-        self._lock = threading.Lock()
-        self._running: dict[str, _Running] = {}
-        self._waiting: list[tuple[float, str]] = []  # requests without a token, the most urgent first
-        self._cancelled: deque[str] = deque()
-        self._names = itertools.count()
-        self._counts = dict.fromkeys(
-            ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted"), 0
-        )
-        self._steps = dict.fromkeys(range(len(self.subnets)), 0)
+        longest = int(getattr(text, "max_position_embeddings", 0) or self._loop.longest)
+        self.max_length = min(self._loop.longest, longest)
+        self._lock = threading.Lock()  # of the scheduler
+        self._news = threading.Event()
         self._choosing_s = 0.0
-        self._subnet = 0
-        self._closing: str | None = None
-        self._step_limit_ms: float | None = None  # when the step that runs is taken to hang
-        self._in_step: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="subnetact-generator", daemon=True)
-        self._watchdog = threading.Thread(
-            target=self._watch, name="subnetact-generator-watchdog", daemon=True
-        )
+        name = "subnetact-generator"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._watchdog = threading.Thread(target=self._watch, name=f"{name}-watchdog", daemon=True)
         self._thread.start()
         self._watchdog.start()
 
@@ -273,6 +212,7 @@ class Generator:
         top_k: int | None = None,
         top_p: float | None = None,
         min_accuracy: float = 0.0,
+        logprobs: int | None = None,
     ) -> Completion:
         """Queue a request.
 
@@ -289,6 +229,8 @@ class Generator:
             top_k: a token is drawn from this number of most likely ones. If None, from all.
             top_p: a token is drawn from the most likely ones that together have this probability.
             min_accuracy: minimum accuracy of the subnets that generate this answer, in percent.
+            logprobs: tell the log-probability of every generated token, and those of this number of most
+                likely tokens, from 0 to 20. If None, none are told.
 
         Returns:
             The completion: iterate over it, or wait for its result.
@@ -306,47 +248,37 @@ class Generator:
                 f"prompt: {len(tokens)} tokens and an answer of {count} are more than {self.max_length}, "
                 "what the model and the cache hold; shorten the prompt or lower max_new_tokens"
             )
-        deadlines = self._deadlines(first_ms, token_ms, deadline_ms, count)
-        floor = _number(min_accuracy, "min_accuracy", 0.0, 100.0)
-        best = max(self.table.accuracy)
-        if floor > best:
-            raise InvalidRequest(str(unreachable(floor, best)))
         if not isinstance(stop, Iterable):
             raise InvalidRequest(f"stop: {stop!r} is no list of tokens; give [] for none")
-        ends = frozenset(_whole(token, "stop", 0) for token in stop)
-        sampling = _sampling(temperature, top_k, top_p, self._vocabulary)
-        name = f"request {next(self._names)}"
-        completion = Completion(lambda: self._cancel(name))
-        running = _Running(completion, self._now_ms(), deadlines, floor)
-        running.stop, running.length, running.place = ends, count, (running.due_ms, name)
+        if logprobs is not None and _whole(logprobs, "logprobs", 0) > MOST_LOGPROBS:
+            raise InvalidRequest(f"logprobs: {logprobs} must be a whole number from 0 to {MOST_LOGPROBS}")
+        completion = Completion(lambda: self._do(self._scheduler.cancel, request, self._now_ms()))
+        request = StepRequest(
+            tokens,
+            count,
+            self._deadlines(first_ms, token_ms, deadline_ms, count),
+            _number(min_accuracy, "min_accuracy", 0.0, 100.0),
+            frozenset(_whole(token, "stop", 0) for token in stop),
+            logprobs,
+            _sampling(temperature, top_k, top_p, self._vocabulary),
+            completion,
+        )
         with self._lock:
-            if self._closing is not None:
-                raise BatcherClosed(f"the generator is closed{self._closing}")
-            if len(self._running) >= self._max_queue:
-                raise QueueFull(f"{len(self._running)} requests are under way; try again later")
-            self._running[name] = running
-            insort(self._waiting, running.place)
-            self._counts["requests"] += 1
-            try:
-                self._loop.add(name, tokens, count, set(ends), sampling)  # before `close` can cancel it
-            except BaseException:
-                del self._running[name]
-                self._waiting.remove(running.place)
-                self._counts["requests"] -= 1
-                raise
+            self._scheduler.submit(request, self._now_ms())
+        self._news.set()
         return completion
 
     def stats(self) -> GeneratorStats:
         """Return the counts so far."""
         with self._lock:
-            steps = sum(self._steps.values())
+            scheduler = self._scheduler
             return GeneratorStats(
-                **self._counts,
-                steps={i: count for i, count in self._steps.items() if count},
-                active=len(self._running),
-                slowdown=self._policy.slowdown,
-                choosing_us=1e6 * self._choosing_s / max(steps, 1),
-                up=self._thread.is_alive() and not self._closing and not self._hangs(),
+                **scheduler.counts,
+                steps={i: count for i, count in enumerate(scheduler.steps) if count},
+                active=len(scheduler.requests),
+                slowdown=scheduler.policy.slowdown,
+                choosing_us=1e6 * self._choosing_s / max(sum(scheduler.steps), 1),
+                up=self._thread.is_alive() and scheduler.closed is None and not self._hangs(),
             )
 
     def close(self, wait: bool = True) -> None:
@@ -356,18 +288,14 @@ class Generator:
             wait: whether to finish the requests under way. If False, or if a step hangs, they end with
                 `BatcherClosed`.
         """
-        with self._lock:
-            if self._closing is None:
-                self._closing = ""
-        unfinished = BatcherClosed("the generator was closed before the answer was complete")
-        if not wait:
-            self._end_all(unfinished)
-        self._loop.wake()
+        error = BatcherClosed("the generator was closed before the answer was complete")
+        self._do(self._scheduler.close, "", None if wait else error)
+        self._news.set()
         if threading.current_thread() in (self._thread, self._watchdog):
             return
         while self._thread.is_alive():
             if self._hangs():
-                self._end_all(unfinished)
+                self._do(self._scheduler.close, "", error)
                 return
             self._thread.join(TICK_S)
 
@@ -382,229 +310,107 @@ class Generator:
     def _run(self) -> None:
         try:
             while True:
-                with computing():
-                    self._drop_cancelled()
-                    if self._drop:
-                        self._drop_expired()
-                    self._begin_step(set(), FIRST_PATIENCE_MS)
-                    worked = self._loop.step()
-                self._step_limit_ms = None
-                if not worked:
-                    with self._lock:
-                        if self._closing is not None and not self._running:
-                            return
-                    self._loop.wait(IDLE_S)
+                self._scheduler.prepare(self._now_ms())
+                self._do(self._scheduler.tick, self._now_ms())
+                if self._step():
+                    continue
+                with self._lock:
+                    self._scheduler.prepare(math.inf)
+                    if self._scheduler.closed is not None and not self._scheduler.requests:
+                        return
+                self._news.wait(IDLE_S)
+                self._news.clear()
         except BaseException as error:
             logger.exception("the generator ends")
-            with self._lock:
-                self._closing = f": its loop raised {type(error).__name__}: {error}"
-            self._end_all(BatchFailed(f"the generator's loop raised {type(error).__name__}: {error}"))
+            cause = f"its loop raised {type(error).__name__}: {error}"
+            failed = BatchFailed(f"the generator ends, because {cause}")
+            self._do(self._scheduler.close, f": {cause}", failed)
         finally:
-            self._step_limit_ms = None
             self._loop.tear_down()
 
-    def _begin_step(self, names: set[str], patience_ms: float) -> None:
-        """Note what the next step computes, and how long it may take before it is taken to hang."""
-        self._in_step = names
-        wanted = patience_ms if self._watchdog_ms is None else self._watchdog_ms
-        self._step_limit_ms = self._now_ms() + wanted
+    def _step(self) -> bool:
+        """Compute a step if there is anything to compute."""
+        try:
+            with computing():
+                made = self._loop.step()
+        except Exception as error:
+            with self._lock:
+                if self._scheduler.step is None:
+                    raise
+                events = self._scheduler.failed(error, self._now_ms())
+            logger.warning("a step failed, and with it %d requests: %s", len(events), error)
+        else:
+            if made is None:
+                return False
+            with self._lock:
+                events = self._scheduler.step_done(made[0], self._now_ms(), made[1])
+        _tell(events)
+        return True
+
+    def _plan(self, fits: Fits) -> Step | None:
+        with self._lock:
+            begun = time.perf_counter()
+            step = self._scheduler.next_step(self._now_ms(), fits)
+            self._choosing_s += time.perf_counter() - begun
+        return step
+
+    def _pushed_out(self, request: StepRequest) -> None:
+        with self._lock:
+            self._scheduler.push_out(request)
 
     def _hangs(self) -> bool:
-        limit_ms = self._step_limit_ms
-        return limit_ms is not None and self._now_ms() > limit_ms
+        return self._scheduler.hangs(self._now_ms())
 
     def _watch(self) -> None:
-        """Run the watchdog's thread as long as the generator's."""
+        """Look for a step that hangs, on a thread that computes nothing and runs no callbacks."""
         while self._thread.is_alive():
-            try:
-                self._tick()
-            except Exception:
-                logger.exception("the generator's watchdog goes on after an error")
+            with self._lock:
+                events = self._scheduler.tick(self._now_ms())
+            if events:
+                threading.Thread(target=_tell, args=(events,), daemon=True).start()
             self._thread.join(TICK_S)
 
-    def _tick(self) -> None:
-        """End requests that wait in vain; the step that runs answers those in it, unless it hangs."""
-        if self._hangs():
-            self._drop_cancelled()
-            now = self._now_ms()
-            self._expire([name for name, one in list(self._running.items()) if one.due_ms < now])
-        elif self._drop:
-            self._drop_expired(self._in_step)
-
-    def _choose(self, step: Step) -> None:
-        begun = time.perf_counter()
-        names = {*step.decoding, *step.prompts}
-        found = [one for one in map(self._running.get, names) if one is not None]
-        if found:
-            floors = [one.floor for one in found]
-            self._subnet = self._policy.choose(
-                self._now_ms(),
-                [one.due_ms for one in found],
-                sequences=len(step.decoding),
-                context=step.context,
-                prompt_tokens=step.prompt_tokens,
-                floor=max(floors),
-                pace_ms=self._pace(names, found),
-            )
-            if self._policy.lifted and min(floors) < max(floors):
-                with self._lock:
-                    self._counts["lifted"] += 1
-        step.subnet = self._subnet
-        self._begin_step(names, self._patience_ms(step))
+    def _do(self, act: Callable[..., list[Event]], *given: Any) -> None:
+        """Let the scheduler do something, and tell clients what follows."""
         with self._lock:
-            self._steps[step.subnet] += 1
-            self._choosing_s += time.perf_counter() - begun
-
-    def _patience_ms(self, step: Step) -> float:
-        """Return how long a step may take before it is taken to hang."""
-        tabled = self.table.latency_ms(step.subnet, len(step.decoding), step.context, step.prompt_tokens)
-        least = LEAST_PATIENCE_MS if self._steps[step.subnet] else FIRST_PATIENCE_MS
-        return max(least, PATIENCE * self._policy.slowdown * tabled)
-
-    def _pace(self, names: set[str], active: Sequence[_Running]) -> float:
-        """Return how long steps may take so that waiting requests get a place in time."""
-        if len(active) < self._places or not self._waiting:
-            return math.inf
-        with self._lock:
-            urgent = self._waiting[: self._places]
-        due = [due for due, name in urgent if name not in names]
-        left = [one.length - len(one.subnets) for one in active]
-        return self._policy.pace(self._now_ms(), left, due)
-
-    def _observe(self, step: Step, measured_ms: float) -> None:
-        self._policy.observe(step.subnet, len(step.decoding), step.context, step.prompt_tokens, measured_ms)
-
-    def _due(self, name: str) -> float:
-        running = self._running.get(name)
-        return math.inf if running is None else running.due_ms
-
-    def _deliver(self, output: Any) -> None:
-        running = self._running.get(output.request_id)
-        if running is None:
-            if output.error is None and not output.is_finished():
-                self._loop.cancel_request(output.request_id)  # the request ended while it was queued
-            return
-        if output.error is not None:
-            cause = output.error
-            error = BatchFailed(f"a step raised {type(cause).__name__}: {cause}; other requests go on")
-            error.__cause__ = cause if isinstance(cause, Exception) else None
-            self._end(output.request_id, error, "failed")
-            return
-        now = self._now_ms()
-        for token in output.generated_tokens[len(running.subnets) :]:
-            late = now > running.due_ms
-            with self._lock:
-                if not running.subnets:
-                    running.first_ms = now - running.accepted_ms
-                    self._stop_waiting(running)
-                running.subnets.append(self._subnet)
-                running.due_ms = running.deadlines.due_ms(running.accepted_ms, len(running.subnets))
-                running.late += late
-                self._counts["tokens"] += 1
-                self._counts["late"] += late
-            running.completion._add(int(token))
-        if output.is_finished():
-            last = running.completion.tokens(len(running.subnets) - 1)
-            finish = "stop" if last and last[0] in running.stop else "length"
-            self._end(output.request_id, self._generated(running, finish), "finished")
-
-    # -- ends ------------------------------------------------------------------------------------
-
-    def _generated(self, running: _Running, finish: str) -> Generated:
-        tokens = running.completion.tokens()
-        total = self._now_ms() - running.accepted_ms
-        return Generated(
-            tuple(tokens),
-            tuple(running.subnets[: len(tokens)]),
-            running.late,
-            running.first_ms,
-            total,
-            finish,
-        )
-
-    def _end(self, name: str, outcome: Generated | RequestError, kind: str) -> None:
-        with self._lock:
-            running = self._running.pop(name, None)
-            if running is None:
-                return
-            self._stop_waiting(running)
-            self._counts[kind] += 1
-        running.completion._end(outcome)
-
-    def _stop_waiting(self, running: _Running) -> None:
-        """Take a request off the waiting ones if it is among them; the caller holds the lock."""
-        position = bisect_left(self._waiting, running.place)
-        if position < len(self._waiting) and self._waiting[position] == running.place:
-            del self._waiting[position]
-
-    def _cancel(self, name: str) -> None:
-        self._cancelled.append(name)
-        self._loop.wake()
-
-    def _drop_cancelled(self) -> None:
-        for _ in range(len(self._cancelled)):
-            try:
-                name = self._cancelled.popleft()
-            except IndexError:  # the watchdog was quicker
-                return
-            running = self._running.get(name)
-            if running is not None:
-                self._loop.cancel_request(name)
-                self._end(name, self._generated(running, "cancelled"), "cancelled")
-
-    def _drop_expired(self, besides: Collection[str] = ()) -> None:
-        """End the requests whose first tokens are overdue, apart from some."""
-        now = self._now_ms()
-        with self._lock:
-            expired = self._waiting[: bisect_left(self._waiting, (now, ""))]
-        self._expire([name for _, name in expired if name not in besides])
-
-    def _expire(self, names: Sequence[str]) -> None:
-        for name in names:
-            running = self._running.get(name)
-            if running is not None:
-                self._loop.cancel_request(name)
-                due_ms, tokens = running.due_ms - running.accepted_ms, len(running.subnets)
-                error = DeadlinePassed(f"token {tokens + 1} was due after {due_ms:.0f} ms, and did not come")
-                self._end(name, error, "expired")
-
-    def _end_all(self, error: RequestError) -> None:
-        for name in list(self._running):
-            self._loop.cancel_request(name)
-            self._end(name, error, "failed")
+            events = act(*given)
+        _tell(events)
 
     def _deadlines(
         self, first_ms: float | None, token_ms: float | None, deadline_ms: float | None, tokens: int
     ) -> TokenDeadlines:
-        for name, value in (("first_ms", first_ms), ("token_ms", token_ms), ("deadline_ms", deadline_ms)):
-            if value is not None and not 0.0 < _number(value, name, -math.inf, math.inf) < math.inf:
-                raise InvalidRequest(f"{name}: {value} must be finite and > 0, in milliseconds from now")
-        if deadline_ms is not None:
-            if first_ms is not None or token_ms is not None:
+        given = {"first_ms": first_ms, "token_ms": token_ms, "deadline_ms": deadline_ms}
+        times = {name: check_deadline(ms, name) for name, ms in given.items() if ms is not None}
+        if "deadline_ms" in times:
+            if len(times) > 1:
                 raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")
-            return TokenDeadlines.total(deadline_ms, tokens)
-        each = self._token_ms if token_ms is None else token_ms
-        return TokenDeadlines(10.0 * each if first_ms is None else first_ms, each)
+            return TokenDeadlines.total(times["deadline_ms"], tokens)
+        each = times.get("token_ms", self._scheduler.policy.token_ms)
+        return TokenDeadlines(times.get("first_ms", 10.0 * each), each)
+
+
+def _tell(events: Iterable[Event]) -> None:
+    """Tell clients what has happened. Their callbacks run here, so nobody may wait for this."""
+    for event in events:
+        completion: Completion = event.request.owner
+        if isinstance(event, TokenCame):
+            completion._add(event.token, event.logprobs)
+        else:
+            completion._end(event.outcome)
 
 
 def _check_caches(supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool) -> None:
     first = subnets[0]
+    ways = {"incompatible": "generate with subnets that keep the same layers and heads"}
+    if not allow_approximate:
+        ways["approximate"] = "accept this with allow_approximate=True"
     for other in subnets[1:]:
         relation = cache_relation(supernet, first, other)
-        if relation == "incompatible" or (relation == "approximate" and not allow_approximate):
-            way = (
-                "generate with subnets that keep the same layers and heads"
-                if relation == "incompatible"
-                else "accept this with allow_approximate=True"
-            )
+        if way := ways.get(relation):
             raise CacheMismatch(
                 f"the key-value caches of {first} and {other} are {relation}, so the subnet cannot change "
                 f"between two tokens; {way}"
             )
-
-
-def _now_ms() -> float:
-    return time.perf_counter_ns() / 1e6
 
 
 def _whole(value: Any, name: str, least: int) -> int:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from subnetact.errors import TraceError
 from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.step_policy import StepPolicy
+from subnetact.generation.step_scheduler import Event, StepRequest, StepScheduler, TokenCame
 from subnetact.generation.step_table import StepTable
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_count, expired_rule
 from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
 
-MOST_TOKENS = 1_000_000
-"""No prompt or answer of a trace is longer."""
-LATEST_MS = 1e15
-"""No request of a trace arrives later, nor earlier than this time before 0."""
+MOST_TOKENS, LATEST_MS = 1_000_000, 1e15
+"""No prompt or answer of a trace is longer, and no request arrives later, or earlier than this before 0."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,14 @@ class Prompt:
         tokens: length of its prompt.
         answer: how many tokens are generated.
         deadlines: when they are due.
+        min_accuracy: minimum accuracy of the subnets that generate them, in percent.
     """
 
     arrival_ms: float
     tokens: int
     answer: int
     deadlines: TokenDeadlines
+    min_accuracy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,6 @@ class SimulatedGeneration:
         return self.accuracy_in_time / self.tokens if self.tokens else 0.0
 
 
-class _Sequence:
-    __slots__ = ("done", "left", "prompt")
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt, self.left, self.done = prompt, prompt.tokens, 0
-
-    @property
-    def due_ms(self) -> float:
-        return self.prompt.deadlines.due_ms(self.prompt.arrival_ms, self.done)
-
-
 def simulate_generation(
     prompts: Iterable[Prompt],
     table: StepTable,
@@ -112,80 +102,58 @@ def simulate_generation(
         Counts of tokens and steps.
 
     Raises:
-        TraceError: a prompt or an answer has no token or more than a million, or a request arrives at no
-            finite time.
+        TraceError: a prompt or an answer has no token or more than a million, or a time or a minimum accuracy
+            is out of range.
         PolicyError: an argument is out of range.
+        InvalidRequest: no subnet is as accurate as a request demands.
         TableError: the accuracy of a subnet is not known.
     """
     chooser = StepPolicy(table, token_ms, policy)
-    check_count(max_sequences, "max_sequences")
-    check_count(step_tokens, "step_tokens")
-    drop = expired_rule(expired) == "drop"
+    scheduler = StepScheduler(chooser, places=max_sequences, step_tokens=step_tokens, expired=expired)
     trace = deque(sorted(map(_checked, prompts), key=lambda one: one.arrival_ms))
-    asked, in_time, accuracy, dropped, steps = sum(one.answer for one in trace), 0, 0.0, 0, 0
-    waiting: list[tuple[float, int, _Sequence]] = []
-    active: list[_Sequence] = []
-    now, arrived, first_ms = 0.0, 0, []
-    while trace or waiting or active:
-        if not waiting and not active:
+    asked = sum(one.answer for one in trace)
+    in_time, accuracy, now = 0, 0.0, 0.0
+    first_ms: dict[StepRequest, float] = {}
+    for now, event in replay(trace, scheduler):  # noqa: B007
+        if isinstance(event, TokenCame):
+            first_ms.setdefault(event.request, event.request.first_ms)
+            if not event.late:
+                in_time += 1
+                accuracy += table.accuracy[event.subnet]
+    dropped, steps = scheduler.counts["expired"], sum(scheduler.steps)
+    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms.values()))
+
+
+def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[float, Event]]:
+    """Yield what happens to the requests of a trace, and when, if steps take as long as the table says."""
+    now = 0.0
+    while trace or scheduler.requests:
+        if not scheduler.requests:
             now = max(now, trace[0].arrival_ms)
         while trace and trace[0].arrival_ms <= now:
-            sequence = _Sequence(trace.popleft())
-            heapq.heappush(waiting, (sequence.due_ms, arrived, sequence))
-            arrived += 1
-        while drop and waiting and waiting[0][0] < now:
-            heapq.heappop(waiting)
-            dropped += 1
-        if drop:
-            begun = [running for running in active if running.done or running.due_ms >= now]
-            dropped += len(active) - len(begun)
-            active = begun
-        while waiting and len(active) < max_sequences:
-            active.append(heapq.heappop(waiting)[2])
-        if not active:
-            continue
-        decoding = [running for running in active if not running.left]
-        budget, computed = step_tokens - len(decoding), []
-        for running in active:
-            if running.left and budget > 0:
-                part = min(running.left, budget)
-                computed.append((running, part))
-                budget -= part
-        prompt_tokens = sum(part for _, part in computed)
-        context = 1.0
-        if decoding:
-            context = sum(running.prompt.tokens + running.done for running in decoding) / len(decoding)
-        due = [running.due_ms for running in decoding] + [running.due_ms for running, _ in computed]
-        left = [running.prompt.answer - running.done for running in active]
-        pace = chooser.pace(now, left, [due for due, _, _ in heapq.nsmallest(max_sequences, waiting)])
-        subnet = chooser.choose(
-            now, due, sequences=len(decoding), context=context, prompt_tokens=prompt_tokens, pace_ms=pace
-        )
-        now += table.latency_ms(subnet, len(decoding), context, prompt_tokens)
-        steps += 1
-        for running, part in computed:
-            running.left -= part
-        for running in (*decoding, *(running for running, _ in computed if not running.left)):
-            if now <= running.due_ms:
-                in_time += 1
-                accuracy += chooser.accuracy(subnet)
-            if not running.done:
-                first_ms.append(now - running.prompt.arrival_ms)
-            running.done += 1
-        active = [running for running in active if running.done < running.prompt.answer]
-    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms))
+            one = trace.popleft()
+            request = StepRequest(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, owner=one)
+            scheduler.submit(request, one.arrival_ms)
+        scheduler.prepare(now)
+        yield from ((now, event) for event in scheduler.tick(now))
+        if step := scheduler.next_step(now):
+            now += scheduler.policy.table.latency_ms(step.subnet, *step.size)
+            yield from ((now, event) for event in scheduler.step_done([0] * len(step.answered), now))
 
 
 def _checked(prompt: Prompt) -> Prompt:
     """Return the request, if it can be simulated."""
-    counts = (prompt.tokens, prompt.answer)
-    if any(isinstance(n, bool) or not isinstance(n, Integral) or not 1 <= n <= MOST_TOKENS for n in counts):
-        raise TraceError(
-            f"a request at {prompt.arrival_ms} ms has no prompt or no answer that can be simulated "
-            f"({prompt.tokens!r} and {prompt.answer!r} tokens); give whole numbers from 1 to {MOST_TOKENS:,}"
-        )
-    if not isinstance(prompt.arrival_ms, Real) or not abs(prompt.arrival_ms) <= LATEST_MS:
-        raise TraceError(
-            f"a request arrives at {prompt.arrival_ms!r:.40} ms; allowed are times up to {LATEST_MS:.0e} ms"
-        )
+    for counted, n in (("prompt", prompt.tokens), ("answer", prompt.answer)):
+        if isinstance(n, bool) or not isinstance(n, Integral) or not 1 <= n <= MOST_TOKENS:
+            raise TraceError(
+                f"a request at {prompt.arrival_ms} ms has no {counted} that can be simulated ({n!r} tokens); "
+                f"give whole numbers from 1 to {MOST_TOKENS:,}"
+            )
+    for name, low, high in (("arrival_ms", -LATEST_MS, LATEST_MS), ("min_accuracy", 0.0, 100.0)):
+        value = getattr(prompt, name)
+        number: Any = value if isinstance(value, Real) else math.nan
+        if not low <= number <= high:
+            raise TraceError(
+                f"a request has {name} {value!r:.40}; allowed are numbers from {low:g} to {high:g}"
+            )
     return prompt

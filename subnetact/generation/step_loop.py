@@ -1,23 +1,25 @@
 """The continuous batching of transformers with an elastic model in the model's place.
 
-Batching, paging of keys and values, and sampling are transformers' own. This module is the only one that
-knows its classes, which may change: it adds a hook in front of every step that chooses the subnet, an order
-of waiting requests by deadline, and errors that stay with the step that raised them.
+Batches, pages of keys and values, and sampling are transformers' own. This module is the only one that knows
+its classes, which may change. Who is in a step, and with which subnet, a plan decides: in the place of
+transformers' scheduler it only says for whom the cache has room. transformers knows the sequences that have
+been in a step, and drops them when their requests have ended.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, MissingExtra, StaleWeights
+from subnetact.generation.completion import TokenLogprobs
+from subnetact.generation.step_scheduler import Fits, Step, StepRequest
 from subnetact.insertion.key_value_cache import empty_pages, switch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -26,7 +28,7 @@ try:
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-    from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
     from transformers.generation.continuous_batching.utils import find_num_key_value_heads
     from transformers.generation.logits_process import (
@@ -40,34 +42,20 @@ except ImportError as error:
         f"generation needs transformers 5.20 or newer: pip install 'subnetact[hf]' ({error})"
     ) from error
 
-__all__ = ["ElasticDecoder", "Step", "StepLoop"]
+__all__ = ["ElasticDecoder", "StepLoop"]
 
-logger = logging.getLogger("subnetact.generation")
 # Nothing here asks how much memory the process has, so nobody needs to hear that psutil is missing.
 logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())
-SCHEDULER = "subnetact_earliest_deadline_first"
+SCHEDULER = "subnetact_planned"
+PAGE = 16
+"""Tokens of a page of the cache."""
 GREEDY = {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
 PLAIN = 1.0 - 1e-9
 """A temperature and a share that change nothing, and for which transformers makes its processors."""
 
 
-@dataclass
-class Step:
-    """What the next step computes.
-
-    Attributes:
-        decoding: ids of the requests that get a token and whose prompts are complete.
-        prompts: ids of the requests whose prompts, or parts of them, are computed.
-        context: mean number of tokens of the decoding requests; 1 if there is none.
-        prompt_tokens: how many tokens of prompts are computed.
-        subnet: id of the subnet that runs.
-    """
-
-    decoding: list[str] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)
-    context: float = 1.0
-    prompt_tokens: int = 0
-    subnet: int = 0
+Plan = Callable[[Fits], Step | None]
+"""Begins the next step: asks for room for its requests in their order, and chooses the subnet."""
 
 
 class ElasticDecoder(nn.Module):
@@ -76,16 +64,7 @@ class ElasticDecoder(nn.Module):
     def __init__(
         self, supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool = False
     ) -> None:
-        """Prepare the views of the subnets.
-
-        Args:
-            supernet: a supernet of a language model of transformers.
-            subnets: the subnets.
-            allow_approximate: whether they may continue on keys and values that differ from their own.
-
-        Raises:
-            InsertError: the network is no language model of transformers.
-        """
+        """Prepare views of the subnets, or raise InsertError if this is no language model of transformers."""
         super().__init__()
         network: Any = supernet.network
         if not callable(getattr(network, "set_attn_implementation", None)) or not hasattr(network, "config"):
@@ -99,18 +78,13 @@ class ElasticDecoder(nn.Module):
         self.config = network.config
         self.device, self.dtype = network.device, network.dtype
         self._take_views()
-        self.chosen = 0
+        self.chosen, self.keeps_logits = 0, False
+        self.logits: Any = None  # of the last step that kept them, a row for each request that it answers
+        # What transformers asks of a model:
+        self._supports_logits_to_keep = network._supports_logits_to_keep
         self._supports_flash_attn = bool(getattr(network, "_supports_flash_attn", False))
+        self.set_attn_implementation = network.set_attn_implementation
         self.tp_plan: dict[str, Any] = {}
-
-    def _supports_logits_to_keep(self) -> bool:
-        network: Any = self._supernet[0].network
-        return bool(network._supports_logits_to_keep())
-
-    def set_attn_implementation(self, name: str) -> None:
-        """Choose the implementation of attention for all subnets, as transformers names it."""
-        network: Any = self._supernet[0].network
-        network.set_attn_implementation(name)
 
     def _get_logits_processor(self, generation_config: Any) -> Any:  # noqa: ARG002
         vocabulary = self.config.get_text_config().vocab_size
@@ -119,27 +93,22 @@ class ElasticDecoder(nn.Module):
         )
 
     def prepare(self, cache: Any) -> None:
-        """Let the subnets share pages, and let those with fewer key and value heads use them.
-
-        Args:
-            cache: the cache that the steps use.
-        """
+        """Let the subnets share pages of a cache, and let those with fewer key and value heads use them."""
         self._empty(cache)
-        heads = find_num_key_value_heads(self.config.get_text_config())
-        cache.update = partial(_update, cache.update, heads)
+        heads, update = find_num_key_value_heads(self.config.get_text_config()), cache.update
+
+        def widened(key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Any) -> Any:
+            missing = heads - key_states.shape[1]
+            if not missing:
+                return update(key_states, value_states, layer_idx, kwargs)
+            wide = (F.pad(states, (0, 0, 0, 0, 0, missing)) for states in (key_states, value_states))
+            keys, values = update(*wide, layer_idx, kwargs)
+            return keys[:, :-missing], values[:, :-missing]
+
+        cache.update = widened
 
     def follow(self, cache: Any) -> bool:
-        """Take the views again if the weights have changed since; what the cache holds is then of no use.
-
-        Args:
-            cache: the cache that the steps use.
-
-        Returns:
-            Whether the weights have changed.
-
-        Raises:
-            StaleWeights: the weights have another dtype or device than the cache.
-        """
+        """Take the views again and return True if the weights have changed; the cache is then of no use."""
         generation, former = self._supernet[0].generation, self._moment
         if generation.number != self._number or generation.moment() != self._moment:
             self._take_views()
@@ -170,24 +139,11 @@ class ElasticDecoder(nn.Module):
         # transformers would write this into the configuration, which threads share, for the time of the call.
         # The mask says the same.
         arguments.pop("is_causal", None)
-        return self._views[self.chosen](**arguments)
-
-
-def _update(
-    update: Callable[..., Any],
-    heads: int,
-    key_states: Tensor,
-    value_states: Tensor,
-    layer_idx: int,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Write keys and values into pages with room for `heads` heads, and return those of the sequences."""
-    missing = heads - key_states.shape[1]
-    if not missing:
-        return update(key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
-    wide = (F.pad(states, (0, 0, 0, 0, 0, missing)) for states in (key_states, value_states))
-    keys, values = update(*wide, layer_idx, kwargs)
-    return keys[:, :-missing], values[:, :-missing]
+        output = self._views[self.chosen](**arguments)
+        if self.keeps_logits:
+            rows = output.logits[0]
+            self.logits = rows if "logits_to_keep" in arguments else rows[arguments["logits_indices"]]
+        return output
 
 
 def _begin_again(processor: Any) -> None:
@@ -215,71 +171,89 @@ def _longest(cache: Any) -> int:
     return low
 
 
-class _EarliestDeadlineFirst(FIFOScheduler):
-    """Orders waiting requests by the deadline of their first token; sequences under way go first."""
+class _Planned(FIFOScheduler):
+    """Says whether the cache has room for those whom a plan wants in the next step."""
 
-    due: Callable[[str], float]
+    plan: Plan
+    pushed_out: Callable[[StepRequest], None]
+    make: Callable[[StepRequest], Any]
+    step: Step | None = None
 
-    def _get_waiting_candidates(self) -> list[Any]:
-        return sorted(super()._get_waiting_candidates(), key=lambda state: self.due(state.request_id))
+    def has_pending_requests(self) -> bool:
+        return True
+
+    def add_waiting_request(self, state: Any) -> None:
+        """Note that transformers freed the pages of a sequence: `state` has all of its tokens."""
+        self.waiting_requests[state.request_id] = state
+        self.pushed_out(state.request_id)
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:  # noqa: ARG002
+        """Return the sequences of the next step, or None if nobody has room."""
+        held: Any = [*self.active_requests, *self.waiting_requests]
+        for request in held:
+            if request.ended:
+                self.finish_request(request)
+                self.waiting_requests.pop(request, None)
+                self.block_new_requests = False
+        roomy, limit = self._try_to_meet_safety_margin(), self.cache.read_cache_limit or math.inf
+        self.starved_requests = []
+        futures: list[Any] = []
+        read, denied = 0, False
+
+        def fits(request: Any, tokens: int) -> bool:
+            nonlocal read, denied
+            state: Any = self.active_requests.get(request)
+            joins = state is None
+            if joins:
+                if self.block_new_requests and self.active_requests:
+                    return False
+                state = self.waiting_requests.get(request) or self.make(request)
+            decodes = not state.remaining_prefill_tokens
+            needed = min(state.current_len(), limit)
+            if read + needed > cache_budget or not (roomy or decodes or not futures):
+                return False
+            if not self.cache.can_store_request_tokens(state, tokens):
+                denied = True
+                if not joins:
+                    self.starved_requests.append((state, tokens))
+                return False
+            given = state.tokens_to_process if decodes else state.remaining_prefill_tokens
+            self._schedule_request(state, given, tokens, set())
+            self.waiting_requests.pop(request, None)
+            read += needed
+            futures.append(FutureRequestState(state, not state.remaining_prefill_tokens, {}, tokens))
+            return True
+
+        self.step = self.plan(fits)
+        if denied and not futures:
+            return None, False, 0, 0
+        return futures, False, sum(one.query_length for one in futures), read
 
 
-SCHEDULER_MAPPING[SCHEDULER] = _EarliestDeadlineFirst
-
-
-class _Outputs:
-    """Hands every output of transformers to a function, on the generating thread."""
-
-    def __init__(self, deliver: Callable[[Any], None]) -> None:
-        self.deliver = deliver
-
-    def deliver_batch(self, outputs: Sequence[Any]) -> None:
-        for output in outputs:
-            self.deliver(output)
-
-    def fail_and_deliver(self, state: Any, error: Exception) -> None:
-        state.status = RequestStatus.FAILED
-        state.error = error
-        output = state.to_generation_output()
-        output.error = error
-        self.deliver(output)
+SCHEDULER_MAPPING[SCHEDULER] = _Planned
 
 
 class StepLoop(ContinuousBatchingManager):
-    """Computes step after step; a function chooses the subnet of each.
+    """Computes step after step, as a plan decides.
 
-    Args:
-        decoder: the model.
-        choose: called with every step before it runs; it sets `step.subnet`.
-        observe: called with every step after it ran, and its duration in ms.
-        deliver: called with every output of transformers.
-        due: id of a request -> when its first token is due.
-        sequences: the largest number of sequences that are active at the same time.
-        cache_tokens: how many tokens the keys and values of all sequences may have.
-        step_tokens: the largest number of tokens in one step.
-        page: how many tokens a page of the cache holds.
-        seed: seed of the sampling. If None, a random one.
-        clock_ms: returns the time in ms. If None, the monotonic clock of the process.
+    `pushed_out` is called with a request whose keys and values had to leave the cache, `longest` is how many
+    tokens one sequence may have in it, and the other arguments are those of `Generator`.
     """
 
     def __init__(
         self,
         decoder: ElasticDecoder,
         *,
-        choose: Callable[[Step], None],
-        observe: Callable[[Step, float], None],
-        deliver: Callable[[Any], None],
-        due: Callable[[str], float],
+        plan: Plan,
+        pushed_out: Callable[[StepRequest], None],
         sequences: int,
         cache_tokens: int,
         step_tokens: int,
-        page: int = 16,
         seed: int | None = None,
-        clock_ms: Callable[[], float] | None = None,
     ) -> None:
         batching = ContinuousBatchingConfig(
-            page_size=page,
-            num_blocks=-(-cache_tokens // page),
+            page_size=PAGE,
+            num_blocks=-(-cache_tokens // PAGE),
             max_batch_tokens=step_tokens,
             max_requests_per_batch=sequences,
             max_blocks_per_request=0,  # block tables know neither skipped layers nor fewer heads
@@ -291,83 +265,37 @@ class StepLoop(ContinuousBatchingManager):
             seed=seed,
         )
         settings: Any = GenerationConfig
-        config = settings(do_sample=True, eos_token_id=-1, max_new_tokens=1)
-        self._decoder, self._choose, self._observe, self._due = decoder, choose, observe, due
-        self._now_ms = clock_ms or (lambda: 1e3 * time.perf_counter())
         model: Any = decoder
-        super().__init__(model, config, batching)
-        router: Any = _Outputs(deliver)
-        self.output_router = router
-
-    def set_up(self) -> int:
-        """Make the cache, and return how many tokens one sequence may have in it; 0 if it is too small."""
-        self.background_thread_status.clear()
+        super().__init__(model, settings(do_sample=True, eos_token_id=-1, max_new_tokens=1), batching)
+        self._decoder = decoder
         self.batch_processor = processor = self._create_batch_processor()
         scheduler: Any = processor.scheduler
-        scheduler.due = self._due
-        self._decoder.prepare(processor.cache)
-        return _longest(processor.cache)
+        scheduler.plan, scheduler.pushed_out, scheduler.make = plan, pushed_out, self._state
+        decoder.prepare(processor.cache)
+        self.longest = _longest(processor.cache)
 
-    def step(self) -> bool:
-        """Compute one step on the calling thread.
+    def step(self) -> tuple[list[int], list[TokenLogprobs | None]] | None:
+        """Compute one step on the calling thread, or return None if there is nothing to compute.
 
         If the weights have changed since the last step, active sequences are computed again from their
-        tokens, so that the step gives what the present weights give.
-
-        Returns:
-            Whether there was anything to compute.
+        tokens, so that the step gives what the present weights give. The tokens and the log-probabilities are
+        those of the requests that the step answers.
         """
-        processor, begun_ms = self.batch_processor, self._now_ms()
-        assert processor is not None
+        processor: Any = self.batch_processor
         if self._decoder.follow(processor.cache):
             _begin_again(processor)
         if not processor.prepare_next_batch():
-            return False
-        step = self._describe(processor)
-        try:
-            self._choose(step)
-            self._decoder.chosen = step.subnet
-            processor._generation_step(self._decoder)
-        except Exception as error:
-            self._fail(processor, error)
-            return True
+            return None
+        step = processor.scheduler.step
+        states = [future.state for future in processor.inputs_and_outputs.requests_in_batch]
+        sampled = any(state.logit_processor_kwargs["top_k"] != 1 for state in states)
+        processor.model_runner.do_sample = processor.logit_processor.do_processing = sampled
+        self._decoder.chosen = step.subnet
+        self._decoder.keeps_logits = any(one.logprobs is not None for one in step.answered)
+        processor._generation_step(self._decoder)
+        tokens = processor.inputs_and_outputs.prepare_batch_update()[1][: len(step.answered)]
         processor.update_batch()
-        self._observe(step, self._now_ms() - begun_ms)
-        return True
-
-    def add(
-        self, request_id: str, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Any
-    ) -> None:
-        """Queue a request.
-
-        Args:
-            request_id: its name.
-            prompt: its tokens.
-            max_new_tokens: the largest number of tokens to generate.
-            stop: tokens that end it.
-            sampling: "temperature", "top_k" and "top_p", or None for the most likely token.
-        """
-        state = RequestState(
-            request_id=request_id,
-            initial_tokens=list(prompt),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(stop) or -1,
-            streaming=True,
-            logit_processor_kwargs=dict(GREEDY if sampling is None else {**GREEDY, "top_k": 0, **sampling}),
-        )
-        if not state.logit_processor_kwargs["top_k"]:
-            state.logit_processor_kwargs["top_k"] = self._decoder.config.get_text_config().vocab_size
-        self.input_queue.put(state)
-        self._wake_up_loop.set()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until a request is added or cancelled, or until the time is over."""
-        self._wake_up_loop.wait(timeout_s)
-        self._wake_up_loop.clear()
-
-    def wake(self) -> None:
-        """End a `wait`."""
-        self._wake_up_loop.set()
+        return tokens, _logprobs(self._decoder.logits, step.answered, tokens)
 
     def tear_down(self) -> None:
         """Free the cache, and give the model its implementation of attention back."""
@@ -376,29 +304,20 @@ class StepLoop(ContinuousBatchingManager):
             self._decoder.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
 
-    def _describe(self, processor: Any) -> Step:
-        """Return the step that is prepared, and let sampling run only if a request of the step samples."""
-        step, tokens, sampled = Step(), 0, False
-        for future in processor.inputs_and_outputs.requests_in_batch:
-            state = future.state
-            sampled = sampled or state.logit_processor_kwargs.get("top_k") != 1
-            if future.query_length > 1 or state.position_offset <= 1 or not state.generated_len():
-                step.prompts.append(state.request_id)
-                step.prompt_tokens += future.query_length
-            else:
-                step.decoding.append(state.request_id)
-                tokens += state.position_offset
-        if step.decoding:
-            step.context = tokens / len(step.decoding)
-        processor.model_runner.do_sample = sampled
-        processor.logit_processor.do_processing = sampled
-        return step
+    def _state(self, request: StepRequest) -> Any:
+        """Return what transformers keeps of a request. When it ends, the plan knows."""
+        sampling = {**GREEDY, **(request.sampling or {})}
+        name: Any = request
+        return RequestState(name, list(request.prompt), max_new_tokens=None, logit_processor_kwargs=sampling)
 
-    @staticmethod
-    def _fail(processor: Any, error: Exception) -> None:
-        failed = processor.inputs_and_outputs.requests_in_batch
-        names = ", ".join(future.state.request_id for future in failed)
-        logger.warning("a step failed, and with it %s: %s", names, error)
-        for future in failed:
-            processor._handle_request_error(error, future.state)
-            processor.scheduler.finish_request(future.state.request_id)
+
+def _logprobs(logits: Any, requests: Sequence[StepRequest], tokens: Sequence[int]) -> Any:
+    """Return the log-probabilities that each request asks for, or None."""
+    found: list[TokenLogprobs | None] = [None] * len(requests)
+    for i, request in enumerate(requests):
+        if request.logprobs is not None:
+            every = torch.log_softmax(logits[i].float(), -1)
+            values, ids = every.topk(min(request.logprobs, len(every)))
+            likely = zip(ids.tolist(), values.tolist(), strict=True)
+            found[i] = TokenLogprobs(float(every[tokens[i]]), tuple(likely))
+    return found

@@ -63,7 +63,7 @@ class StepPolicy:
         self.slowdown = 1.0
         self.lifted = False
         self._accuracy = table.known_accuracy()
-        fastest = min(table.latency_ms(i, 1) for i in range(len(self._accuracy)))
+        fastest = min(table.latencies_ms(1))
         if fastest > self.token_ms:
             raise TableError(f"token_ms: no step takes less than {fastest:.3g} ms; give more time per token")
         self._policies = [policy(one) for one in table.decode.values()] if policy else []
@@ -73,10 +73,6 @@ class StepPolicy:
                 raise PolicyError("policy: it was made for other subnets than the step table has")
         self._arrivals = ArrivalMeter()
         self._order = sorted(range(len(self._accuracy)), key=lambda i: -self._accuracy[i])
-
-    def accuracy(self, subnet: int) -> float:
-        """Return the accuracy of a subnet in percent."""
-        return self._accuracy[subnet]
 
     def choose(
         self,
@@ -97,11 +93,8 @@ class StepPolicy:
             sequences: how many of them are past their prompts.
             context: the mean number of tokens of these.
             prompt_tokens: how many tokens of prompts the step computes.
-            floor: the minimum accuracy in percent that a request in the step demands.
+            floor: the minimum accuracy in percent that a request demands; PolicyError if no subnet has it.
             pace_ms: how long steps may take so that waiting requests get a place in time; see `pace`.
-
-        Raises:
-            PolicyError: no subnet is as accurate as the floor demands.
         """
         allowed = [i for i in self._order if self._accuracy[i] >= floor] if floor > 0.0 else self._order
         if not allowed:
@@ -133,11 +126,8 @@ class StepPolicy:
 
         Args:
             now_ms: the time.
-            left: how many tokens every active sequence may still get. Places that are free count as 0.
+            left: how many tokens every active sequence may still get.
             waiting_due_ms: when the first tokens of waiting requests are due, the most urgent first.
-
-        Returns:
-            The time; inf if no request waits for a place.
         """
         found = math.inf
         for steps, due in zip(sorted(left), waiting_due_ms, strict=False):
@@ -149,28 +139,11 @@ class StepPolicy:
     def observe(
         self, subnet: int, sequences: int, context: float, prompt_tokens: int, measured_ms: float
     ) -> None:
-        """Learn from a step how long steps take here.
-
-        Args:
-            subnet: id of the subnet that ran.
-            sequences: as for `choose`.
-            context: as for `choose`.
-            prompt_tokens: as for `choose`.
-            measured_ms: how long the step took, in ms.
-        """
+        """Learn from the measured time of a step, described as for `choose`, how long steps take here."""
         planned = self.table.latency_ms(subnet, sequences, context, prompt_tokens)
         if planned > 0.0:
             ratio = min(measured_ms / planned, SLOWEST)
             self.slowdown = MEMORY * self.slowdown + (1.0 - MEMORY) * ratio
-
-    def reset(self) -> None:
-        """Forget what earlier steps took, and the state of the policies."""
-        self.slowdown = 1.0
-        self._arrivals = ArrivalMeter()
-        for one in self._policies:
-            reset = getattr(one, "reset", None)
-            if reset is not None:
-                reset()
 
     def _wanted(self, now_ms: float, due_ms: Sequence[float], context: float, prompt_tokens: int) -> int:
         """Return the subnet that the policy of the context bucket chooses, prompts and slowness aside."""

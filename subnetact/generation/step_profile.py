@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from subnetact.device import machine
 from subnetact.errors import TableError
+from subnetact.generation.completion import TokenDeadlines
+from subnetact.generation.step_scheduler import Fits, Step, StepRequest
 from subnetact.generation.step_table import StepTable
 from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-if TYPE_CHECKING:
-    from subnetact.generation.step_loop import Step
-
 __all__ = ["profile_steps"]
 
-WARM_UP = 2
-"""Steps of every cell that are not timed."""
+WARM_UP, TIMED = 2, 3
+"""Steps of every visit of a cell that are not timed, and those that are."""
 
 
 def profile_steps(
@@ -54,9 +55,6 @@ def profile_steps(
         rounds: how often every cell is visited. A visit times three steps.
         progress: if True, show a progress bar when standard error is a terminal.
 
-    Returns:
-        The table.
-
     Raises:
         TableError: an argument is no ascending list of numbers, or a context is longer than the model's.
         InsertError: the network is no language model of transformers.
@@ -67,55 +65,36 @@ def profile_steps(
         >>> table.save("steps.json")
     """
     specs = supernet.distinct(subnets, "a step table")
-    lists: dict[str, Sequence[Any]] = {
-        "sequences": sequences,
-        "contexts": contexts,
-        "prompt_tokens": prompt_tokens,
-        "rounds": (rounds,),
-    }
-    for name, values in lists.items():
+    lists: dict[str, Sequence[Any]] = {"sequences": sequences, "contexts": contexts}
+    for name, values in (lists | {"prompt_tokens": prompt_tokens, "rounds": (rounds,)}).items():
         whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
         if not values or not whole or list(values) != sorted(set(values)):
             raise TableError(f"{name}: {values!r} must be ascending whole numbers above 0")
-    decode: dict[tuple[int, int, int], list[float]] = {}
-    prefill: dict[tuple[int, int], list[float]] = {}
-    cells = rounds * (len(contexts) * len(sequences) + len(prompt_tokens)) * len(specs)
-    with ExitStack() as stack, tqdm(total=cells, desc="steps", disable=not progress or None) as bar:
+    cells = [(n, context) for context in contexts for n in sequences] + [(0, n) for n in prompt_tokens]
+    found: dict[tuple[int, tuple[int, int]], list[float]] = defaultdict(list)
+    total = rounds * len(cells) * len(specs)
+    with ExitStack() as stack, tqdm(total=total, desc="steps", disable=not progress or None) as bar:
         benches = []
         for group in _sharing_pages(supernet, specs):
-            benches.append(
-                _Bench(supernet, specs, group, max(sequences), max(contexts) + 64, max(prompt_tokens))
-            )
-            stack.callback(benches[-1].close)
-        for _ in range(rounds):
-            for context in contexts:
-                for count in sequences:
-                    for bench in benches:
-                        for subnet, times in bench.decode(count, context):
-                            decode.setdefault((context, subnet, count), []).extend(times)
-                            bar.update()
-            for tokens in prompt_tokens:
-                for bench in benches:
-                    for subnet, times in bench.prefill(tokens):
-                        prefill.setdefault((subnet, tokens), []).extend(times)
-                        bar.update()
+            own = [specs[i] for i in group]
+            bench = _Bench(supernet, own, max(sequences), max(contexts), max(prompt_tokens))
+            stack.callback(bench.loop.tear_down)
+            benches.append((group, bench))
+        for cell in cells * rounds:
+            for group, bench in benches:
+                for subnet, times in zip(group, bench.visit(*cell), strict=True):
+                    found[subnet, cell] += times
+                    bar.update()
     keys = [str(spec) for spec in specs]
     given = [math.nan] * len(keys) if accuracy is None else list(accuracy)
-    stamp: dict[str, Any] = {
-        "machine": machine(supernet.device),
-        "rounds": rounds,
-        "statistic": "p50",
-    }
-    ids = range(len(keys))
+    stamp = {"machine": machine(supernet.device), "rounds": rounds, "statistic": "p50"}
 
-    def table(sizes: Sequence[int], cell: Any, facts: dict[str, Any]) -> LatencyTable:
-        rows = [[statistics.median(cell(subnet, size)) for size in sizes] for subnet in ids]
-        return LatencyTable(keys, given, list(sizes), rows, stamp={**stamp, **facts})
+    def table(cells: dict[int, tuple[int, int]], **facts: Any) -> LatencyTable:
+        rows = [[statistics.median(found[i, cell]) for cell in cells.values()] for i in range(len(keys))]
+        return LatencyTable(keys, given, list(cells), rows, stamp={**stamp, **facts})
 
-    return StepTable(
-        {c: table(sequences, lambda i, n, c=c: decode[c, i, n], {"context": c}) for c in contexts},
-        table(prompt_tokens, lambda i, n: prefill[i, n], {"prompt": True}),
-    )
+    decode = {c: table({n: (n, c) for n in sequences}, context=c) for c in contexts}
+    return StepTable(decode, table({n: (0, n) for n in prompt_tokens}, prompt=True))
 
 
 def _sharing_pages(supernet: Supernet, specs: Sequence[SubnetSpec]) -> list[list[int]]:
@@ -132,89 +111,58 @@ def _sharing_pages(supernet: Supernet, specs: Sequence[SubnetSpec]) -> list[list
 
 
 class _Bench:
-    """Runs steps of a chosen kind, one after the other on the calling thread, with a group of subnets."""
+    """Runs steps of a chosen kind, one after the other on the calling thread, with some subnets."""
 
     def __init__(
-        self,
-        supernet: Supernet,
-        specs: Sequence[SubnetSpec],
-        group: Sequence[int],
-        sequences: int,
-        context: int,
-        prompt: int,
+        self, supernet: Supernet, specs: Sequence[SubnetSpec], sequences: int, context: int, prompt: int
     ) -> None:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
-        decoder = ElasticDecoder(supernet, [specs[i] for i in group], allow_approximate=True)
+        decoder = ElasticDecoder(supernet, specs, allow_approximate=True)
         limit = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and max(context - 63, prompt) > limit:
+        if limit is not None and max(context + 1, prompt) > limit:
             raise TableError(f"contexts, prompt_tokens: the model takes {limit} tokens; give smaller numbers")
-        self._subnet, self._measured_ms, self._number = 0, 0.0, 0
-        self._group = group
-        self._loop = StepLoop(
+        self._subnets, self._step = range(len(specs)), Step()
+        room = context + 64
+        self.loop = StepLoop(
             decoder,
-            choose=self._choose,
-            observe=self._observe,
-            deliver=_raise,
-            due=lambda _: 0.0,
+            plan=self._plan,
+            pushed_out=lambda _: None,
             sequences=sequences,
-            cache_tokens=max(2 * sequences * context, 2 * prompt + 64),
-            step_tokens=max(sequences * context, prompt),
+            cache_tokens=max(2 * sequences * room, 2 * prompt + 64),
+            step_tokens=max(sequences * room, prompt),
         )
-        self._loop.set_up()
 
-    def decode(self, sequences: int, context: int) -> list[tuple[int, list[float]]]:
-        """Return per subnet the times of steps of that many sequences with about that many tokens."""
-        names = [
-            self._add([1 + (i + j) % 7 for j in range(max(context - 2, 1))], 1000) for i in range(sequences)
-        ]
-        self._step(0)
-        for _ in range(WARM_UP):
-            self._step(0)
-        found = [(i, [self._step(subnet) for _ in range(3)]) for subnet, i in enumerate(self._group)]
-        self._remove(names)
-        return found
+    def visit(self, sequences: int, tokens: int) -> list[list[float]]:
+        """Return per subnet the times of steps: of sequences with so many tokens, or, if 0, of a prompt."""
+        if not sequences:
+            return [[self._time(i, self._begun(1, tokens)) for _ in range(TIMED)] for i in self._subnets]
+        requests = self._begun(sequences, max(tokens - 2, 1))
+        for _ in range(1 + WARM_UP):
+            self._time(0, requests)
+        return [[self._time(i, requests) for _ in range(TIMED)] for i in self._subnets]
 
-    def prefill(self, tokens: int) -> list[tuple[int, list[float]]]:
-        """Return per subnet the times of steps that compute a prompt of that many tokens."""
-        found = []
-        for subnet, i in enumerate(self._group):
-            times = []
-            for _ in range(3):
-                names = [self._add([1 + j % 7 for j in range(tokens)], 2)]
-                times.append(self._step(subnet))
-                self._remove(names)
-            found.append((i, times))
-        return found
+    def _begun(self, number: int, tokens: int) -> list[StepRequest]:
+        """Return new requests in the place of those of the last step."""
+        for request, _ in self._step.parts:
+            request.ended = True
+        prompt, deadlines = [1 + j % 7 for j in range(tokens)], TokenDeadlines(1.0, 1.0)
+        return [StepRequest(prompt, 1, deadlines, left=tokens) for _ in range(number)]
 
-    def close(self) -> None:
-        self._loop.tear_down()
-
-    def _add(self, prompt: list[int], tokens: int) -> str:
-        self._number += 1
-        name = f"measured {self._number}"
-        self._loop.add(name, prompt, tokens, set(), None)
-        return name
-
-    def _remove(self, names: list[str]) -> None:
-        for name in names:
-            self._loop.cancel_request(name)
-        self._loop.step()
-
-    def _step(self, subnet: int) -> float:
-        self._subnet = subnet
-        if not self._loop.step():
+    def _time(self, subnet: int, requests: Sequence[StepRequest]) -> float:
+        """Return how long a step takes that computes all there is of these requests, in ms."""
+        self._step = Step(subnet=subnet)
+        for request in requests:
+            self._step.add(request, request.left or 1)
+            request.left = 0
+        begun = time.perf_counter()
+        try:
+            made = self.loop.step()
+        except Exception as error:
+            raise TableError(f"a step raised {type(error).__name__}: {error}") from error
+        if made is None:
             raise TableError("steps: there was nothing to compute; the cache is too small for this context")
-        return self._measured_ms
+        return 1e3 * (time.perf_counter() - begun)
 
-    def _choose(self, step: Step) -> None:
-        step.subnet = self._subnet
-
-    def _observe(self, step: Step, measured_ms: float) -> None:  # noqa: ARG002
-        self._measured_ms = measured_ms
-
-
-def _raise(output: Any) -> None:
-    """Let an error of a step end the measurement; tokens are of no interest."""
-    if output.error is not None:
-        raise TableError(f"a step raised {type(output.error).__name__}: {output.error}") from output.error
+    def _plan(self, fits: Fits) -> Step | None:
+        return self._step if all(fits(request, tokens) for request, tokens in self._step.parts) else None

@@ -47,15 +47,12 @@ CONTEXT = 512
 LAYERS = 4
 FFN = (56, 112, 224, 448, 896)
 """Widths of the feed-forward network of every layer."""
-KEPT = (2, 3, 4)
-"""Number of layers that a subnet keeps."""
-IMPORTANT_LAYERS = (3, 1, 2)
-"""The layers that can be skipped, the ones that are kept longest first. Layer 0 always stays."""
-WEIGHTS = "text_supernet.safetensors"
+KEPT, IMPORTANT_LAYERS = (2, 3, 4), (3, 1, 2)
+"""Numbers of layers that a subnet keeps; those that it can skip, the ones that are kept longest first."""
+DATA = files("subnetact") / "data"
+WEIGHTS, TOKENIZER, FACTS = "text_supernet.safetensors", "text_tokenizer.json", "text_supernet.json"
 HEAD = "lm_head.weight"
 """The same tensor as the embedding; files do not hold it."""
-TOKENIZER = "text_tokenizer.json"
-FACTS = "text_supernet.json"
 END = "<|end|>"
 LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
 """Folders of the standard library that are not read."""
@@ -113,14 +110,13 @@ def load_text_supernet(weights: Path | None = None) -> Supernet:
     """Return the trained language model (float16 on disk, float32 in memory).
 
     Args:
-        weights: a file that `examples/train_text_supernet.py` wrote. If None, the one that ships with the
-            package.
+        weights: a file that `examples/train_text_supernet.py` wrote. If None, the one of the package.
 
     Raises:
         MissingExtra: transformers is not installed (`pip install 'subnetact[hf]'`).
         FileFormatError: the file does not exist or is damaged, or it holds other tensors than the model.
     """
-    with nullcontext(weights) if weights else as_file(files("subnetact") / "data" / WEIGHTS) as path:
+    with nullcontext(weights) if weights else as_file(DATA / WEIGHTS) as path:
         state = read_tensors(path)
     supernet = new_text_supernet()
     shapes = {name: tensor.shape for name, tensor in supernet.state_dict().items() if name != HEAD}
@@ -135,39 +131,31 @@ def load_text_supernet(weights: Path | None = None) -> Supernet:
 
 
 def text_facts() -> dict[str, Any]:
-    """Return how the model that ships with the package was trained, and what it reaches.
+    """Return the settings with which the model of the package was trained, and what it reaches.
 
-    Returns:
-        The settings of the training under their names, and under `held_out` the loss of subnets in nats per
-        token (`loss`) and the share of next tokens that they predict right in percent (`right_percent`).
+    Under `held_out` is per subnet the `loss` in nats per token, and in percent the share of next tokens that
+    it predicts right (`right_percent`).
     """
-    found: dict[str, Any] = json.loads((files("subnetact") / "data" / FACTS).read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((DATA / FACTS).read_text(encoding="utf-8"))
     return found
 
 
 def switchable_subnets(supernet: Supernet) -> list[SubnetSpec]:
-    """Return the subnets of all layers, from the narrowest to the widest.
+    """Return the subnets of all layers, from the narrowest to the widest, of the language model.
 
     They can continue on each other's key-value caches approximately; a subnet of fewer layers could not.
-
-    Args:
-        supernet: the language model.
     """
     return [supernet.space.spec(depth=[KEPT[-1]], ffn=[width] * LAYERS) for width in FFN]
 
 
 @lru_cache(maxsize=1)
 def text_tokenizer() -> Tokenizer:
-    """Return the byte-pair tokenizer of the embedded language model, a `tokenizers.Tokenizer`.
-
-    Raises:
-        MissingExtra: tokenizers, which comes with transformers, is not installed.
-    """
+    """Return the byte-pair tokenizer of the language model; MissingExtra if tokenizers is not installed."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise _missing(error) from error
-    return Tokenizer.from_str((files("subnetact") / "data" / TOKENIZER).read_text(encoding="utf-8"))
+    return Tokenizer.from_str((DATA / TOKENIZER).read_text(encoding="utf-8"))
 
 
 def end_of_text() -> int:
@@ -179,10 +167,8 @@ def read_text(held_out: bool) -> list[str]:
     """Return docstrings of the running Python's standard library.
 
     Every text has the form of a session: a line `>>> help(json.dumps)`, the signature, and the docstring. The
-    texts of every tenth module, chosen by the checksum of its name, are held out from training.
-
-    Args:
-        held_out: whether the held-out texts are returned, or those of the training.
+    texts of every tenth module, chosen by the checksum of its name, are held out from training: those are
+    returned, or, without `held_out`, the others.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     found: list[str] = []

@@ -170,6 +170,35 @@ def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
         assert list(cold.result(60).tokens) == expected
 
 
+def test_log_probabilities_are_those_of_the_model(
+    llama: Supernet, widths: list[SubnetSpec], make: Callable[..., Generator]
+) -> None:
+    generator = make(policy=lambda table: Fixed(table, 1), step_tokens=6)
+    plain: Any = llama.extract(widths[1])
+    first, second = prompts(2)
+    asked = [
+        generator.submit(prompt, max_new_tokens=8, logprobs=k, **options, **LONG)
+        for prompt in (first, second)
+        for k, options in ((0, {}), (5, {"temperature": 3.0}), (20, {}), (None, {"temperature": 3.0}))
+    ]
+    for i, completion in enumerate(asked):
+        answer, prompt, k = completion.result(60), (first, second)[i // 4], (0, 5, 20, None)[i % 4]
+        assert answer.logprobs == completion.logprobs()
+        assert completion.logprobs(6) == answer.logprobs[6:]
+        if k is None:
+            assert answer.logprobs == ()
+            continue
+        with torch.inference_mode():
+            logits = plain(torch.tensor([[*prompt, *answer.tokens]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        for row, token, found in zip(expected, answer.tokens, answer.logprobs, strict=True):
+            assert found.own == pytest.approx(float(row[token]), abs=1e-4)
+            assert len(found.likely) == k
+            values = [logprob for _, logprob in found.likely]
+            assert values == pytest.approx(row.topk(k).values.tolist(), abs=1e-4)
+            assert values == pytest.approx([float(row[one]) for one, _ in found.likely], abs=1e-4)
+
+
 def test_late_tokens_are_counted_and_requests_that_cannot_begin_are_dropped(
     make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +264,30 @@ def test_a_step_that_hangs_is_seen_and_requests_end_at_their_deadlines(
     assert (stats.expired, stats.cancelled, stats.finished, stats.active) == (2, 1, 1, 0)
 
 
+def test_a_callback_that_blocks_does_not_stop_the_watchdog(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, free = Clock(), threading.Event()
+    generator = make(clock_ms=clock, watchdog_ms=2e3)
+    gate = Gate(generator, monkeypatch)
+    running = generator.submit([1, 2], max_new_tokens=9, **LONG)
+    gate.wait()
+    first, second = (generator.submit([1, 2], first_ms=first_ms) for first_ms in (3e3, 6e3))
+    first.listen(lambda: free.wait(60))
+    for completion in (first, second):
+        clock.now_ms += 3.1e3
+        with pytest.raises(DeadlinePassed):
+            completion.result(30)
+    running.listen(lambda: free.wait(60))  # on the thread that computes, behind the first token
+    gate.free.release(100)
+    next(iter(running))
+    clock.now_ms += 2.1e3
+    assert not generator.stats().up, "no step is computed as long as the callback takes"
+    free.set()
+    assert running.result(60).finish == "length"
+    assert generator.stats().up
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_closing_does_not_wait_for_a_step_that_hangs(
     make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch, wait: bool
@@ -265,15 +318,6 @@ def test_a_loop_that_dies_is_seen(make: Callable[..., Generator], monkeypatch: p
     assert not generator.stats().up
     with pytest.raises(BatcherClosed, match="ZeroDivisionError"):
         generator.submit([1, 2])
-
-
-def test_an_answer_to_a_request_that_has_ended_ends_its_computation(make: Callable[..., Generator]) -> None:
-    generator = make()
-    generator._loop.add("nobody's", [1, 2], 100, set(), None)
-    running = generator.submit([1, 2], max_new_tokens=50, **LONG)
-    running.result(60)
-    generator.close()
-    assert sum(generator.stats().steps.values()) < 80
 
 
 def test_steps_that_a_demanding_request_lifts_are_counted(
@@ -342,6 +386,9 @@ def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Genera
         ([1], {"top_p": 1.5}, "top_p"),
         ([1], {"top_p": "all"}, "top_p"),
         ([1], {"stop": ["a"]}, "stop"),
+        ([1], {"logprobs": 21}, "logprobs: 21 must be a whole number from 0 to 20"),
+        ([1], {"logprobs": -1}, "logprobs: -1"),
+        ([1], {"logprobs": True}, "logprobs: True"),
         ([1], {"stop": 5}, "stop: 5 is no list"),
         ([1], {"stop": None}, "stop: None is no list"),
         ([1], {"token_ms": float("nan")}, "token_ms: nan"),
@@ -385,16 +432,6 @@ def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., G
     finishing.close()
     assert last.done
     assert last.result().finish == "length"
-
-
-def test_a_request_that_cannot_be_added_leaves_nothing(make: Callable[..., Generator]) -> None:
-    generator = make()
-    with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(generator._loop, "add", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            generator.submit([1, 2])
-    assert (generator.stats().requests, generator.stats().active) == (0, 0)
-    generator.close()  # It waits for every request, so it would wait for ever.
 
 
 def test_subnets_whose_caches_differ_need_permission(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from generation_tables import step_table
+from held_steps import Gate
 from small_decoders import SIZES, randomize_, small_decoder
 
 import ofa_adapters
@@ -182,6 +183,32 @@ def test_steps_of_incompatible_subnets_are_measured_apart(supernet: Supernet) ->
     table = profile_steps(supernet, specs, sequences=[2], contexts=[8], prompt_tokens=[4], rounds=1)
     assert table.subnets == tuple(map(str, specs))
     assert all(table.latency_ms(i, 2, 8, 4) > 0.0 for i in range(3))
+
+
+def test_a_sequence_that_was_pushed_out_goes_on_when_all_others_are_cancelled(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with generator_of(supernet, [supernet.space.largest()], cache_tokens=64) as generator:
+        gate = Gate(generator, monkeypatch)
+        asked = [generator.submit([3] * 12, max_new_tokens=30, **LONG) for _ in range(3)]
+        processor: Any = generator._loop.batch_processor
+        scheduler = processor.scheduler
+        steps = 1
+        gate.wait(steps)
+        while not scheduler.block_new_requests:
+            gate.free.release()
+            steps += 1
+            gate.wait(steps)
+        active = len(scheduler.active_requests)
+        assert active < 3
+        for one in sorted(asked, key=lambda one: -len(one.tokens()))[:active]:
+            one.cancel()
+        gate.free.release(1000)
+        try:
+            ends = sorted(one.result(60).finish for one in asked)
+        finally:
+            generator.close(wait=False)
+        assert ends == ["cancelled"] * active + ["length"] * (3 - active)
 
 
 @pytest.mark.parametrize("cache_tokens", [1, 40, 64])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from generation_tables import step_table
 
-from subnetact.errors import PolicyError, TraceError
+from subnetact.errors import InvalidRequest, PolicyError, TraceError
 from subnetact.generation import Prompt, TokenDeadlines, simulate_generation
 from subnetact.serving.policies import Fixed
 
@@ -75,8 +75,23 @@ def test_an_empty_trace_asks_for_nothing() -> None:
 @pytest.mark.parametrize("change", [{"tokens": 0}, {"answer": 0}])
 def test_requests_without_tokens_are_refused(change: dict[str, int]) -> None:
     facts: dict[str, Any] = {"arrival_ms": 1.0, "tokens": 3, "answer": 3, "deadlines": DEADLINES} | change
-    with pytest.raises(TraceError, match="no prompt or no answer"):
+    with pytest.raises(TraceError, match=r"has no (prompt|answer) that"):
         simulate_generation([Prompt(**facts)], step_table(), token_ms=6.0)
+
+
+@pytest.mark.parametrize("name", ["arrival_ms", "min_accuracy"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e16, "soon", None])
+def test_times_and_accuracies_out_of_range_are_refused(name: str, value: Any) -> None:
+    facts: dict[str, Any] = {"arrival_ms": 1.0, "tokens": 3, "answer": 3, "deadlines": DEADLINES, name: value}
+    with pytest.raises(TraceError, match=f"{name} .*; allowed are numbers from"):
+        simulate_generation([Prompt(**facts)], step_table(), token_ms=6.0)
+
+
+def test_a_minimum_accuracy_is_met_or_refused() -> None:
+    prompts = [Prompt(0.0, 3, 3, DEADLINES, 45.5)]
+    assert simulate_generation(prompts, step_table(scale=9.0), token_ms=20.0).accuracy_in_time == 150.0
+    with pytest.raises(InvalidRequest, match="no subnet reaches 60"):
+        simulate_generation([Prompt(0.0, 3, 3, DEADLINES, 60.0)], step_table(), token_ms=6.0)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_slow_steps_are_learned_and_forgotten() -> None:
         policy.observe(2, 1, 1.0, 0, 3 * policy.table.latency_ms(2, 1))
     assert policy.slowdown == pytest.approx(3.0, rel=0.01)
     assert policy.choose(0.0, [2.5], sequences=1) == 0
-    policy.reset()
+    for _ in range(200):
+        policy.observe(2, 1, 1.0, 0, policy.table.latency_ms(2, 1))
     assert policy.choose(0.0, [2.5], sequences=1) == 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import inspect
 import json
 import socket
 import threading
@@ -397,9 +396,6 @@ def test_messages_keep_their_roles_and_parts(served: Served, alone: Callable[...
     assert (status, answer["choices"][0]["message"]["content"]) == (200, expected(alone, plain, 5))
 
 
-@pytest.mark.skipif(
-    "logprobs" not in inspect.signature(Generator.submit).parameters, reason="needs log-probabilities"
-)
 def test_log_probabilities_belong_to_the_tokens(served: Served, alone: Callable[..., list[int]]) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "logprobs": True, **LONG}
     status, answer = served.call("/v1/chat/completions", {**body, "top_logprobs": 2})

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from generation_tables import step_table
 from small_decoders import small_decoder
 from torch import Tensor, nn
 
@@ -350,7 +351,9 @@ class Texts:
     """Two supernets of one architecture, caches of both, and a generator that is stepped by hand."""
 
     def __init__(self, seed: int) -> None:
+        from subnetact.generation import StepPolicy
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
+        from subnetact.generation.step_scheduler import StepScheduler
 
         self.rng, self.log = random.Random(seed), [f"seed {seed}"]
         self.plain, self.supernets = copy.deepcopy(_DECODER[0]), copy.deepcopy(_DECODER[1])
@@ -361,20 +364,17 @@ class Texts:
         self.caches: list[dict[str, Any]] = []
         self.loads: Callable[[], None] | None = None
         self.decoder = ElasticDecoder(self.supernets[0], self.specs[:2])
+        self.policy = StepPolicy(step_table(["wide", "narrow"], (50.0, 40.0)), 50.0, self._made)
+        self.scheduler = StepScheduler(self.policy, places=3, step_tokens=16)
         self.loop = StepLoop(
             self.decoder,
-            choose=self._choose,
-            observe=lambda *_: None,
-            deliver=self._deliver,
-            due=lambda _: 0.0,
+            plan=lambda fits: self.scheduler.next_step(0.0, fits),
+            pushed_out=self.scheduler.push_out,
             sequences=3,
             cache_tokens=512,
             step_tokens=16,
             seed=0,
         )
-        self.loop.set_up()
-        self.prompts: dict[str, list[int]] = {}
-        self.tokens: dict[str, list[int]] = {}
 
     def right(self, state: State, spec: SubnetSpec, tokens: Tensor) -> Tensor:
         """Return the logits behind the tokens, of a plain network with zeros in place of what is dropped."""
@@ -478,32 +478,44 @@ class Texts:
 
     def submit(self) -> None:
         """Give the generator a sequence."""
-        name = f"request {len(self.prompts)}"
-        self.prompts[name] = [self.rng.randrange(2, VOCABULARY) for _ in range(self.rng.choice((3, 9, 20)))]
-        self.tokens[name] = []
-        self.loop.add(name, self.prompts[name], 12, set(), None)
+        from subnetact.generation import TokenDeadlines
+        from subnetact.generation.step_scheduler import StepRequest
+
+        prompt = [self.rng.randrange(2, VOCABULARY) for _ in range(self.rng.choice((3, 9, 20)))]
+        self.scheduler.submit(StepRequest(prompt, 12, TokenDeadlines(1e9, 1e9)), 0.0)
 
     def generate(self) -> None:
         """Compute steps; another thread may load weights after a step has begun."""
+        from subnetact.generation.step_scheduler import TokenCame
+
         for _ in range(self.rng.choice((1, 2, 4))):
             self.now = self.states[0]
             self.loads = (lambda: self.load(0)) if self.rng.random() < 0.3 else None
-            self.loop.step()
+            if (made := self.loop.step()) is None:
+                return
+            for event in self.scheduler.step_done(made[0], 0.0):
+                if isinstance(event, TokenCame):
+                    self._check(event)
 
-    def _choose(self, step: Any) -> None:
-        step.subnet = self.subnet = self.rng.randrange(2)
+    def _made(self, table: Any) -> Any:
+        """Return this machine as a policy that chooses a subnet for a step."""
+        self.table = table
+        return self
+
+    def decide(self, _: Any) -> tuple[int, int]:
+        """Choose a random subnet, and let another thread load weights."""
         if self.loads is not None:
             self.log.append("... load")
             self.loads()
+        return self.rng.randrange(2), 1
 
-    def _deliver(self, output: Any) -> None:
-        assert output.error is None, output.error
-        name, known = output.request_id, self.tokens[output.request_id]
-        (token,) = output.generated_tokens[len(known) :]
-        prefix = torch.tensor([self.prompts[name] + known])
-        logits = self.right(self.now, self.specs[self.subnet], prefix)[0]
-        assert float(logits.max() - logits[token]) < 1e-2, f"token {len(known)} of {name} is of other weights"
-        known.append(int(token))
+    def _check(self, came: Any) -> None:
+        request = came.request
+        before = request.tokens[:-1]
+        prefix = torch.tensor([[*request.prompt, *before]])
+        logits = self.right(self.now, self.specs[came.subnet], prefix)[0]
+        off = float(logits.max() - logits[came.token])
+        assert off < 1e-2, f"token {len(before)} of request {request.number} is of other weights"
 
     def step(self) -> None:
         """Do one thing."""

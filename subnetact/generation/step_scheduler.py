@@ -1,0 +1,323 @@
+"""StepScheduler: who is in the next step of generation, and when a request ends.
+
+A state machine without lock, thread or clock: it is told what happens and when, and returns what follows.
+`Generator` is threads around it, `simulate_generation` a loop around it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    DeadlinePassed,
+    InvalidRequest,
+    PolicyError,
+    QueueFull,
+    RequestError,
+)
+from subnetact.generation.completion import Generated, TokenDeadlines, TokenLogprobs
+from subnetact.generation.step_policy import StepPolicy
+from subnetact.serving.scheduling.checks import check_count, check_positive, expired_rule
+from subnetact.serving.scheduling.floors import Floors
+
+__all__ = ["RequestEnded", "Step", "StepRequest", "StepScheduler", "TokenCame"]
+
+PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
+"""A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
+
+
+@dataclass(eq=False)
+class StepRequest:
+    """A request for tokens, and how far it is; `sampling` and `owner` are handed on to the driver."""
+
+    prompt: Sequence[int]
+    answer: int  # the largest number of tokens
+    deadlines: TokenDeadlines
+    min_accuracy: float = 0.0  # percent; once submitted, the least accuracy of a subnet that meets it
+    stop: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    sampling: Any = None
+    owner: Any = None
+    number: int = -1
+    accepted_ms: float = 0.0
+    left: int = 0  # tokens of the prompt, and of an answer that lost its place, that are not computed
+    due_ms: float = 0.0  # of the next token
+    first_ms: float = 0.0
+    late: int = 0
+    ended: bool = False
+    tokens: list[int] = field(default_factory=list)
+    subnets: list[int] = field(default_factory=list)
+    found: list[TokenLogprobs] = field(default_factory=list)
+
+    def generated(self, now_ms: float, finish: str) -> Generated:
+        """Return the answer if it ends now."""
+        tokens, subnets, found = tuple(self.tokens), tuple(self.subnets), tuple(self.found)
+        total_ms = now_ms - self.accepted_ms
+        return Generated(tokens, subnets, self.late, self.first_ms, total_ms, finish, found)
+
+
+@dataclass
+class Step:
+    """What one step computes."""
+
+    parts: list[tuple[StepRequest, int]] = field(default_factory=list)  # and how many tokens of each
+    answered: list[StepRequest] = field(default_factory=list)  # those that get a token, in the same order
+    sequences: int = 0  # how many of them are past their prompts
+    held: int = 0  # how many tokens these have together
+    prompt_tokens: int = 0
+    subnet: int = 0
+    began_ms: float = 0.0
+
+    def add(self, request: StepRequest, tokens: int) -> None:
+        """Compute this number of tokens of a request."""
+        self.parts.append((request, tokens))
+        if request.left:
+            self.prompt_tokens += tokens
+        else:
+            self.held += len(request.prompt) + len(request.tokens)
+            self.sequences += 1
+        if request.left in (0, tokens):
+            self.answered.append(request)
+
+    @property
+    def size(self) -> tuple[int, float, int]:
+        """Sequences, the mean number of tokens that they have, and tokens of prompts, as in a step table."""
+        return self.sequences, self.held / self.sequences if self.sequences else 1.0, self.prompt_tokens
+
+
+class TokenCame(NamedTuple):
+    """A request got a token."""
+
+    request: StepRequest
+    token: int
+    subnet: int
+    late: bool
+    logprobs: TokenLogprobs | None
+
+
+class RequestEnded(NamedTuple):
+    """A request has its outcome."""
+
+    request: StepRequest
+    outcome: Generated | RequestError
+
+
+Event = TokenCame | RequestEnded
+Fits = Callable[[StepRequest, int], bool]
+"""Takes memory for this number of tokens of a request, or returns False if there is none."""
+
+
+class StepScheduler:
+    """Decides what steps compute, one step after the other. Times are in ms, of any clock.
+
+    Sequences with a place go on, those past their prompts first; free places go to the requests whose next
+    tokens are due first. A request whose first token cannot come in time any more is dropped if `expired` is
+    `drop`. While a step hangs, every request ends whose next token is overdue. The arguments are those of
+    `Generator`, where `places` is called `max_sequences`.
+    """
+
+    def __init__(
+        self,
+        policy: StepPolicy,
+        *,
+        places: int,
+        step_tokens: int,
+        expired: str = "drop",
+        max_queue: float = math.inf,
+        watchdog_ms: float | None = None,
+    ) -> None:
+        self.policy = policy
+        self._places = check_count(places, "max_sequences")
+        self._step_tokens = check_count(step_tokens, "step_tokens")
+        self._drop = expired_rule(expired) == "drop"
+        if expired == "defer":
+            raise PolicyError("expired: 'defer' is not a rule for generation; choose from drop, serve")
+        self._max_queue = max_queue
+        self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
+        self._floor = Floors(next(iter(policy.table.decode.values())))
+        self.requests: dict[int, StepRequest] = {}  # those that have not ended
+        self._active: dict[int, StepRequest] = {}  # those with a place, in the order in which they got it
+        self._waiting: list[tuple[float, int, StepRequest]] = []  # the others; the first is due first
+        self.step: Step | None = None
+        self.closed: str | None = None  # why no request is accepted any more
+        names = ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted")
+        self.counts = dict.fromkeys(names, 0)
+        self.steps = [0] * len(policy.table.subnets)  # how many each subnet ran
+        self._numbers = itertools.count()
+        self._limit_ms = math.inf  # when what runs is taken to hang
+
+    def submit(self, request: StepRequest, now_ms: float) -> None:
+        """Accept a request, or raise InvalidRequest, BatcherClosed or QueueFull."""
+        try:
+            request.min_accuracy = self._floor(request.min_accuracy)
+        except PolicyError as error:
+            raise InvalidRequest(str(error)) from error
+        if self.closed is not None:
+            raise BatcherClosed(f"the generator is closed{self.closed}")
+        if len(self.requests) >= self._max_queue:
+            raise QueueFull(f"{len(self.requests)} requests are under way; try again later")
+        request.number, request.accepted_ms = next(self._numbers), now_ms
+        request.due_ms = request.deadlines.due_ms(now_ms, 0)
+        self.requests[request.number] = request
+        self.counts["requests"] += 1
+        self._wait(request)
+
+    def cancel(self, request: StepRequest, now_ms: float) -> list[Event]:
+        """End a request with the tokens that it has."""
+        if request.ended:
+            return []
+        return [self._end(request, request.generated(now_ms, "cancelled"), "cancelled")]
+
+    def push_out(self, request: StepRequest) -> None:
+        """Take the place of a request, whose tokens are computed again when it gets another one."""
+        if self._active.pop(request.number, None) is not None:
+            self._wait(request)
+
+    def prepare(self, now_ms: float) -> None:
+        """Take what runs from now on to hang after a while, although no step has begun; inf: never."""
+        self._limit_ms = now_ms + (self._watchdog_ms or FIRST_PATIENCE_MS)
+
+    def next_step(self, now_ms: float, fits: Fits = lambda *_: True) -> Step | None:
+        """Begin the next step, which is None if there is nothing to compute.
+
+        If the policy raises, the step has begun nevertheless, and `failed` ends its requests.
+        """
+        step, budget = Step(began_ms=now_ms), self._step_tokens
+        for request in sorted(self._active.values(), key=lambda one: one.left > 0):
+            tokens = min(request.left or 1, budget)
+            if tokens and fits(request, tokens):
+                step.add(request, tokens)
+                budget -= tokens
+        at = 0
+        while budget and at < len(self._waiting) and len(self._active) < self._places:
+            request = self._waiting[at][2]
+            if self._is_late(request, now_ms):  # `tick` ends it
+                at += 1
+                continue
+            tokens = min(request.left, budget)
+            if not fits(request, tokens):
+                break
+            del self._waiting[at]
+            self._active[request.number] = request
+            step.add(request, tokens)
+            budget -= tokens
+        if not step.parts:
+            self.step = None
+            return None
+        self.step = step
+        self._choose(step)
+        return step
+
+    def step_done(
+        self,
+        tokens: Sequence[int],
+        now_ms: float,
+        logprobs: Iterable[TokenLogprobs | None] = itertools.repeat(None),
+    ) -> list[Event]:
+        """Take the tokens of the requests that the step answers."""
+        step, self.step, events = self.step, None, list[Event]()
+        assert step is not None
+        self.prepare(now_ms)
+        self.policy.observe(step.subnet, *step.size, now_ms - step.began_ms)
+        for request, computed in step.parts:
+            request.left = max(request.left - computed, 0)
+        for request, token, found in zip(step.answered, tokens, logprobs, strict=False):
+            if request.ended:  # while its step ran
+                continue
+            late = now_ms > request.due_ms
+            if not request.tokens:
+                request.first_ms = now_ms - request.accepted_ms
+            request.tokens.append(token)
+            request.subnets.append(step.subnet)
+            if found is not None:
+                request.found.append(found)
+            request.due_ms = request.deadlines.due_ms(request.accepted_ms, len(request.tokens))
+            request.late += late
+            self.counts["tokens"] += 1
+            self.counts["late"] += late
+            events.append(TokenCame(request, token, step.subnet, late, found))
+            if token in request.stop or len(request.tokens) == request.answer:
+                finish = "stop" if token in request.stop else "length"
+                events.append(self._end(request, request.generated(now_ms, finish), "finished"))
+        return events
+
+    def failed(self, cause: Exception, now_ms: float) -> list[Event]:
+        """End the requests of the step that runs, because it raised."""
+        parts, self.step = self.step.parts if self.step else [], None
+        self.prepare(now_ms)
+        error = BatchFailed(f"a step raised {type(cause).__name__}: {cause}; other requests go on")
+        error.__cause__ = cause
+        return [self._end(request, error, "failed") for request, _ in parts if not request.ended]
+
+    def tick(self, now_ms: float) -> list[Event]:
+        """End the requests that wait in vain. Those in a step are answered by it, unless it hangs."""
+        if self.hangs(now_ms):
+            overdue = [one for one in self.requests.values() if one.due_ms < now_ms]
+        else:
+            in_step = [request for request, _ in self.step.parts] if self.step else []
+            waiting = self._waiting[: bisect_left(self._waiting, (now_ms,))]
+            candidates = [*(one for _, _, one in waiting), *self._active.values()]
+            overdue = [one for one in candidates if self._is_late(one, now_ms) and one not in in_step]
+        return [self._end(one, _too_late(one), "expired") for one in overdue]
+
+    def hangs(self, now_ms: float) -> bool:
+        """Return whether what runs takes too long."""
+        return now_ms > self._limit_ms
+
+    def close(self, reason: str = "", error: RequestError | None = None) -> list[Event]:
+        """Accept no further request, and end those under way if there is an error for them."""
+        self.closed = self.closed or reason
+        ended = list(self.requests.values()) if error is not None else []
+        return [self._end(request, error, "failed") for request in ended if error is not None]
+
+    def _is_late(self, request: StepRequest, now_ms: float) -> bool:
+        return self._drop and not request.tokens and request.due_ms < now_ms
+
+    def _choose(self, step: Step) -> None:
+        """Choose the subnet for the most demanding request of the step and the most urgent one."""
+        requests = [request for request, _ in step.parts]
+        floors = [request.min_accuracy for request in requests]
+        pace_ms = math.inf
+        if self._waiting and len(self._active) >= self._places:
+            left = [one.answer - len(one.tokens) for one in self._active.values()]
+            due = [due for due, _, _ in self._waiting[: self._places]]
+            pace_ms = self.policy.pace(step.began_ms, left, due)
+        sequences, context, prompt_tokens = step.size
+        step.subnet = self.policy.choose(
+            step.began_ms,
+            [request.due_ms for request in requests],
+            sequences=sequences,
+            context=context,
+            prompt_tokens=prompt_tokens,
+            floor=max(floors),
+            pace_ms=pace_ms,
+        )
+        self.counts["lifted"] += self.policy.lifted and min(floors) < max(floors)
+        least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
+        expected_ms = self.policy.slowdown * self.policy.table.latency_ms(step.subnet, *step.size)
+        self._limit_ms = step.began_ms + (self._watchdog_ms or max(least, PATIENCE * expected_ms))
+        self.steps[step.subnet] += 1
+
+    def _wait(self, request: StepRequest) -> None:
+        request.left = len(request.prompt) + len(request.tokens)
+        insort(self._waiting, (request.due_ms, request.number, request))
+
+    def _end(self, request: StepRequest, outcome: Generated | RequestError, kind: str) -> RequestEnded:
+        del self.requests[request.number]
+        request.ended = True
+        self.counts[kind] += 1
+        if self._active.pop(request.number, None) is None:
+            del self._waiting[bisect_left(self._waiting, (request.due_ms, request.number))]
+        return RequestEnded(request, outcome)
+
+
+def _too_late(request: StepRequest) -> DeadlinePassed:
+    due_ms, tokens = request.due_ms - request.accepted_ms, len(request.tokens)
+    return DeadlinePassed(f"token {tokens + 1} was due after {due_ms:.0f} ms, and did not come")

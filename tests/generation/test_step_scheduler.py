@@ -1,0 +1,281 @@
+"""One object decides the steps of the generator and of the simulation, and no event breaks its rules."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+from generation_tables import ACCURACY, step_table
+from held_steps import Clock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
+from subnetact.generation import Generated, Generator, Prompt, StepPolicy, StepTable, TokenDeadlines
+from subnetact.generation.simulation import replay
+from subnetact.generation.step_scheduler import RequestEnded, StepRequest, StepScheduler, TokenCame
+from subnetact.serving.policies import HullFit, SlackFit
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+POLICIES: dict[str, Any] = {
+    "none": None,
+    "SlackFit": lambda table: SlackFit(table, 50.0),
+    "HullFit": lambda table: HullFit(table, 50.0),
+}
+
+
+def made(**options: Any) -> StepScheduler:
+    given: dict[str, Any] = {"places": 2, "step_tokens": 16} | options
+    return StepScheduler(StepPolicy(step_table(), 6.0, given.pop("policy", None)), **given)
+
+
+def asked(prompt: int = 4, answer: int = 3, first_ms: float = 60.0, **facts: Any) -> StepRequest:
+    return StepRequest(range(prompt), answer, TokenDeadlines(first_ms, 6.0), **facts)
+
+
+def trace(seed: int) -> list[Prompt]:
+    """Return prompts of a second, some of which demand accuracy, at twice the rate in its middle."""
+    rng, now, found = random.Random(seed), 0.0, []
+    while now < 1000.0:
+        now += rng.expovariate(0.25 if 300.0 < now < 600.0 else 0.1)
+        floor = rng.choice((0.0, 0.0, 0.0, 41.0, 45.0))
+        deadlines = TokenDeadlines(rng.choice((3.0, 20.0, 60.0)), 6.0)
+        found.append(Prompt(now, rng.randint(1, 40), rng.randint(1, 24), deadlines, floor))
+    return found
+
+
+class Steps:
+    """A step loop that takes the time of the table, on a clock that it moves; it submits a trace on time."""
+
+    def __init__(self, clock: Clock, table: StepTable, prompts: list[Prompt]) -> None:
+        self.clock, self.table, self.left = clock, table, deque(prompts)
+        self.generator: Generator | None = None
+        self.told: list[list[tuple[float, int]]] = []
+        self.running: list[Any] = []
+        self.longest = 10**6
+
+    def __call__(self, _: Any, **facts: Any) -> Steps:
+        self.plan = facts["plan"]
+        return self
+
+    def tear_down(self) -> None:
+        """Free nothing."""
+
+    def step(self) -> Any:
+        """Compute a step."""
+        if self.generator is None:
+            return None
+        if self.left and not self.generator.stats().active:
+            self.clock.now_ms = max(self.clock.now_ms, self.left[0].arrival_ms)
+        now = self.clock.now_ms
+        while self.left and self.left[0].arrival_ms <= now:
+            self.clock.now_ms = self.left[0].arrival_ms
+            self._submit(self.generator, self.left.popleft())
+            self.clock.now_ms = now
+        step = self.plan(lambda *_: True)
+        if step is None:
+            return None
+        self.clock.now_ms += self.table.latency_ms(step.subnet, *step.size)
+        return [0] * len(step.answered), [None] * len(step.answered)
+
+    def _submit(self, generator: Generator, one: Prompt) -> None:
+        times = {"first_ms": one.deadlines.first_ms, "token_ms": one.deadlines.token_ms}
+        prompt = [1] * one.tokens
+        facts: Any = {"max_new_tokens": one.answer, "min_accuracy": one.min_accuracy, **times}
+        completion, heard = generator.submit(prompt, **facts), list[tuple[float, int]]()
+        completion.listen(lambda: heard.append((self.clock.now_ms, len(completion.tokens()))))
+        self.running.append(completion)
+        self.told.append(heard)
+
+
+def outcome_of(completion: Any) -> Generated | str:
+    try:
+        answer: Generated = completion.result(60)
+    except DeadlinePassed as error:
+        return str(error)
+    return answer
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("expired", ["drop", "serve"])
+def test_the_generator_does_what_the_simulation_predicts(
+    llama: Supernet,
+    widths: list[SubnetSpec],
+    table: StepTable,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    expired: str,
+) -> None:
+    prompts, clock = trace(1), Clock()
+    clock.now_ms = 0.0
+    rules: dict[str, Any] = {"expired": expired, "step_tokens": 32}
+    scheduler = StepScheduler(StepPolicy(table, 6.0, POLICIES[policy]), places=4, **rules)
+    came: dict[int, list[tuple[float, int]]] = {id(one): [] for one in prompts}
+    predicted: dict[int, Generated | str] = {}
+    for now, event in replay(deque(prompts), scheduler):
+        one = id(event.request.owner)
+        if isinstance(event, TokenCame):
+            came[one].append((now, len(came[one]) + 1))
+        else:
+            outcome = event.outcome
+            predicted[one] = outcome if isinstance(outcome, Generated) else str(outcome)
+
+    steps = Steps(clock, table, prompts)
+    monkeypatch.setattr("subnetact.generation.step_loop.StepLoop", steps)
+    facts: Any = {"policy": POLICIES[policy], "max_sequences": 4, "clock_ms": clock, **rules}
+    with Generator(llama, widths, table, token_ms=6.0, allow_approximate=True, **facts) as generator:
+        steps.generator = generator
+        while len(steps.running) < len(prompts):
+            generator._thread.join(0.01)
+            assert generator._thread.is_alive()
+        for one, completion, heard in zip(prompts, steps.running, steps.told, strict=True):
+            assert outcome_of(completion) == predicted[id(one)]
+            assert heard[: len(came[id(one)])] == came[id(one)], "each token came when it was to come"
+        stats = generator.stats()
+    assert {name: getattr(stats, name) for name in scheduler.counts} == scheduler.counts
+    assert stats.steps == {i: count for i, count in enumerate(scheduler.steps) if count}
+    assert len(stats.steps) == 3
+    assert stats.lifted > 0
+    assert stats.late > 0
+    assert (stats.expired > 0) == (expired == "drop")
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit", "submit", "step", "step", "cancel", "push_out", "fail", "hang", "tick"]),
+        st.integers(0, 40),
+        st.sampled_from([0.0, 41.0, 50.0]),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(EVENTS, st.integers(1, 3), st.integers(1, 20), st.sampled_from(["drop", "serve"]), st.data())
+def test_every_request_ends_once_and_steps_keep_to_their_limits(
+    events: list[tuple[str, int, float]], places: int, step_tokens: int, expired: str, data: st.DataObject
+) -> None:
+    scheduler = made(places=places, step_tokens=step_tokens, expired=expired, watchdog_ms=5.0)
+    now, all_requests, told = 0.0, list[StepRequest](), list[Any]()
+    for kind, number, floor in events:
+        now += number / 4
+        if kind == "submit":
+            request = asked(1 + number, 1 + number % 5, 1.0 + 2 * number, min_accuracy=floor)
+            scheduler.submit(request, now)
+            all_requests.append(request)
+        elif kind in ("cancel", "push_out") and all_requests:
+            request = all_requests[number % len(all_requests)]
+            if kind == "cancel":
+                told += scheduler.cancel(request, now)
+            else:
+                scheduler.push_out(request)
+        elif kind == "tick":
+            told += scheduler.tick(now)
+        else:
+            full = number % 7 == 0
+            held = data.draw(st.sampled_from(all_requests)) if full and all_requests else None
+            step = scheduler.next_step(now, lambda one, _, held=held: one is not held)
+            if step is None:
+                continue
+            assert 0 < len(step.parts) <= places
+            assert sum(tokens for _, tokens in step.parts) <= step_tokens
+            assert ACCURACY[step.subnet] >= max(request.min_accuracy for request, _ in step.parts)
+            assert all(not request.ended and request is not held for request, _ in step.parts)
+            if kind == "hang":
+                now += 10.0
+                told += scheduler.tick(now)
+                assert all(request.due_ms >= now for request in scheduler.requests.values())
+            if kind == "fail":
+                told += scheduler.failed(ValueError("no"), now)
+            else:
+                now += 2.0
+                told += scheduler.step_done([7] * len(step.answered), now)
+    told += scheduler.close("", BatcherClosed("over"))
+    ends = [event for event in told if isinstance(event, RequestEnded)]
+    assert sorted(event.request.number for event in ends) == list(range(len(all_requests)))
+    assert not scheduler.requests
+    counts = scheduler.counts
+    assert counts["tokens"] == sum(len(request.tokens) for request in all_requests)
+    assert counts["requests"] == sum(counts[name] for name in ("finished", "expired", "cancelled", "failed"))
+    for request in all_requests:
+        assert len(request.tokens) <= request.answer
+        assert all(ACCURACY[subnet] >= request.min_accuracy for subnet in request.subnets)
+
+
+def test_the_most_urgent_get_places_and_a_sequence_that_lost_its_place_is_computed_again() -> None:
+    scheduler = made()
+    late, soon, sooner = (asked(first_ms=ms) for ms in (60.0, 50.0, 40.0))
+    for request in (late, soon, sooner):
+        scheduler.submit(request, 0.0)
+    step = scheduler.next_step(0.0)
+    assert step is not None
+    assert step.parts == [(sooner, 4), (soon, 4)]
+    scheduler.step_done([1, 2], 1.0)
+    scheduler.push_out(sooner)
+    step = scheduler.next_step(1.0)
+    assert step is not None
+    assert step.parts == [(soon, 1), (sooner, 5)], (
+        "its prompt and its token, before requests that are due later"
+    )
+    assert step.size == (1, 5.0, 5)
+
+
+def test_prompts_take_what_is_left_of_a_step() -> None:
+    scheduler = made(places=3, step_tokens=6)
+    first, second = asked(4), asked(9, first_ms=61.0)
+    scheduler.submit(first, 0.0)
+    scheduler.submit(second, 0.0)
+    parts = []
+    for now in (0.0, 1.0, 2.0):
+        step = scheduler.next_step(now)
+        assert step is not None
+        parts.append([tokens for _, tokens in step.parts])
+        scheduler.step_done([7] * len(step.answered), now + 1.0)
+    assert parts == [[4, 2], [1, 5], [1, 2]]
+    assert (len(first.tokens), len(second.tokens)) == (3, 1)
+
+
+def test_minimum_accuracies_are_those_of_subnets() -> None:
+    scheduler = made()
+    found = []
+    for floor in (0.0, 30.0, 40.5, 45.0, 49.99):
+        scheduler.submit(request := asked(min_accuracy=floor), 0.0)
+        found.append(request.min_accuracy)
+    assert found == [0.0, 0.0, 45.0, 45.0, 50.0]
+    with pytest.raises(InvalidRequest, match="no subnet reaches 50"):
+        scheduler.submit(asked(min_accuracy=50.5), 0.0)
+
+
+def test_a_step_that_fails_ends_its_requests_only() -> None:
+    scheduler = made(places=1, max_queue=2)
+    first, second = asked(), asked()
+    scheduler.submit(first, 0.0)
+    scheduler.submit(second, 0.0)
+    with pytest.raises(QueueFull):
+        scheduler.submit(asked(), 0.0)
+    scheduler.next_step(0.0)
+    (ended,) = scheduler.failed(ValueError("no"), 1.0)
+    assert ended.request is first
+    assert isinstance(ended.outcome, BatchFailed)
+    step = scheduler.next_step(2.0)
+    assert step is not None
+    assert step.parts == [(second, 4)]
+    scheduler.close()
+    with pytest.raises(BatcherClosed):
+        scheduler.submit(asked(), 2.0)
+    assert not second.ended, "those under way go on"
+
+
+def test_a_step_hangs_after_the_time_of_the_watchdog() -> None:
+    scheduler = made(watchdog_ms=100.0, expired="serve")
+    scheduler.submit(asked(first_ms=50.0), 0.0)
+    scheduler.next_step(0.0)
+    assert (scheduler.hangs(100.0), scheduler.tick(100.0)) == (False, [])
+    assert scheduler.hangs(100.1)
+    (ended,) = scheduler.tick(100.1)
+    assert isinstance(ended.outcome, DeadlinePassed)
+    assert scheduler.step_done([7], 101.0) == [], "an answer that comes after the end is nobody's"
+    assert not scheduler.hangs(200.0)
