@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from papers.optimum import exact_optimum
 from scheduling_report import report
 from tqdm import tqdm
 
@@ -31,7 +32,6 @@ from subnetact.serving import (
     SlackFit,
     WorkerEvent,
     bursty,
-    exact_optimum,
     fluid_bound,
     from_counts,
     load_trace,

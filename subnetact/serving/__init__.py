@@ -28,22 +28,16 @@ from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_pipe
 from subnetact.serving.pipelines.stage import Stage
 from subnetact.serving.pipelines.stage_tuner import StageTuner
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
-from subnetact.serving.planning.planner import Plan, plan, standard_candidates
-from subnetact.serving.planning.tuner import Tuner, arrival_envelope
+from subnetact.serving.planning.planner import Plan, plan
 from subnetact.serving.policies import (
     CheapestFeasible,
-    Coarse,
     Fixed,
-    Flex,
     HullFit,
     MaxAcc,
     MaxBatch,
     ModelSwitching,
     Preemptive,
-    RunningBatch,
     SlackFit,
-    Tuning,
-    Veltair,
     make_policy,
     policy_names,
 )
@@ -57,7 +51,6 @@ from subnetact.serving.simulation.datasets import (
     trace_series,
 )
 from subnetact.serving.simulation.fluid import binned_fluid_bound, fluid_bound
-from subnetact.serving.simulation.optimum import exact_optimum
 from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
 from subnetact.serving.simulation.replay import LiveRun
 from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
@@ -81,7 +74,6 @@ __all__ = [
     "BatcherStats",
     "CheapestFeasible",
     "CoRunner",
-    "Coarse",
     "Collector",
     "Context",
     "Corrections",
@@ -90,7 +82,6 @@ __all__ = [
     "Decision",
     "FairShares",
     "Fixed",
-    "Flex",
     "Grouping",
     "HistogramSnapshot",
     "HullFit",
@@ -109,7 +100,6 @@ __all__ = [
     "Preemptive",
     "RequestLog",
     "Runner",
-    "RunningBatch",
     "SimulationResult",
     "SlackFit",
     "Stage",
@@ -122,15 +112,10 @@ __all__ = [
     "Tenant",
     "TenantBatcher",
     "TenantStats",
-    "Tuner",
-    "Tuning",
-    "Veltair",
     "WorkerEvent",
-    "arrival_envelope",
     "binned_fluid_bound",
     "bursty",
     "estimate_pipeline",
-    "exact_optimum",
     "fluid_bound",
     "from_counts",
     "from_timestamps",
@@ -144,7 +129,6 @@ __all__ = [
     "poisson",
     "policy_names",
     "simulate",
-    "standard_candidates",
     "superserve_a40",
     "time_varying",
     "trace_info",

@@ -250,7 +250,7 @@ def test_tables_and_schedulers_import_no_torch():
     code = (
         "import sys, subnetact.latency, subnetact.serving.live.batcher,"
         " subnetact.serving.simulation.simulator, subnetact.serving.simulation.cli,"
-        " subnetact.serving.simulation.optimum, subnetact.serving.planning.planner,"
+        " subnetact.serving.planning.planner,"
         " subnetact.serving.planning.herd, subnetact.serving.planning.tuner;"
         "print([name for name in ('torch', 'scipy', 'matplotlib') if name in sys.modules])"
     )

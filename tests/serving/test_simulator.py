@@ -10,7 +10,6 @@ from subnetact.errors import PolicyError, ProfileMismatch, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import (
     Fixed,
-    Flex,
     HullFit,
     ModelSwitching,
     SlackFit,
@@ -19,7 +18,7 @@ from subnetact.serving.policies import (
 from subnetact.serving.simulation.simulator import CoRunner, WorkerEvent, simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 
-NAMES = ["hullfit", "slackfit", "slackfit:3", "maxbatch", "maxacc", "modelswitching", "coarse", "cheapest"]
+NAMES = ["hullfit", "slackfit", "slackfit:3", "maxbatch", "maxacc", "modelswitching", "cheapest"]
 RULES = ["serve", "drop", "defer"]
 
 
@@ -33,7 +32,7 @@ def arrivals(draw, most=60):
     return np.cumsum(np.round(gaps, 2))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "fixed:5", "flex:0"])
+@pytest.mark.parametrize("name", [*NAMES, "fixed:5"])
 @settings(max_examples=25)
 @given(times=arrivals(), data=st.data())
 def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times, data):
@@ -71,15 +70,13 @@ def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times,
     if floors is not None:
         assert np.all(accuracy >= np.array(floors)[served])
     takes = [a40.latency_ms[d.subnet, a40.pad_index[d.k]] for d in result.decisions]
-    if not result.preempted:
-        assert sum(d.k for d in result.decisions) == served.sum()
+    assert sum(d.k for d in result.decisions) == served.sum()
     assert all(d.batch_size == a40.padded(d.k) for d in result.decisions)
-    if name not in ("coarse", "flex:0"):
-        finish = [d.t_ms + takes_ms for d, takes_ms in zip(result.decisions, takes, strict=True)]
-        assert [d.finish_ms for d in result.decisions] == finish
-        for worker in range(workers):
-            mine = [d for d in result.decisions if d.worker == worker]
-            assert all(a.finish_ms <= b.t_ms for a, b in pairwise(mine))
+    finish = [d.t_ms + takes_ms for d, takes_ms in zip(result.decisions, takes, strict=True)]
+    assert [d.finish_ms for d in result.decisions] == finish
+    for worker in range(workers):
+        mine = [d for d in result.decisions if d.worker == worker]
+        assert all(a.finish_ms <= b.t_ms for a, b in pairwise(mine))
 
 
 @settings(max_examples=60)
@@ -262,37 +259,6 @@ def test_co_runners_slow_what_runs_beside_them():
     assert [d.finish_ms - d.t_ms for d in result.decisions] == pytest.approx([5.0, 9.0, 5.0])
 
 
-def test_flex_preempts_for_a_batch_worth_more():
-    table = one_subnet([10.0, 10.0], (1, 8))
-    trace = [0.0, 2.0, 2.0, 2.0, 2.0]
-    lost = simulate(
-        trace,
-        table,
-        Flex(table, 0),
-        slo_ms=[30.0, 11.0, 11.0, 11.0, 11.0],
-        workers=1,
-        requests=True,
-        expired="serve",
-    )
-    assert lost.preempted == 1
-    assert lost.log.start_ms.tolist() == [12.0, 2.0, 2.0, 2.0, 2.0]
-    assert lost.met == 5
-    kept = simulate(
-        trace,
-        table,
-        Flex(table, 0),
-        slo_ms=[30.0, 11.0, 11.0, 11.0, 11.0],
-        workers=1,
-        requests=True,
-        resume=True,
-        blocks=10,
-        expired="serve",
-    )
-    assert kept.log.finish_ms.tolist() == [20.0, 12.0, 12.0, 12.0, 12.0]
-    patient = simulate(trace, table, Flex(table, 0), slo_ms=30.0, workers=1, expired="serve")
-    assert patient.preempted == 0
-
-
 def test_a_policy_may_leave_workers_idle_but_not_for_ever(a40):
     policy = ModelSwitching(a40, replicas=[1, 1, 1, 1, 1, 1], slo_ms=36.0)
     result = simulate(
@@ -388,7 +354,7 @@ def test_cells_that_cannot_run_are_never_chosen():
         ["small", "large"], [70.0, 80.0], [1, 4, 16], [[2.0, 3.0, 6.0], [4.0, 9.0, math.nan]]
     )
     trace = bursty(300, 900, 4, 3, seed=0)
-    for name in [*NAMES, "fixed:1", "flex:1"]:
+    for name in [*NAMES, "fixed:1"]:
         result = simulate(
             trace,
             table,

@@ -1,4 +1,4 @@
-"""`Tuner`: when to add and to remove workers while a service runs."""
+"""`Tuner`: how many workers recent arrivals need; the autoscaler of replicas and pipelines ask it."""
 
 from __future__ import annotations
 
@@ -12,39 +12,16 @@ import numpy.typing as npt
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_count, check_slo
-from subnetact.serving.simulation.scenario import WorkerEvent, checked_arrivals
+from subnetact.serving.scheduling.checks import check_count, check_slo, check_time
+from subnetact.serving.simulation.scenario import checked_arrivals
 
-__all__ = ["Tuner", "arrival_envelope"]
-
-Floats = npt.NDArray[np.float64]
-
-
-def arrival_envelope(arrivals_ms: npt.ArrayLike, windows_ms: Sequence[float]) -> Floats:
-    """Return the greatest number of arrivals in any window of each length (a traffic envelope).
-
-    Args:
-        arrivals_ms: arrival times, ms, ascending, shape (n,).
-        windows_ms: lengths of the windows, ms.
-
-    Returns:
-        The numbers, shape (windows,).
-
-    Raises:
-        TraceError: the arrivals cannot be simulated.
-    """
-    arrivals = checked_arrivals(arrivals_ms)
-    numbers = np.arange(len(arrivals))
-    most = [
-        np.max(np.searchsorted(arrivals, arrivals + width, side="left") - numbers) for width in windows_ms
-    ]
-    return np.array(most, dtype=np.float64)
+__all__ = ["Tuner"]
 
 
 class Tuner:
     """Compares the recent arrivals with those that were planned for, over windows of many lengths.
 
-    The lengths double from the latency of the fastest full batch up to about a minute. If the arrivals within
+    The lengths double from the latency of the fastest full batch up to `longest_ms`. If the arrivals within
     any window exceed the planned ones, workers are added at once, in proportion to the excess. If fewer
     workers were needed during the last `patience_ms`, workers are removed down to the greatest need within
     that time.
@@ -60,8 +37,6 @@ class Tuner:
 
     Attributes:
         workers: the number of workers to run now.
-        windows_ms: lengths of the windows, ms.
-        planned: the greatest number of planned arrivals in any window of each length.
 
     Raises:
         PolicyError: a setting is out of range.
@@ -82,91 +57,46 @@ class Tuner:
         longest_ms: float = 60_000.0,
         most_workers: int = 256,
     ) -> None:
-        self.workers = check_count(workers, "workers")
+        self.workers = self._planned_workers = check_count(workers, "workers")
         self.most_workers = check_count(most_workers, "most_workers")
         check_slo(slo_ms, table)
-        if not (math.isfinite(patience_ms) and patience_ms > 0):
-            raise PolicyError(f"patience_ms: {patience_ms} must be finite and > 0")
-        shortest = (
-            float(np.nanmin(table.latency_ms[:, -1]))
-            if not np.isnan(table.latency_ms[:, -1]).all()
-            else slo_ms
-        )
+        self._patience_ms = check_time(patience_ms, "patience_ms")
+        largest = table.latency_ms[:, -1]
+        shortest = slo_ms if np.isnan(largest).all() else float(np.nanmin(largest))
         if not longest_ms >= shortest:
             raise PolicyError(f"longest_ms: {longest_ms} must be at least one batch ({shortest:g} ms)")
-        doublings = int(math.log2(longest_ms / shortest)) + 1
-        self.windows_ms = [shortest * 2.0**i for i in range(doublings)]
+        widths = shortest * 2.0 ** np.arange(int(math.log2(longest_ms / shortest)) + 1)
         arrivals = checked_arrivals(planned)
-        self.planned = arrival_envelope(arrivals, self.windows_ms)
-        span_ms = float(arrivals[-1] - arrivals[0])
+        first = np.arange(len(arrivals))
+        most = [float((np.searchsorted(arrivals, arrivals + width) - first).max()) for width in widths]
         # Windows longer than the planned trace get its mean rate.
-        self.planned *= np.maximum(1.0, np.array(self.windows_ms) / max(span_ms, self.windows_ms[0]))
-        self._planned_workers = self.workers
-        self._patience_ms = float(patience_ms)
+        span_ms = max(float(arrivals[-1] - arrivals[0]), shortest)
+        self.planned = (np.array(most) * np.maximum(1.0, widths / span_ms)).tolist()
+        self._widths: list[float] = widths.tolist()
         self._times: list[float] = []
         self._needs: deque[tuple[float, int]] = deque()
         self._started_ms: float | None = None
 
     def step(self, now_ms: float, arrivals_ms: Sequence[float]) -> int:
-        """Update the number of workers.
+        """Update and return the number of workers to run from now on.
 
         Args:
             now_ms: the time.
             arrivals_ms: arrival times since the last step, ms, ascending, none after `now_ms`.
-
-        Returns:
-            The number of workers to run from now on.
         """
         if self._started_ms is None:
             self._started_ms = now_ms
-        times = self._times
+        times, needs = self._times, self._needs
         times.extend(arrivals_ms)
-        del times[: bisect_right(times, now_ms - self.windows_ms[-1])]
-        need = self._need(now_ms)
-        while self._needs and self._needs[0][0] < now_ms - self._patience_ms:
-            self._needs.popleft()
-        self._needs.append((now_ms, need))
+        del times[: bisect_right(times, now_ms - self._widths[-1])]
+        counts = [len(times) - bisect_right(times, now_ms - width) for width in self._widths]
+        ratio = max(count / most for count, most in zip(counts, self.planned, strict=True))
+        need = min(max(1, math.ceil(self._planned_workers * ratio - 1e-9)), self.most_workers)
+        while needs and needs[0][0] < now_ms - self._patience_ms:
+            needs.popleft()
+        needs.append((now_ms, need))
         if need > self.workers:
             self.workers = need
         elif now_ms - self._started_ms >= self._patience_ms:
-            self.workers = max(lately for _, lately in self._needs)
+            self.workers = max(lately for _, lately in needs)
         return self.workers
-
-    def _need(self, now_ms: float) -> int:
-        """Return the workers needed for the window whose arrivals exceed the planned ones the most."""
-        times = self._times
-        counts = [len(times) - bisect_right(times, now_ms - width) for width in self.windows_ms]
-        ratio: float = max(count / plan for count, plan in zip(counts, self.planned.tolist(), strict=True))
-        return min(max(1, math.ceil(self._planned_workers * ratio - 1e-9)), self.most_workers)
-
-    def schedule(
-        self, arrivals_ms: npt.ArrayLike, step_ms: float = 100.0, delay_ms: float = 0.0
-    ) -> list[WorkerEvent]:
-        """Return the worker events for a simulation in which this tuner is asked every `step_ms`.
-
-        Simulate with `workers=most_workers`; the workers beyond the planned ones are down at first.
-
-        Args:
-            arrivals_ms: arrival times, ms, ascending, shape (n,).
-            step_ms: time between two steps of the tuner, ms.
-            delay_ms: how long it takes until an added worker is up, ms.
-
-        Returns:
-            The events.
-
-        Raises:
-            TraceError: the arrivals cannot be simulated.
-        """
-        arrivals = checked_arrivals(arrivals_ms)
-        running = self.workers
-        start = float(arrivals[0])
-        events = [WorkerEvent(start, worker, False) for worker in range(running, self.most_workers)]
-        seen = 0
-        for now in np.arange(start + step_ms, float(arrivals[-1]) + step_ms, step_ms).tolist():
-            upto = int(np.searchsorted(arrivals, now, side="right"))
-            wanted = self.step(now, arrivals[seen:upto].tolist())
-            seen = upto
-            events += [WorkerEvent(now + delay_ms, worker, True) for worker in range(running, wanted)]
-            events += [WorkerEvent(now, worker, False) for worker in range(wanted, running)]
-            running = wanted
-        return events

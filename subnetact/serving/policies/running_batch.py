@@ -9,7 +9,7 @@ __all__ = ["RunningBatch"]
 
 
 class RunningBatch(NamedTuple):
-    """A batch that runs on a worker, as `Flex.preempt` sees it.
+    """A batch that runs on a worker, as `Preemptive.preempt` sees it.
 
     Attributes:
         worker: index of the worker.

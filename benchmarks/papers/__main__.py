@@ -1,8 +1,10 @@
 """The headline experiments of VELTAIR, Shepherd and InferLine in kind; what blocks and preemption cost live.
 
-    python benchmarks/papers.py --out benchmarks/results/papers.json     # five minutes on two idle cores
-    python benchmarks/papers.py --only veltair shepherd inferline        # simulations, the same everywhere
-    python benchmarks/papers.py --only blocks urgent pipeline tenants    # live, timed
+In the folder benchmarks:
+
+    python -m papers --out results/papers.json              # five minutes on two idle cores
+    python -m papers --only veltair shepherd inferline      # simulations, the same everywhere
+    python -m papers --only blocks urgent pipeline tenants  # live, timed
 
 blocks: throughput of batches of 16 of the largest digits subnet, whole, in blocks and in layer blocks, when
     nothing is urgent.
@@ -29,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from papers.flex import Flex
 from subnetact import Batcher, Engine, LatencyTable, calibrate
 from subnetact.device import machine
 from subnetact.digits import distort, load_digits_supernet, undistorted_digits
@@ -36,7 +39,6 @@ from subnetact.errors import QueueFull
 from subnetact.serving import (
     CheapestFeasible,
     Fixed,
-    Flex,
     Pipeline,
     PipelineModel,
     Preemptive,
@@ -376,7 +378,7 @@ def shepherd() -> Found:
         alone = [simulate(trace, table, Fixed(table, 0), slo, workers) for trace in traces]
         merged = np.sort(np.concatenate(traces))
         shared = simulate(merged, table, Fixed(table, 0), slo, workers * streams)
-        flex = simulate(merged, table, Flex(table, 0), slo, workers * streams)
+        flex = simulate(merged, table, Flex(table, 0), slo, workers * streams, resume=True, blocks=10)
         per_s = {
             "fixed": sum(r.met for r in alone) / 10.0,
             "shared": shared.met / 10.0,

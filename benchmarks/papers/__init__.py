@@ -1,0 +1,6 @@
+"""Policies and experiments of papers that the library does not need: `python -m papers` in benchmarks.
+
+* `coarse`: switching by loading models (SuperServe, Fig. 1); `flex`: FLEX of Shepherd.
+* `veltair`: co-runners that are estimated from latencies (VELTAIR).
+* `optimum`: the exact optimum of SuperServe's zero-one program on small instances.
+"""
