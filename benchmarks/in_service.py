@@ -15,7 +15,8 @@ from batcher_client import ask_batcher
 from torch import Tensor
 
 from subnetact import Batcher, LatencyTable
-from subnetact.serving import Context, Decided
+from subnetact.serving import Context
+from subnetact.serving.live.answers import Decided
 
 __all__ = ["InService", "Recorder", "measured_in_service"]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from papers.optimum import exact_optimum
 from scheduling_report import report
 from simulation_figures import plot_comparison, plot_dynamics
 from tqdm import tqdm
@@ -25,26 +26,25 @@ from tqdm import tqdm
 from subnetact import __version__
 from subnetact.latency import LatencyTable
 from subnetact.serving import (
-    ArrivalMeter,
     Context,
     Fixed,
     HullFit,
     SlackFit,
-    WorkerEvent,
     bursty,
-    exact_optimum,
     fluid_bound,
-    from_counts,
     load_trace,
     make_policy,
     poisson,
-    policy_names,
     simulate,
     superserve_a40,
     time_varying,
-    trace_series,
 )
+from subnetact.serving.policies import policy_names
+from subnetact.serving.scheduling.context import ArrivalMeter
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.simulation.datasets import trace_series
+from subnetact.serving.simulation.simulator import WorkerEvent
+from subnetact.serving.simulation.traces import from_counts
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = superserve_a40()

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from subnetact.serving import PipelineModel, PipelinePlan, estimate_pipeline
+from subnetact.serving import PipelineModel, PipelinePlan
+from subnetact.serving.pipelines.model import estimate_pipeline
 from subnetact.serving.pipelines.planner import PlanSearch
 
 __all__ = ["plan_coarsely"]

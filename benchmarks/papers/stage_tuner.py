@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from papers.tuner import Tuner
 from subnetact.serving import PipelineModel, PipelinePlan
-from subnetact.serving.planning.tuner import Tuner
 
 __all__ = ["StageTuner", "tuner_of"]
 

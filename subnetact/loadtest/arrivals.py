@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import TraceError
-from subnetact.serving import TRACES, bursty, from_timestamps, load_trace, poisson, time_varying
+from subnetact.serving import bursty, load_trace, poisson, time_varying
+from subnetact.serving.simulation.datasets import TRACES
+from subnetact.serving.simulation.traces import from_timestamps
 
 __all__ = ["trace"]
 

@@ -26,7 +26,7 @@ from subnetact.files.documents import write_json
 from subnetact.loadtest.arrivals import trace
 from subnetact.loadtest.open_loop import Sent, summary, table
 from subnetact.loadtest.server_client import BODIES, ask_server, served_input
-from subnetact.serving import TRACES
+from subnetact.serving.simulation.datasets import TRACES
 
 __all__ = ["main"]
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.optimum import exact_optimum
 
 from subnetact.errors import PolicyError, TraceError
 from subnetact.serving.policies import make_policy
 from subnetact.serving.simulation.fluid import fluid_bound
-from subnetact.serving.simulation.optimum import exact_optimum
 from subnetact.serving.simulation.simulator import simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 

@@ -61,7 +61,7 @@ def test_help_shows_every_default(capsys):
 def test_the_module_runs_and_does_not_hide_the_function():
     command = [sys.executable, "-m", "subnetact.simulate", "--duration-s", "0.2", "--policy", "all"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "coarse" in out
+    assert "modelswitching" in out
     assert "fixed:5" in out
     code = (
         "import inspect, subnetact; f = subnetact.simulate; import subnetact.simulate as m; "

@@ -17,9 +17,7 @@ from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.policies import (
     CheapestFeasible,
-    Coarse,
     Fixed,
-    Flex,
     HullFit,
     MaxAcc,
     MaxBatch,
@@ -183,8 +181,6 @@ def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
         MaxAcc(TABLE),
         MaxBatch(TABLE),
         ModelSwitching(TABLE, 36.0),
-        Coarse(TABLE, 36.0),
-        Flex(TABLE, 1),
     ],
     ids=lambda policy: type(policy).__name__,
 )

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from subnetact.errors import InvalidRequest, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import Batcher, HullFit, Tenant, TenantBatcher, simulate
+from subnetact.serving import Batcher, HullFit, Tenant, TenantBatcher, poisson, simulate, superserve_a40
 from subnetact.serving.policies import CheapestFeasible, Fixed, MaxAcc, MaxBatch, SlackFit
-from subnetact.serving.policies.hull_table import PricedFronts
-from subnetact.serving.policies.recent import Recent
+from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_deadline
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.floors import Floors
@@ -100,19 +99,22 @@ def test_a_policy_decides_for_a_floor_as_for_a_table_of_the_subnets_that_meet_it
 
 
 @given(table=tables(), data=st.data())
-def test_the_priced_fronts_of_a_floor_are_those_of_the_subnets_that_meet_it(
-    table: LatencyTable, data: Any
-) -> None:
+def test_the_fronts_of_a_floor_are_those_of_the_subnets_that_meet_it(table: LatencyTable, data: Any) -> None:
     floor = data.draw(st.sampled_from(Floors(table).accuracies))
     part, rows = meeting(table, floor)
-    upper, alone = PricedFronts(table).meeting(floor), PricedFronts(part)
-    assert (rows[alone.cheapest], alone.last_resort[1]) == upper.last_resort
+    fronts, alone = Fronts(table), Fronts(part)
+    subnet, size = alone.last_resort(0.0)
+    assert fronts.last_resort(floor) == (rows[subnet], size)
     for column in range(3):
-        price, within = data.draw(st.floats(0.0, 8.0)), data.draw(st.floats(0.0, 45.0))
-        found, expected = upper.best(column, 4, price, within), alone.best(column, 4, price, within)
-        assert (found is None) == (expected is None)
-        if found is not None and expected is not None:
-            assert found == expected._replace(subnet=rows[expected.subnet])
+        within = data.draw(st.floats(0.0, 45.0))
+        pairs = [
+            (fronts.fastest(column, floor), alone.fastest(column)),
+            (fronts.most_accurate(column, within, floor), alone.most_accurate(column, within)),
+            (fronts.largest_batch(column, within, floor), alone.largest_batch(column, within)),
+            (fronts.priced(column, 4, 0.0, within, 0.0, floor), alone.priced(column, 4, 0.0, within, 0.0)),
+        ]
+        for found, expected in pairs:
+            assert found == (expected and expected._replace(subnet=rows[expected.subnet]))
 
 
 def test_a_batcher_and_its_tenants_queue_floors_and_not_what_clients_wrote() -> None:
@@ -160,24 +162,33 @@ def test_very_long_deadlines_count_as_the_longest() -> None:
         check_deadline(10**400)
 
 
-def test_the_value_that_was_made_first_makes_room() -> None:
-    made: list[int] = []
-
-    def make(key: int) -> str:
-        made.append(key)
-        return str(key)
-
-    recent = Recent(make, 2)
-    assert [recent(key) for key in (1, 2, 1, 3, 2, 1)] == ["1", "2", "1", "3", "2", "1"]
-    assert made == [1, 2, 3, 1]
-    assert len(recent) == 2
-
-
-def test_hullfit_prepares_the_classes_that_wait_for_other_latencies() -> None:
+def test_hullfit_meets_floors_and_shares_a_batch_with_requests_without() -> None:
     table = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 1.5], [2.0, 3.0]])
     policy = HullFit(table, 36.0)
-    asked(policy, 30.0, 2, 80.0)
-    made = policy.retabled(table.scaled(2.0))
-    assert made._floor_planner.active
-    assert set(made._floor_planner._hulls) == {80.0}
-    assert asked(made, 30.0, 2, 80.0)[0] == 1
+    assert asked(policy, 30.0, 2, 80.0) == (1, 2)
+    assert asked(policy.retabled(table.scaled(2.0)), 30.0, 2, 75.0) == (1, 2)
+
+
+def test_requests_with_floors_wait_for_others_of_their_kind_while_time_is_short() -> None:
+    table = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [4.0, 16.0]])
+    policy, meter = HullFit(table, 60.0), ArrivalMeter()
+    meter.extend([i * 0.7 for i in range(1000)])  # one request per 0.7 ms: too many for "b"
+    answers = []
+    for slack in (50.0, 6.0):
+        context = Context(EDFQueue(), meter, [700.0], 60.0)
+        context.now_ms = 700.0
+        for i in range(8):
+            context.queue.push(700.0 + slack + 10 * i, i, 80.0 if i == 0 else 0.0)
+        context.queued, context.slack_ms, context.floor = 8, slack, 80.0
+        answers.append(policy.decide(context)[0])
+    assert answers == [0, 1]
+
+
+@pytest.mark.parametrize("expired", ["serve", "drop"])
+def test_floors_cost_few_deadlines_close_to_saturation(expired: str) -> None:
+    table = superserve_a40()
+    times = poisson(12_000.0, 3.0, seed=3)
+    draw = np.random.default_rng(5).random(len(times))
+    floors = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
+    found = simulate(times, table, HullFit(table, 36.0), 36.0, 8, expired, min_accuracy=floors)
+    assert found.attainment > 0.99

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 from papers.stage_tuner import StageTuner, tuner_of
+from papers.tuner import Tuner
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import PipelineModel, StageModel, Tuner, plan_pipeline, poisson
+from subnetact.serving import PipelineModel, StageModel, plan_pipeline, poisson
 
 FAST = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 

@@ -16,17 +16,9 @@ from virtual_time import VirtualTime
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, PipelineError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import (
-    Pipeline,
-    PipelineModel,
-    Stage,
-    StageChoice,
-    StageModel,
-    estimate_pipeline,
-    plan_pipeline,
-    poisson,
-)
+from subnetact.serving import Pipeline, PipelineModel, Stage, StageModel, plan_pipeline, poisson
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
+from subnetact.serving.pipelines.model import StageChoice, estimate_pipeline
 from subnetact.serving.policies import HullFit
 from subnetact.serving.simulation.simulator import simulate
 

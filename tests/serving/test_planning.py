@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
+from papers.tuner import Tuner
 
 from subnetact.errors import PolicyError, TraceError
 from subnetact.serving.planning.herd import Stream, group_streams
 from subnetact.serving.planning.planner import plan
-from subnetact.serving.planning.tuner import Tuner, arrival_envelope
 from subnetact.serving.policies import Fixed, HullFit
-from subnetact.serving.simulation.simulator import simulate
+from subnetact.serving.simulation.simulator import WorkerEvent, simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 
 
@@ -76,11 +76,6 @@ def test_an_unreachable_target_is_an_error(a40):
         plan([], a40, slo_ms=36.0, expired="serve")
 
 
-def test_the_envelope_counts_the_fullest_window():
-    times = [0.0, 1.0, 2.0, 10.0, 10.5]
-    assert arrival_envelope(times, [1.0, 2.5, 100.0]).tolist() == [2.0, 3.0, 5.0]
-
-
 def test_the_tuner_adds_at_once_and_removes_after_its_patience(a40):
     base = poisson(2000, 10, seed=0)
     tuner = Tuner(base, 2, a40, longest_ms=10_000.0, slo_ms=36.0)
@@ -105,7 +100,14 @@ def test_the_tuner_adds_at_once_and_removes_after_its_patience(a40):
 def test_tuned_workers_save_an_unplanned_surge(a40):
     surge = np.concatenate([poisson(2000, 4, seed=1), 4000 + poisson(9000, 4, seed=2)])
     planned = poisson(2000, 10, seed=3)
-    events = Tuner(planned, 1, a40, most_workers=12, slo_ms=36.0).schedule(surge)
+    tuner, running, seen = Tuner(planned, 1, a40, most_workers=12, slo_ms=36.0), 1, 0
+    events = [WorkerEvent(float(surge[0]), worker, False) for worker in range(1, 12)]
+    for now in np.arange(surge[0] + 100.0, surge[-1] + 100.0, 100.0).tolist():
+        upto = int(np.searchsorted(surge, now, side="right"))
+        wanted = tuner.step(now, surge[seen:upto].tolist())
+        events += [WorkerEvent(now, worker, True) for worker in range(running, wanted)]
+        events += [WorkerEvent(now, worker, False) for worker in range(wanted, running)]
+        running, seen = wanted, upto
     tuned = simulate(
         surge, a40, HullFit(a40, slo_ms=36.0), workers=12, events=events, slo_ms=36.0, expired="serve"
     )

@@ -10,23 +10,19 @@ from subnetact.errors import PolicyError, TableError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import (
     CheapestFeasible,
-    Coarse,
     Fixed,
-    Flex,
     HullFit,
     MaxAcc,
     MaxBatch,
     ModelSwitching,
     SlackFit,
-    Tuning,
-    Veltair,
     make_policy,
     policy_names,
 )
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.frontier import pareto_of_batch, time_per_request, upper_hull
 from subnetact.serving.scheduling.queue import EDFQueue
-from subnetact.serving.simulation.simulator import CoRunner, simulate
+from subnetact.serving.simulation.simulator import simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 
 
@@ -38,7 +34,12 @@ def asked(policy, slack_ms, queued=1, floor=0.0, arrivals=(), now_ms=1000.0, wor
     meter = ArrivalMeter()
     if len(arrivals):
         meter.extend(list(arrivals))
-    context = Context(queue, meter, [now_ms] * workers, 36.0, expire)
+
+    def remove(count):
+        queue.take(count)
+        expire(count)
+
+    context = Context(queue, meter, [now_ms] * workers, 36.0, remove if expire else None)
     context.now_ms, context.queued, context.slack_ms, context.floor = now_ms, queued, slack_ms, floor
     return policy.decide(context)
 
@@ -265,48 +266,12 @@ def test_model_switching_follows_the_rate(a40):
     assert np.all(np.diff(changes) >= 1000.0)
 
 
-def test_coarse_pays_for_switching(a40):
-    trace = np.concatenate([poisson(1000, 3, seed=0), 3000 + poisson(11000, 3, seed=1)])
-    assert (
-        simulate(trace, a40, Coarse(a40, slo_ms=36.0), slo_ms=36.0, workers=8, expired="serve").attainment
-        < simulate(
-            trace, a40, ModelSwitching(a40, slo_ms=36.0), slo_ms=36.0, workers=8, expired="serve"
-        ).attainment
-    )
-
-
 def test_configurations_limit_the_replicas(a40):
     policy = ModelSwitching(a40, replicas=[8, 8, 8, 8, 1, 1], slo_ms=36.0)
     decisions = simulate(
         poisson(2000, 4, seed=0), a40, policy, decisions=True, slo_ms=36.0, workers=8, expired="serve"
     ).decisions
     assert {d.subnet for d in decisions if d.t_ms > 1500} == {3}
-
-
-def test_veltair_estimates_co_runners(a40):
-    base = a40.latency_ms
-    table = LatencyTable(
-        a40.subnets,
-        a40.accuracy,
-        a40.batch_sizes,
-        base,
-        co_runners=[0.0, 1.0, 2.0],
-        co_runner_ms=[base, 1.5 * base, 2.0 * base],
-    )
-    trace = bursty(1500, 3000, 2, 8, seed=0)
-    runners = [CoRunner(2000.0, 6000.0, 2.0)]
-    aware, blind = (
-        simulate(trace, table, policy, co_runners=runners, slo_ms=36.0, workers=8, expired="serve")
-        for policy in (
-            Veltair(table, lambda t: SlackFit(t, buckets=4, slo_ms=36.0)),
-            SlackFit(table, buckets=4, slo_ms=36.0),
-        )
-    )
-    assert aware.attainment > blind.attainment
-    policy = Veltair(table, lambda t: SlackFit(t, slo_ms=36.0))
-    for _ in range(40):
-        policy.observe(0, 8, base[0, 3], 1.75 * base[0, 3])
-    assert policy.estimated_co_runners == pytest.approx(1.5, abs=0.01)
 
 
 def test_a_user_policy_takes_ten_lines(a40):
@@ -350,15 +315,10 @@ def test_the_registry_makes_every_policy(a40):
         lambda t: SlackFit(t, margin_ms=-1.0, slo_ms=36.0),
         lambda t: HullFit(t, slo_ms=1.0),
         lambda t: HullFit(t, margin=math.inf, slo_ms=36.0),
-        lambda t: HullFit(t, tuning=Tuning(settle=0.0), slo_ms=36.0),
         lambda t: Fixed(t, 6),
         lambda t: Fixed(t, "no such subnet"),
         lambda t: ModelSwitching(t, window_ms=0.0, slo_ms=36.0),
         lambda t: ModelSwitching(t, replicas=[1], slo_ms=36.0),
-        lambda t: Coarse(t, delay_ms=-1.0, slo_ms=36.0),
-        lambda t: Flex(t, factor=1.0),
-        lambda t: Flex(t, subnet=17),
-        lambda t: Veltair(t, lambda t: SlackFit(t, slo_ms=36.0)),
     ],
 )
 def test_bad_settings_are_refused(a40, make):

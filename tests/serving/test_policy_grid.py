@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import Fixed, HullFit, SlackFit
-from subnetact.serving.policies.balance import Balance
-from subnetact.serving.policies.hull_table import PricedFronts
-from subnetact.serving.policies.hullfit import Tuning
+from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue
 from subnetact.serving.simulation.simulator import simulate
@@ -92,11 +90,6 @@ def test_batches_stay_efficient_behind_a_queue():
     assert lead(table, 0.7, workers=64, slo=3.0, cv2=2.0, seed=1, count=12_000) > -0.2
 
 
-def test_steady_arrivals_are_served_in_efficient_batches():
-    table = affine(0.28, 6, 1.5, (1, 2, 4, 8, 16, 32), concave=False, base_ms=15.4)
-    assert lead(table, 1.1, workers=64, slo=10.0, cv2=2.0, seed=1, count=20_000) > -0.2
-
-
 def test_a_backlog_that_fluctuations_do_not_need_gives_way_to_efficient_batches():
     table = affine(0.516, 1000, 1.5, (1, 2, 4, 8, 16), concave=True, base_ms=9.2)
     slo_ms = 10.0 * float(table.latency_ms[-1, 0])
@@ -109,17 +102,6 @@ def test_a_backlog_that_fluctuations_do_not_need_gives_way_to_efficient_batches(
 def test_the_rest_of_a_queue_may_leave_in_quick_batches():
     table = affine(0.906, 3, 3.0, (1, 8, 32, 128), concave=True, base_ms=33.3)
     assert lead(table, 1.3, workers=2, slo=10.0, cv2=2.0, seed=1) > 0.0
-
-
-def test_distant_points_of_the_hull_take_turns_while_requests_wait():
-    sizes, keys = [1, 2, 4, 8], ["small", "below the hull", "large"]
-    per_request = np.array([[11.0, 9.0, 6.6, 5.8], [43.0, 33.0, 30.0, 26.7], [57.0, 44.0, 41.0, 30.9]])
-    table = LatencyTable(keys, [70.0, 76.5, 80.0], sizes, per_request * np.array(sizes))
-    slo_ms, workers = 1200.0, 64
-    gaps = np.random.default_rng(1).gamma(0.5, 2.0 * 27.5 / workers, 30_000)
-    found = simulate(np.cumsum(gaps), table, HullFit(table, slo_ms), slo_ms, workers, progress=False)
-    mixed = 70.0 + 10.0 * (27.5 - 5.8) / (30.9 - 5.8)  # the hull at 27.5 ms per request
-    assert found.effective_accuracy > mixed + 0.4, "the first requests find idle workers, which helps"
 
 
 def test_time_counts_as_lost_to_accuracy_where_another_subnet_runs_the_batch_faster():
@@ -137,43 +119,6 @@ def test_time_counts_as_lost_to_accuracy_where_another_subnet_runs_the_batch_fas
     assert runs[0] > max(runs[1:]) + 1.0
 
 
-@pytest.mark.parametrize(("cv2", "share"), [(0.1, 0.06), (1.0, 0.2), (8.0, 0.57)])
-def test_the_fluctuation_of_the_load_is_measured(cv2, share):
-    slo_ms, rate = 50.0, 2.0  # 100 arrivals per SLO, whose standard deviation is sqrt(100 cv2)
-    gaps = np.random.default_rng(3).gamma(1.0 / cv2, cv2 / rate, 40_000)
-    policy = HullFit(affine(0.5, 3, 2.0, (1, 2), concave=False), slo_ms)
-    meter = ArrivalMeter()
-    context = Context(EDFQueue(), meter, [0.0], slo_ms)
-    measured = []
-    for time_ms in np.cumsum(gaps).tolist():
-        meter.append(time_ms)
-        context.now_ms = time_ms
-        measured.append(policy._budget.fluctuation(context, rate))
-    assert np.mean(measured) == pytest.approx(share, rel=0.25)
-    other = policy.retabled(policy.table.scaled(2.0))
-    assert other._budget.fluctuation(context, rate) == measured[-1]
-    context.now_ms += 1e6  # The rate says nothing about a pause that is longer than its window.
-    assert policy._budget.fluctuation(context, rate) == measured[-1]
-    policy.reset()
-    assert policy._budget.fluctuation(context, rate) == pytest.approx(0.2), "as of Poisson arrivals"
-    assert policy._budget.fluctuation(context, 0.0) == np.inf
-
-
-@pytest.mark.parametrize("spend", [False, True])
-def test_of_equally_good_subnets_the_slowest_runs_if_time_is_to_be_spent(spend):
-    keys = ["a", "b", "c", "d"]
-    table = LatencyTable(keys, [70.0, 72.0, 80.0, 81.0], [1], [[1.0], [4.0], [6.0], [9.0]])
-    fronts, slope = PricedFronts(table), 10.0 / 5.0
-    assert fronts.best(0, 1, slope, within_ms=10.0, spend=spend).subnet == (2 if spend else 0)
-    assert fronts.best(0, 1, slope, within_ms=5.0, spend=spend).subnet == 0, "b is below the hull"
-
-
-@pytest.mark.parametrize("seed", [7, 500336])
-def test_small_batches_do_not_use_up_the_slack_of_the_requests_behind_them(seed):
-    table = affine(0.63, 12, 3.0, (1, 8, 32, 128), concave=True, base_ms=8.4, jitter=0.2, seed=seed)
-    assert lead(table, 0.9, workers=2, slo=3.0, cv2=1.0, seed=1) > 0.0
-
-
 @pytest.mark.parametrize(("share", "subnets", "load"), [(0.49, 50, 0.5), (0.5, 6, 0.5)])
 def test_where_batches_of_one_keep_up_larger_ones_do_not_cost_accuracy(share, subnets, load):
     table = affine(share, subnets, 3.0, (1, 8, 32, 128), concave=False)
@@ -186,60 +131,26 @@ def test_accuracy_is_given_up_if_it_costs_more_in_missed_deadlines(share, load, 
     assert lead(table, load, workers=1, slo=2.0, cv2=cv2, seed=1, count=8000) > -0.5
 
 
-def test_time_that_piles_up_is_spent():
-    table = affine(0.88, 2, 3.0, (1, 8, 32, 128), concave=False)
-    assert lead(table, 0.7, workers=16, slo=2.0, cv2=2.0, seed=1, count=8000) > -0.4
-
-
 def test_no_subnet_below_the_hull_is_chosen_for_the_sake_of_free_time():
-    keys = ["a", "b", "c"]
-    table = LatencyTable(keys, [70.0, 72.0, 80.0], [1], [[1.0], [4.0], [6.0]])
-    fronts = PricedFronts(table)
-    slope = 10.0 / 5.0
-    assert fronts.best(0, 1, slope, within_ms=10.0, free_ms=5.0).subnet == 2
-    assert fronts.best(0, 1, slope, within_ms=5.5, free_ms=5.0).subnet == 1
+    table = LatencyTable(["a", "b", "c"], [70.0, 72.0, 80.0], [1], [[1.0], [4.0], [6.0]])
+    fronts, slope = Fronts(table), 10.0 / 5.0
+    assert fronts.priced(0, 1, slope, within_ms=10.0, free_ms=5.0).subnet == 2
+    assert fronts.priced(0, 1, slope, within_ms=5.5, free_ms=5.0).subnet == 1
 
 
-def test_the_ledger_weighs_what_expires_against_what_accuracy_gains():
-    queue, meter = EDFQueue(), ArrivalMeter()
-    queue.push(100.0, 0)
-    context = Context(queue, meter, [0.0], 100.0)
-    context.queued = 1
+def test_a_price_moves_along_the_hull_of_a_batch_size():
+    table = LatencyTable(["a", "b", "c", "d"], [70.0, 72.0, 80.0, 81.0], [1], [[1.0], [4.0], [6.0], [9.0]])
+    fronts = Fronts(table)
 
-    def losing(expired):
-        context.expired += expired
-        return balance.losing(context, tau_ms=2.0, accuracy=70.0, short=0)
+    def chosen(price, within_ms, floor=0.0):
+        return fronts.priced(0, 1, price, within_ms, free_ms=0.0, floor=floor).subnet
 
-    context.expired = 7  # counted before this policy began
-    balance = Balance(slo_ms=100.0)
-    assert not losing(0)
-    assert not losing(3), "no extra time was spent, so nothing expired because of it"
-    balance.book(extra_ms=2.0, gained=0.0, forgone=0.0)
-    assert losing(3), "the extra time would have been enough for one of the three"
-    balance.book(extra_ms=0.0, gained=150.0, forgone=0.0)
-    assert not losing(3), "the extra time is used up"
-
-
-def test_a_burst_of_losses_outweighs_neither_earlier_gains_nor_a_long_silence():
-    queue, meter, slo_ms = EDFQueue(), ArrivalMeter(), 100.0
-    context = Context(queue, meter, [0.0], slo_ms)
-    context.queued = 1
-    balance = Balance(slo_ms)
-
-    def losing(expired):
-        context.expired += expired
-        return balance.losing(context, tau_ms=2.0, accuracy=70.0, short=0)
-
-    for i in range(500):  # one request per SLO
-        context.now_ms = i * slo_ms
-        meter.append(context.now_ms)
-        assert not losing(0)
-        balance.book(extra_ms=2.0, gained=10.0, forgone=0.0)
-    assert not losing(10), "500 requests gained 5000 percent, ten lost ones cost 700"
-    assert losing(40)
-    context.now_ms += 1000 * slo_ms
-    balance.book(extra_ms=0.0, gained=0.0, forgone=500.0)
-    assert losing(0), "no request has arrived since, so the losses are no older than they were"
+    assert [chosen(price, 10.0) for price in (0.0, 0.3, 0.4, 1.9, 2.1)] == [3, 3, 2, 2, 0]
+    assert chosen(1.9, 5.0) == 0, "b is below the hull"
+    assert chosen(0.5, 5.0) == 1, "but it is the best in time if time is cheap"
+    assert chosen(2.1, 10.0, floor=71.0) == 2, "b costs more per point than c"
+    assert chosen(9.0, 10.0, floor=71.0) == 1
+    assert fronts.priced(0, 1, 1.0, 3.0, 0.0, floor=71.0) is None
 
 
 @pytest.mark.parametrize("seed", [5, 7])
@@ -300,12 +211,8 @@ def test_two_distant_subnets_alternate_where_the_load_lies_between_them():
     assert 0.3 * len(times) < result.served_by[1] < 0.9 * len(times)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"reserve": 5.0}, {"drain_reserve": 1.0}, {"tuning": 3}, {"tuning": {"bank": 0.2}}]
-)
-def test_reserves_in_ms_and_other_tunings_are_refused(arguments):
+@pytest.mark.parametrize("arguments", [{"reserve": 5.0}, {"drain_reserve": 1.0}])
+def test_reserves_in_ms_are_refused(arguments):
     table = affine(0.5, 3, 5.0, (1, 2, 4), concave=False)
-    with pytest.raises(PolicyError, match=r"shares of the SLO|expected a Tuning"):
+    with pytest.raises(PolicyError, match="shares of the SLO"):
         HullFit(table, slo_ms=50.0, **arguments)
-    with pytest.raises(PolicyError, match=r"tuning\.bank: 'x'"):
-        Tuning(bank="x")

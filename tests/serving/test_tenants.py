@@ -28,7 +28,7 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import Fixed, Preemptive, Tenant, TenantBatcher, Veltair
+from subnetact.serving import Fixed, Preemptive, Tenant, TenantBatcher
 from subnetact.serving.scheduling.turns import Turn, Turns
 
 TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
@@ -295,56 +295,6 @@ def test_closing_in_a_callback_does_not_wait_for_the_other_tenants(wait_for: Any
         batcher.submit("second", "z", FOREVER)
     batcher.close()
     wait_for(lambda: set(threading.enumerate()) <= before, 60)
-
-
-class Crowded(StandIn):
-    """Takes as many times the table's latency as there are batches on the device; a batch is one block."""
-
-    running = 0
-    blocks = position = 1
-
-    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        run = Crowded(self._table, self.time)
-        run.work = subnet, inputs, batch_size
-        return run
-
-    def step(self, blocks: int = 1, go_on: Any = None) -> bool:
-        Crowded.running += 1
-        for _ in range(Crowded.running):
-            StandIn.run(self, *self.work)
-        Crowded.running -= 1
-        return True
-
-    def outputs(self) -> Any:
-        return self.work[1]
-
-
-def test_blocks_are_long_alone_and_short_beside_another_tenant() -> None:
-    """The table says how much co-runners slow a tenant down; what it measures tells how many there are."""
-    latency, time = TABLE.latency_ms, VirtualTime()
-    table = LatencyTable(
-        TABLE.subnets, TABLE.accuracy, [1, 4], latency, co_runners=[0, 1], co_runner_ms=[latency, 2 * latency]
-    )
-    policies = [
-        Preemptive(Veltair(table, lambda given: Fixed(given, 0)), block_ms=3.9) for _ in ("first", "second")
-    ]
-    given = [
-        Tenant(name, Crowded(table, time), 80.0, policy=policy, options={"learn": False, "expired": "serve"})
-        for name, policy in zip(("first", "second"), policies, strict=True)
-    ]
-    with opened(time, given, workers=2) as batcher:
-        batcher.batcher("first").assign([0])
-        batcher.batcher("second").assign([1])
-        alone = [batcher.submit("first", "x", FOREVER) for _ in range(60)]
-        time.run()
-        assert all(future.done() for future in alone)
-        assert policies[0].block_length(10, 8.0) >= 3
-        futures = [batcher.submit(name, "x", FOREVER) for _ in range(120) for name in ("first", "second")]
-        while not all(future.done() for future in futures[:160]):
-            time.run(10.0)
-        assert policies[0].block_length(10, 8.0) <= 2
-        time.run()
-        assert all(future.done() for future in futures)
 
 
 def test_a_tenant_that_hangs_while_it_closes_does_not_hold_the_worker() -> None:

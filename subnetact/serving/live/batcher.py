@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from subnetact.errors import BatcherClosed, PolicyError, ProfileMismatch
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
-from subnetact.serving.live.closing import ClosedOnExit
+from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.driver import Driver, SharedWorkers

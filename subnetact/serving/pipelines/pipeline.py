@@ -24,7 +24,7 @@ from subnetact.errors import (
 )
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
-from subnetact.serving.live.closing import ClosedOnExit
+from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from subnetact.errors import MissingExtra, PolicyError, TraceError
 from subnetact.serving.scheduling.checks import check_count
 
 __all__ = ["Grouping", "Stream", "group_streams"]
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -100,36 +103,35 @@ def group_streams(
     check_count(groups, "groups")
     loads = np.array([stream.load + burst_weight * math.sqrt(stream.cv2 * stream.load) for stream in streams])
     sizes = np.array([stream.memory_mb for stream in streams])
-    found = _solve(loads, sizes, workers, groups, memory_mb, 0.0, time_limit_s)
+
+    def solve(headroom: float) -> tuple[list[int], list[int]] | None:
+        return _solve(loads, sizes, workers, groups, memory_mb, headroom, time_limit_s)
+
+    found = solve(0.0)
     if found is None:
         raise PolicyError(f"memory_mb: {memory_mb} per worker does not hold the streams in {groups} groups")
-    low = 0.0
-    high = workers / float(loads.sum()) if loads.sum() > 0 else math.inf
-    if math.isfinite(high):
-        exact = _solve(loads, sizes, workers, groups, memory_mb, high * (1 - 1e-9), time_limit_s)
+    if loads.sum() > 0:
+        low, high = 0.0, workers / float(loads.sum())
+        exact = solve(high * (1 - 1e-9))
         if exact is not None:
             found, low = exact, high
         while high - low > 1e-3 * high:
             middle = (low + high) / 2
-            better = _solve(loads, sizes, workers, groups, memory_mb, middle, time_limit_s)
+            better = solve(middle)
             if better is None:
                 high = middle
             else:
                 found, low = better, middle
     group_of, share = found
-    used = [sum(loads[i] for i, group in enumerate(group_of) if group == j) for j in range(groups)]
-    rooms = [share[j] / used[j] for j in range(groups) if used[j] > 0]
-    return Grouping(tuple(group_of), tuple(share), float(min(rooms, default=math.inf)))
+    used = np.bincount(group_of, weights=loads, minlength=groups).tolist()
+    headroom = min(
+        (have / load for have, load in zip(share, used, strict=True) if load > 0), default=math.inf
+    )
+    return Grouping(tuple(group_of), tuple(share), float(headroom))
 
 
 def _solve(
-    loads: np.ndarray[tuple[int], np.dtype[np.float64]],
-    sizes: np.ndarray[tuple[int], np.dtype[np.float64]],
-    workers: int,
-    groups: int,
-    memory_mb: float,
-    headroom: float,
-    time_limit_s: float,
+    loads: Floats, sizes: Floats, workers: int, groups: int, memory_mb: float, headroom: float, limit_s: float
 ) -> tuple[list[int], list[int]] | None:
     """Return (group of each stream, workers of each group) with at least `headroom`, or None.
 
@@ -142,18 +144,11 @@ def _solve(
         raise MissingExtra("group_streams needs scipy; pip install 'subnetact[plan]'") from error
 
     count = len(loads)
-    in_group = count * groups
-    one_group = np.zeros((count, in_group + groups))
-    for i in range(count):
-        one_group[i, i * groups : (i + 1) * groups] = 1
-    room = np.zeros((groups, in_group + groups))
-    memory = np.zeros((groups, in_group + groups))
-    for j in range(groups):
-        room[j, j:in_group:groups] = -headroom * loads
-        room[j, in_group + j] = 1
-        memory[j, j:in_group:groups] = sizes
-    total = np.zeros((1, in_group + groups))
-    total[0, in_group:] = 1
+    each, every, none = np.eye(count), np.eye(groups), np.zeros((count, groups))
+    one_group = np.hstack([np.kron(each, np.ones(groups)), none])
+    room = np.hstack([np.kron(-headroom * loads, every), every])
+    memory = np.hstack([np.kron(sizes, every), np.zeros((groups, groups))])
+    total = np.concatenate([np.zeros(count * groups), np.ones(groups)])
     constraints = [
         LinearConstraint(one_group, 1, 1),
         LinearConstraint(room, 0, np.inf),
@@ -161,20 +156,17 @@ def _solve(
     ]
     if math.isfinite(memory_mb):
         constraints.append(LinearConstraint(memory, -np.inf, memory_mb))
-    upper = np.concatenate([np.ones(in_group), np.full(groups, workers)])
     # Groups are interchangeable. That stream i is in a group <= i breaks the symmetry.
-    for i in range(min(count, groups)):
-        upper[i * groups + i + 1 : (i + 1) * groups] = 0
+    upper = np.concatenate([np.tri(count, groups).ravel(), np.full(groups, workers)])
     answer = milp(
-        np.zeros(in_group + groups),
+        np.zeros(len(upper)),
         constraints=constraints,
-        integrality=np.ones(in_group + groups),
+        integrality=np.ones(len(upper)),
         bounds=Bounds(0, upper),
-        options={"time_limit": time_limit_s},
+        options={"time_limit": limit_s},
     )
     if answer.x is None:
         return None
     chosen = np.round(answer.x).astype(int)
-    return [int(chosen[i * groups : (i + 1) * groups].argmax()) for i in range(count)], chosen[
-        in_group:
-    ].tolist()
+    group_of = chosen[: count * groups].reshape(count, groups).argmax(axis=1)
+    return group_of.tolist(), chosen[count * groups :].tolist()

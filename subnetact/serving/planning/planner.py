@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy.typing as npt
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import HullFit, SlackFit
+from subnetact.serving.policies.registry import make_policy
 from subnetact.serving.scheduling.checks import check_count, check_slo, expired_rule
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.scenario import checked_arrivals
 from subnetact.serving.simulation.simulator import simulate
 
-__all__ = ["Plan", "plan", "standard_candidates"]
+__all__ = ["Plan", "plan"]
 
 Make = Callable[[LatencyTable], Policy]
 
@@ -39,21 +40,6 @@ class Plan:
     make: Make
     result: SimulationResult
     tried: dict[tuple[str, int], float]
-
-
-def standard_candidates(slo_ms: float) -> dict[str, Make]:
-    """Return the candidates that `plan` uses by default: HullFit, and SlackFit with 4, 8 and 16 buckets.
-
-    Args:
-        slo_ms: the usual time from arrival to deadline, ms.
-
-    Returns:
-        For each name, a function that makes the policy from a table.
-    """
-    candidates: dict[str, Make] = {"hullfit": lambda table: HullFit(table, slo_ms)}
-    for buckets in (4, 8, 16):
-        candidates[f"slackfit:{buckets}"] = lambda table, k=buckets: SlackFit(table, slo_ms, k)  # type: ignore[misc]
-    return candidates
 
 
 def plan(
@@ -80,8 +66,8 @@ def plan(
         slo_ms: time from arrival to deadline, ms.
         attainment: the least SLO attainment, in (0, 1].
         derate: factor on every latency of the simulated machine; the policy plans with these latencies.
-        candidates: for each name, a function that makes a policy from a table. If None,
-            `standard_candidates(slo_ms)`.
+        candidates: for each name, a function that makes a policy from a table. If None, HullFit, and SlackFit
+            with 4, 8 and 16 buckets.
         min_mean_accuracy: the least mean accuracy over met requests, percent.
         most_workers: the greatest number of workers to try.
         expired: the rule for expired requests; see `simulate`.
@@ -105,34 +91,29 @@ def plan(
     rule = expired_rule(expired)
     slower = table.scaled(derate)
     check_slo(slo_ms, slower)
-    makes = candidates or standard_candidates(slo_ms)
+    if candidates is None:
+        names = ("hullfit", "slackfit:4", "slackfit:8", "slackfit:16")
+        candidates = {name: partial(make_policy, name, slo_ms=slo_ms) for name in names}
     tried: dict[tuple[str, int], float] = {}
     best: Plan | None = None
-
-    for name, make in makes.items():
+    for name, make in candidates.items():
         results: dict[int, SimulationResult] = {}
 
         def meets(
             workers: int, name: str = name, make: Make = make, results: dict[int, SimulationResult] = results
         ) -> bool:
             if workers not in results:
-                result = simulate(
-                    arrivals, slower, make(slower), slo_ms, workers=workers, expired=rule, seed=seed
-                )
-                results[workers] = result
-                tried[name, workers] = result.attainment
+                policy = make(slower)
+                found = simulate(arrivals, slower, policy, slo_ms, workers=workers, expired=rule, seed=seed)
+                results[workers], tried[name, workers] = found, found.attainment
             found = results[workers]
             return found.attainment >= attainment and found.mean_accuracy >= min_mean_accuracy
 
         workers = _fewest(meets, most_workers if best is None else best.workers)
-        if workers is None:
-            continue
-        result = results[workers]
-        if best is None or (workers, -result.effective_accuracy) < (
-            best.workers,
-            -best.result.effective_accuracy,
-        ):
-            best = Plan(workers, name, make, result, tried)
+        if workers is not None:
+            found = Plan(workers, name, make, results[workers], tried)
+            if best is None or _cost(found) < _cost(best):
+                best = found
     if best is None:
         closest = max(tried.values(), default=math.nan)
         raise PolicyError(
@@ -140,6 +121,10 @@ def plan(
             "allow more workers or a longer SLO"
         )
     return best
+
+
+def _cost(found: Plan) -> tuple[int, float]:
+    return found.workers, -found.result.effective_accuracy
 
 
 def _fewest(meets: Callable[[int], bool], most: int) -> int | None:

@@ -1,119 +1,94 @@
-"""HullFit: the load sets the time that a batch may take, and a price only where time is short.
+"""HullFit: the load sets the time that a batch may take, and the price of that time.
 
-The method, step by step:
+The method, of which `benchmarks/policy_grid.py --ablate` measures every part:
 
 1. **Hull.** The time per request of a subnet is its least latency / batch size over the batch sizes that the
-   workers can run all the time without missing deadlines. The points of the method are the vertices of the
-   upper concave hull of (time per request, accuracy), from the cheapest to the most accurate subnet
-   (`HullTable`).
-2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted;
-   it grows or is worked off within about one SLO. It evens out the fluctuations of the load
-   (`TimeBudget.fluctuation`), as far as batches that are almost efficient still meet their deadlines behind
-   it. If the load hardly fluctuates, the backlog is as large as efficient batches permit
-   (`HullTable.usual_ms`). The number of workers divided by the load is the time that may be spent per request
-   (`TimeBudget.per_request_ms`).
+   workers can run all the time without missing deadlines. The upper concave hull of (time per request,
+   accuracy) is what the workers can yield. Its slope is the price of time: the percent of accuracy that one
+   more ms gains elsewhere.
+2. **Load.** The load is the arrival rate, corrected by the backlog beyond the one behind which efficient
+   batches still meet their deadlines. Workers / load is the time that may be spent per request.
 3. **Time of a batch.** The most accurate subnet that the workers sustain at this time per request has a
-   cycle: the latency of the smallest batch that keeps up with the arrivals. A batch of the whole queue may
-   take as long as this cycle, because a larger batch afterwards makes up for it. A batch that leaves requests
-   behind may take the time per request times its number of requests. Time that a batch leaves unspent is
-   saved for later ones (`TimeBudget.save`), so that neighbouring subnets alternate. A batch that leaves
-   requests behind spends saved time only if it is as large as the batches of the cycle: a smaller one would
-   use up the slack of the requests behind it, which then run on cheap subnets.
-4. **Price.** If the time per request is enough for the most accurate subnet, time costs nothing: at every
-   batch size, the most accurate subnet that is allowed is best. Only the comparison of batch sizes has a
-   small price then, so that a larger batch loses accuracy only if it takes less time per request. Otherwise
-   the price of time is the slope of the hull at this point: the percent of accuracy that one more ms gains
-   elsewhere. While the queue is short, it falls towards the next slope as saved time piles up unspent. Only
-   what a batch takes beyond the cycle has a price. There is one exception: if a batch leaves
-   requests behind, the most accurate subnet that is sustained lies below the hull, and the next point of the
-   hull can run in time, then all time that can still be saved has its price. So this point and the next one
-   take turns, however far apart they are. The
-   value of a request is what it yields at that point of the hull: its accuracy minus the price of its time.
-   If the load exceeds what the cheapest subnet sustains, a request has no value, because another one must be
-   dropped for it, and all time has a price. The same rule holds while requests expire because of the time
-   spent on accuracy, as far as this costs more than the accuracy gains (`Balance`).
-5. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency. The subnet and
-   batch size with the greatest gain that passes all guards runs. If every gain is negative, because the
-   deadlines permit only inefficient batches, the greatest gain per request wins. At one batch size the best
-   subnet lies on the concave hull of (latency, accuracy), so that bisection finds it (`PricedFronts.best`).
-6. **Guards.** A batch must pass three guards. The most urgent request meets its deadline with a safety margin
-   (`TimeBudget.time_limit`). The rest of the queue can still leave in time in full batches of the cheapest
-   subnet, or in quick batches (`HullFit._drain_limit`). If the batch is not on the cheapest subnet, there is
-   also time for a surge, that is, for arrivals at the rate of the last moments during one SLO
-   (`TimeBudget.surge_spare`).
-7. **Rescue.** If no batch passes the guards, the batch that answers the most requests per ms within the slack
-   runs. If even this pace would need more than one SLO for the queue, requests that stand in the way
-   of a full batch are treated as expired first, if the rule for expired requests allows it.
-
-All constants are shares of the SLO or of a latency, so that the method does not depend on the unit of time.
-If some requests demand a minimum accuracy, `subnetact.serving.policies.floor_planner` applies the same steps
-to every class of requests with the same floor.
+   cycle: the latency of its smallest batch that keeps up with the arrivals. A batch of the whole queue may
+   take the cycle, because a larger batch makes up for it afterwards; another batch may take the time per
+   request times its size. Time left unspent is banked for later batches, so that neighbours on the hull
+   alternate.
+4. **Gain.** Of all pairs (subnet, batch size k) within that time, the one with the greatest
+   k * (accuracy - value) - price * time runs. Time within the cycle is free. The value of a request is what
+   it yields at its point of the hull, accuracy - price * time per request. If every gain is negative, the
+   greatest gain per request wins.
+5. **Drain.** After the batch, the rest of the queue must be able to leave in time in full batches of the
+   cheapest subnet. If no batch leaves it that time, the one that answers the most requests per ms runs.
+6. **Overload.** If the load exceeds what the cheapest subnet sustains, a request has no value, because
+   another one must be dropped for it, and all time has a price. The same holds while the requests that expire
+   cost more than half of what the most accurate subnet could gain. Then the most urgent requests expire early
+   if they stand in the way of a full batch and the queue cannot leave in time.
+7. **Floors.** The batch is planned for the minimum accuracy of the most urgent request. Requests with lower
+   ones go first while time is too short to run all on its subnets and it can wait, so that requests of the
+   same kind share batches. The time that floors take beyond the time per request is learned from the batches
+   and subtracted from it. In overload, and if no batch passes the drain, requests with the least floor go
+   first if a batch for the first one would mostly serve others.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from subnetact.errors import PolicyError
+from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.balance import Balance
-from subnetact.serving.policies.floor_planner import FloorPlanner
-from subnetact.serving.policies.hull_table import Chunk, HullTable, PricedFronts
-from subnetact.serving.policies.recent import Recent
-from subnetact.serving.policies.time_budget import TimeBudget, Tuning
+from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
-from subnetact.serving.scheduling.frontier import Option
+from subnetact.serving.scheduling.frontier import Option, hull_of_front, least_from
+from subnetact.serving.scheduling.queue import NO_FLOOR
 
-__all__ = ["HullFit", "Tuning"]
+__all__ = ["HullFit"]
 
-_MANY_CHUNKS = 10
-"""With more chunks than this, the drain limit is computed with arrays, which is faster."""
-_SHORT = 4
-"""A queue of at most this many full batches is short: time that is saved then is not needed to shorten it."""
-_KEPT_HULLS = 8
-"""What is planned for one number of workers is kept for so many such numbers."""
-_FREE = 0.1
-"""If there is time for the most accurate subnet, batch sizes are compared as if the time per request of this
-subnet cost this share of the range of accuracies."""
-
-
-class _Terms(NamedTuple):
-    """The terms on which a decision compares batches.
-
-    Attributes:
-        tau_ms: the time that may be spent per request; inf in overload.
-        cycle_ms: the time that a batch of the whole queue may take.
-        large: the size from which on a batch that leaves requests behind may spend saved time.
-        most_saved_ms: the most time that can be saved.
-        price: price of time, percent per ms, for choosing the subnet.
-        charge: price of time, percent per ms, for comparing batch sizes.
-        value: the value of a request, percent.
-        saves: whether all time that can still be saved has its price, if a batch leaves requests behind.
-    """
-
-    tau_ms: float
-    cycle_ms: float
-    large: int
-    most_saved_ms: float
-    price: float
-    charge: float
-    value: float
-    saves: bool
+RATE_WINDOW = 11.0
+"""The window of the arrival rate, SLOs."""
+BACKLOG = 0.7
+"""The accepted backlog, as a share of the arrivals during one SLO minus an efficient batch."""
+BACKLOG_WITH_FLOORS = 0.3
+"""The same while requests have floors, which can only wait for others of their kind before a short queue."""
+SETTLING_TIME = 0.83
+"""The time over which the backlog is brought to the accepted one, SLOs."""
+BANK = 0.1
+"""The most time that is banked for later batches, SLOs."""
+WAITS_BEHIND = 1.0
+"""The batch sizes that the workers can run all the time are those for which a request may wait behind so many
+batches of its kind, divided by the number of workers."""
+LAST_PRICE = 0.1
+"""The price of time where there is enough for the most accurate subnet: this share of the range of accuracies
+per time of one of its requests. It only compares batch sizes."""
+EXPIRY_MEMORY = 1000.0
+"""The share of requests that expire is averaged over about so many arrivals."""
+TOLERATED = 0.5
+"""Expired requests may cost this share of what the most accurate subnet would gain."""
+UNDRAINABLE = 0.8
+"""In overload, requests expire early if the queue is longer than this share of what leaves during one SLO."""
+LEARNED = 800.0
+"""The time that floors take is averaged over about so many requests."""
+NEAR = 64
+"""So many of the most urgent requests are searched for those that meet a floor."""
+FORGOTTEN = 1e-3
+"""Floors are forgotten if they take less than this share of the cheapest subnet's time per request."""
+KEPT_HULLS = 8
+"""Hulls are kept for so many numbers of workers."""
 
 
 class HullFit:
     """Spends worker time where it yields the most accuracy, as far as all deadlines permit.
 
-    The load sets how long a batch may take, and a price of worker time if time is short. Among all pairs
-    (subnet, batch size) the policy takes the one whose accuracy is worth the most, if the most urgent
-    request, the rest of the queue and a surge of arrivals can still meet their deadlines. The header of the
-    module `subnetact.serving.policies.hullfit` explains the method.
+    The load sets how long a batch may take and the price of its time. Of all pairs (subnet, batch size), the
+    policy takes the one whose accuracy is worth the most, if the most urgent request and the rest of the
+    queue can still meet their deadlines. The header of `subnetact.serving.policies.hullfit` explains it.
 
     Args:
         table: the latency table.
@@ -121,7 +96,6 @@ class HullFit:
         margin: share by which latencies are assumed to be longer than profiled; 0.1 is 10 percent.
         reserve: further reserve before the most urgent deadline, as a share of the SLO.
         drain_reserve: reserve before the deadlines of the rest of the queue, as a share of the SLO.
-        tuning: further constants. If None, `Tuning()`.
 
     Raises:
         PolicyError: an argument is out of range, or the SLO is below the fastest option.
@@ -138,7 +112,6 @@ class HullFit:
         margin: float = 0.1,
         reserve: float = 0.014,
         drain_reserve: float = 0.056,
-        tuning: Tuning | None = None,
     ) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
@@ -150,230 +123,336 @@ class HullFit:
                 f"reserve, drain_reserve: {reserve} and {drain_reserve} are shares of the SLO and must be "
                 f"below 1; 1 ms is {1.0 / self.slo_ms:g} of this SLO"
             )
-        if tuning is not None and not isinstance(tuning, Tuning):
-            raise PolicyError(
-                f"tuning: expected a Tuning, got {type(tuning).__name__}; write Tuning(bank=0.2)"
-            )
-        self._budget = TimeBudget(
-            self.slo_ms, self.margin, reserve * self.slo_ms, drain_reserve * self.slo_ms, tuning or Tuning()
-        )
-        self._fronts = PricedFronts(table)
-        self._hull = Recent(self._make_hull, _KEPT_HULLS)
+        self._reserve_ms, self._drain_ms = self.reserve * self.slo_ms, self.drain_reserve * self.slo_ms
+        self._fronts = Fronts(table)
+        self._hulls: dict[int, _Hull] = {}
+        self._fastest_ms = table.fastest_ms
         self._workers = 0
-        self._free = _FREE * (max(table.accuracy) - min(table.accuracy))
-        self._floor_planner = FloorPlanner(table, self._fronts, self._budget)
-        self._balance = Balance(self.slo_ms)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything learned from earlier requests."""
+        self._banked_ms = 0.0
+        self._expired_share = 0.0
+        self._counted: tuple[int, int] | None = None
+        self._floors_ms = _FloorTimes(0.0, 0.0)
 
     def retabled(self, table: LatencyTable) -> HullFit:
         """Return the same policy, with its state, for other latencies of the same subnets and batch sizes.
 
         Another thread may call `decide` meanwhile: nothing is iterated here that a decision changes.
         """
-        made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve, self._budget.tuning)
-        made._budget.remember(self._budget)
-        made._balance = self._balance
-        made._workers = self._workers
-        if made._workers:  # made here rather than at the next decision, which is urgent
-            made._hull(made._workers)
-        made._floor_planner.remember(self._floor_planner)
+        made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve)
+        made._banked_ms, made._floors_ms = self._banked_ms, self._floors_ms
+        made._expired_share, made._counted = self._expired_share, self._counted
+        if self._workers:  # made here rather than at the next decision, which is urgent
+            made._hull(self._workers)
         return made
-
-    def reset(self) -> None:
-        """Forget everything learned from earlier requests."""
-        self._budget = replace(self._budget, saved_ms=0.0)
-        self._floor_planner = FloorPlanner(self.table, self._fronts, self._budget)
-        self._balance = Balance(self.slo_ms)
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
-        if context.queue.demanding or self._floor_planner.active:
-            return self._floor_planner.decide(context)
-        budget = self._budget
-        others = budget.others_free(context)
-        self._workers = workers = len(others) + 1
+        now = context.now_ms
+        others = [
+            max(free, now)
+            for worker, free in enumerate(context.free_at_ms)
+            if worker != context.worker and free < math.inf
+        ]
+        workers = self._workers = len(others) + 1
         hull = self._hull(workers)
-        rate = budget.rate_per_ms(context)
-        usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf)
-        fluctuation = budget.fluctuation(context, rate)
-        tau_ms = budget.per_request_ms(context.queued, workers, rate, usual_ms, fluctuation)
-        large, cycle_ms = hull.cycle(tau_ms)
+        rate = context.arrivals.rate_per_ms(now, RATE_WINDOW * self.slo_ms)
+        tau_ms = self._time_per_request(hull, context.queued, workers, rate)
+        tau_ms -= self._floors_ms.beyond
+        least_ms = hull.taus[0] + self._floors_ms.least
         point = bisect_right(hull.taus, tau_ms) - 1
-        last, wanted = len(hull.slopes), hull.values[max(point, 0)]
-        above = min(point + 1, last)
-        most_saved_ms = budget.most_saved_ms((workers if point < last else 1) * hull.batch_ms[above])
-        # In overload a margin would only drop requests that might be met.
-        limit_ms, saves = context.slack_ms, False
-        losing = self._balance.losing(context, hull.taus[0], hull.values[0], hull.full.size)
-        if losing or point < 0 or rate * hull.taus[0] > workers:
-            # Overload: every request that is served replaces another one.
-            point, tau_ms, cycle_ms, large = -1, math.inf, 0.0, 0
-            price = charge = hull.values[0] / hull.taus[0]
-            value = 0.0
+        overload = self._losing(context, hull) or point < 0 or rate * least_ms > workers
+        if overload:
+            self._shed(context, hull, workers)
+        batch = self._requests(context, hull, tau_ms, most=overload)
+        if overload:
+            price = hull.values[0] / hull.taus[0]
+            # In overload a margin would only drop requests that might be met.
+            terms = _Terms(math.inf, 0.0, price, 0.0, price, batch.slack_ms)
         else:
-            limit_ms = budget.time_limit(limit_ms)
-            if point < last:
-                price = hull.slopes[point]
-                if context.queued <= _SHORT * hull.full.size:
-                    # Time piles up unspent, which is worth less.
-                    full = min(1.0, budget.saved_ms / most_saved_ms)
-                    price -= (price - (hull.slopes[above] if above < last else 0.0)) * full * full
-                charge, value = price, hull.values[point] - price * hull.taus[point]
-                saves = price > 0.0 and hull.below(tau_ms) and hull.batch_ms[above] <= limit_ms
-            else:
-                price, charge, value = 0.0, self._free / hull.taus[last], hull.values[last] - self._free
-        terms = _Terms(tau_ms, cycle_ms, large, most_saved_ms, price, charge, value, saves)
-        found = self._best_offer(context, others, hull, rate, limit_ms, terms)
+            price = hull.slopes[point]
+            value = hull.values[point] - price * hull.taus[point]
+            choosing = price if point < len(hull.taus) - 1 else 0.0
+            limit_ms = self._time_limit(batch.slack_ms)
+            terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, value, choosing, limit_ms)
+        found = self._best_offer(context, others, hull, batch, terms, least_ms)
         if found is None:
-            return self._rescue(context, hull, workers)
+            batch = self._requests(context, hull, tau_ms, most=True)
+            _, option = self._fastest_pace(batch.floor, batch.eligible, batch.slack_ms)
+            if option is None:
+                _, _, size, subnet = hull.of_floor(batch.floor)
+                return subnet, size
+            return option.subnet, option.batch_size
         k, option = found
-        if k < context.queued:
-            free_ms, least_ms = 0.0, k * hull.taus[0]
-        else:
-            free_ms, least_ms = cycle_ms, hull.fastest[self._fronts.column_for(k)][0]
-        if tau_ms < math.inf:
-            budget.save(max(free_ms, tau_ms * k) - option.latency_ms, most_saved_ms)
-        gained = k * (option.accuracy - hull.values[0])
-        self._balance.book(
-            option.latency_ms - least_ms, gained, k * (wanted - option.accuracy) if point < 0 else 0.0
-        )
+        if not overload:
+            cycle_ms = terms.cycle_ms if k == context.queued else 0.0
+            unspent_ms = max(cycle_ms, batch.tau_ms * k) - option.latency_ms
+            self._banked_ms = min(max(0.0, self._banked_ms + unspent_ms), BANK * self.slo_ms)
+        self._learn_floors(hull, batch, k, option, tau_ms)
         return option.subnet, option.batch_size
 
-    def _make_hull(self, workers: int) -> HullTable:
-        return HullTable(self.table, self._fronts, workers, self._budget)
+    def _hull(self, workers: int) -> _Hull:
+        """Return the hull for a number of workers; the last few are kept."""
+        hull = self._hulls.get(workers)
+        if hull is None:
+            if len(self._hulls) >= KEPT_HULLS:
+                self._hulls = {}  # another thread may read the former one
+            hull = self._hulls[workers] = _Hull(self, self._fronts, workers)
+        return hull
+
+    def _time_limit(self, slack_ms: float) -> float:
+        """Return the longest profiled latency, ms, that meets a deadline `slack_ms` away."""
+        return (slack_ms - self._reserve_ms) / (1.0 + self.margin)
+
+    def _time_per_request(self, hull: _Hull, queued: int, workers: int, rate: float) -> float:
+        """Return the worker time, ms, that the load leaves for a request.
+
+        The most urgent request is about to be served and does not count to the backlog.
+        """
+        accepted = 0.0
+        if rate > 0.0:
+            efficient_ms = hull.batch_ms[max(bisect_right(hull.taus, workers / rate) - 1, 0)]
+            behind_ms = self.slo_ms - (1.0 + self.margin) * efficient_ms - self._reserve_ms
+            backlog = BACKLOG_WITH_FLOORS if self._floors_ms.least > 0.0 else BACKLOG
+            accepted = backlog * rate * max(0.0, behind_ms)
+        load = rate + (queued - 1 - accepted) / (SETTLING_TIME * self.slo_ms)
+        return workers / load if load > 0.0 else math.inf
+
+    def _learn_floors(self, hull: _Hull, batch: _Requests, k: int, option: Option, tau_ms: float) -> None:
+        """Learn how much time per request batches with a floor take beyond others."""
+        known = self._floors_ms
+        if batch.floor > NO_FLOOR or known.least > 0.0:
+            seen = (0.0, 0.0)
+            fastest = self._fronts.fastest(self._fronts.column_for(k), batch.floor)
+            if batch.floor > NO_FLOOR and fastest is not None:
+                level = min(max(tau_ms, hull.taus[0]), option.latency_ms)
+                seen = (
+                    max(0.0, fastest.latency_ms / k - hull.taus[0]),
+                    max(0.0, option.latency_ms / k - level),
+                )
+            weight = k / LEARNED
+            least, beyond = (old + weight * (new - old) for old, new in zip(known, seen, strict=True))
+            forgotten = least < FORGOTTEN * hull.taus[0]
+            self._floors_ms = _FloorTimes(0.0, 0.0) if forgotten else _FloorTimes(least, beyond)
+
+    def _losing(self, context: Context, hull: _Hull) -> bool:
+        """Return whether the requests that expire cost more than accuracy may cost."""
+        arrived, expired = context.arrivals.total, context.expired
+        then_arrived, then_expired = self._counted or (arrived, expired)
+        self._counted = arrived, expired
+        if arrived > then_arrived:
+            weight = -math.expm1((then_arrived - arrived) / EXPIRY_MEMORY)
+            share = (expired - then_expired) / (arrived - then_arrived)
+            self._expired_share += weight * (share - self._expired_share)
+        gain = hull.values[-1] - hull.values[0]
+        return self._expired_share * hull.values[0] > TOLERATED * gain
+
+    def _requests(self, context: Context, hull: _Hull, tau_ms: float, most: bool) -> _Requests:
+        """Choose which requests the batch is planned for: those that the floor of the first one admits.
+
+        Requests with lower floors are chosen if there is no time to run all requests on the subnets of the
+        first one, and it can wait for such a batch. If the batch is to answer the most requests per ms, they
+        are also chosen if that wastes less time on requests with lower floors than the batch needs.
+        """
+        queue, floor, slack_ms = context.queue, context.floor, context.slack_ms
+        if not queue.demanding:
+            return _Requests(NO_FLOOR, context.queued, slack_ms, tau_ms)
+        first, count = 0, max(NEAR, 2 * self._fronts.sizes[-1])
+        if most and slack_ms < self._fastest_ms:  # late requests demand nothing any more
+            live = bisect_left(range(context.queued), context.now_ms + self._fastest_ms, key=queue.deadline)
+            first = live if live < context.queued else 0
+        near = queue.classes(first, min(context.queued, first + count))
+        floors = [other for _, other in near]
+        if most:
+            floor, least = floors[0], min(floors)
+            if least < floor and _use(hull, floors, least) > _use(hull, floors, floor):
+                floor = least
+            slack_ms = next(due for due, other in near if other <= floor) - context.now_ms
+        elif (own := hull.of_floor(floor)).tau_ms > tau_ms and (
+            lower := {one for one in floors if one < floor}
+        ):
+            affordable = [one for one in lower if hull.of_floor(one).tau_ms <= tau_ms]
+            other, wait_ms = max(affordable, default=min(lower)), slack_ms - own.full_ms
+            if self._time_limit(wait_ms) >= hull.of_floor(other).full_ms:
+                floor, slack_ms = other, wait_ms
+        eligible = sum([other <= floor for other in floors])
+        return _Requests(floor, eligible, slack_ms, max(tau_ms, hull.of_floor(floor).tau_ms))
 
     def _best_offer(
         self,
         context: Context,
-        others: list[float],
-        hull: HullTable,
-        rate: float,
-        limit_ms: float,
+        others: Sequence[float],
+        hull: _Hull,
+        batch: _Requests,
         terms: _Terms,
+        least_ms: float,
     ) -> tuple[int, Option] | None:
-        """Return (number of requests, option) with the greatest gain that passes every guard, or None."""
-        budget, fronts, queued = self._budget, self._fronts, context.queued
-        tau_ms, cycle_ms, large, most_saved_ms, price, charge, value, saves = terms
-        saved_ms = budget.saved_ms
-        top = fronts.column_for(queued)
-        counts = [size if size < queued else queued for size in fronts.sizes[: top + 1]]
-        drains = {counts[top]: self._drain_limit(context, others, counts[top], hull)}
+        """Return (number of requests, option) with the greatest gain that meets all deadlines, or None."""
+        fronts, queued, floor = self._fronts, context.queued, batch.floor
+        tau_ms, cycle_ms, price, value, choosing, limit_ms = terms
+        top = fronts.column_for(batch.eligible)
+        most = min(batch.eligible, fronts.sizes[top])
         # A smaller batch leaves more behind, so no batch may take longer than the largest one.
-        limit = min(limit_ms, drains[counts[top]])
-        spare = budget.surge_spare(context, others, hull.taus[0], rate)
-        # For each batch size: the gain per request and the offer; (-inf, None) if no subnet is fast enough.
-        offers: list[tuple[float, Option | None]] = []
+        limit = min(limit_ms, self._drain_limit(context, others, hull, most, least_ms))
+        offers: list[tuple[float, int, Option]] = []
+        for column in range(top, -1, -1):
+            k = min(fronts.sizes[column], most)
+            free_ms = cycle_ms if k == queued else min(cycle_ms, tau_ms * k)
+            within = min(limit, max(free_ms, tau_ms * k) + self._banked_ms)
+            option = fronts.priced(column, k, choosing, within, free_ms, floor)
+            if option is None:
+                option = fronts.fastest(column, floor)
+                if option is None or option.latency_ms > limit:
+                    continue
+            gain = option.accuracy - value - price * max(option.latency_ms, free_ms) / k
+            offers.append((gain, k, option))
+        if offers and max(offers)[0] > 0.0:
+            offers = [(gain * k, k, option) for gain, k, option in offers]
+        for _, k, option in sorted(offers, reverse=True):
+            if k == most or option.latency_ms <= self._drain_limit(context, others, hull, k, least_ms):
+                return k, option
+        return None
 
-        def look(column: int, limit: float) -> tuple[float, Option | None]:
-            """Find the best offer of one batch size."""
-            k = counts[column]
-            allowed_ms = tau_ms * k + (saved_ms if k >= large else 0.0)
-            if k == queued:  # A larger batch afterwards makes up for its time.
-                free_ms, allowed_ms = cycle_ms, max(cycle_ms, tau_ms * k) + saved_ms
-            elif saves:  # Only time that can no longer be saved is free.
-                free_ms = min(cycle_ms, max(0.0, saved_ms + tau_ms * k - most_saved_ms))
-            else:
-                free_ms = min(cycle_ms, tau_ms * k)
-            spend = saves and k < queued and free_ms == 0.0
-            within = min(limit, allowed_ms, spare + k * hull.taus[0])
-            option = fronts.best(column, k, price, within, free_ms, spend)
-            if option is None:  # the cheapest subnet need not leave time for a surge
-                latency_ms = hull.full.by_column[column]
-                if latency_ms > limit:
-                    return -math.inf, None
-                option = Option(latency_ms, hull.values[0], hull.cheapest, fronts.sizes[column])
-            return option.accuracy - value - charge * max(option.latency_ms, free_ms) / k, option
-
-        offers = [look(column, limit) for column in range(top + 1)]
-        while True:
-            best, at, most = -math.inf, -1, max(offers, key=_gain)[0]
-            for column in range(top, -1, -1):
-                gain, option = offers[column]
-                if option is not None:
-                    total = gain * counts[column] if most > 0.0 else gain
-                    if total > best:
-                        best, at = total, column
-            chosen = offers[at][1]
-            if at < 0 or chosen is None:
-                return None
-            k = counts[at]
-            if k not in drains:
-                drains[k] = self._drain_limit(context, others, k, hull)
-            allowed = min(limit, drains[k])
-            if chosen.latency_ms <= allowed:
-                return k, chosen
-            offers[at] = look(at, allowed)
-
-    def _drain_limit(self, context: Context, others: list[float], k: int, hull: HullTable) -> float:
+    def _drain_limit(
+        self, context: Context, others: Sequence[float], hull: _Hull, k: int, least_ms: float
+    ) -> float:
         """Return the longest latency, ms, of a batch of k after which the rest still meets its deadlines."""
-        if context.queued <= k:
+        rest = context.queued - k
+        if rest <= 0:
             return math.inf
-        limit = self._chunks_limit(context, others, k, hull.full)
-        if limit < math.inf and hull.quick.ms < hull.full.ms:
-            limit = max(limit, self._chunks_limit(context, others, k, hull.quick))
-        return limit
+        size, full_ms = hull.full_size, hull.full_ms * least_ms / hull.taus[0]
+        due = np.array(context.queue.deadlines(k, size)) - self._drain_ms
+        missing = np.arange(1.0, len(due) + 1.0) * full_ms
+        last = self._fronts.fastest(self._fronts.column_for(rest - (len(due) - 1) * size))
+        if last is not None:
+            missing[-1] += min(last.latency_ms - full_ms, 0.0)
+        missing -= np.maximum(np.subtract.outer(due, others), 0.0).sum(axis=1)
+        limits = (due - context.now_ms - missing)[missing > 0.0]
+        return float(limits.min()) if len(limits) else math.inf
 
-    def _chunks_limit(self, context: Context, others: list[float], k: int, chunk: Chunk) -> float:
-        """Return the longest latency, ms, of a batch of k after which the rest can leave in chunks.
-
-        All chunks take the same time c. So worker j can start chunks at free_j + m c, for m = 0, 1, 2 and so
-        on. Chunk i meets its deadline if at least i + 1 such starts lie before its latest start. If the other
-        workers offer fewer, this worker must offer the missing ones, which limits the latency of its batch.
-        """
-        now, reserve = context.now_ms, self._budget.drain_reserve_ms
-        full, size = chunk.ms, chunk.size
-        due = context.queue.deadlines(k, size)
-        chunks = len(due)
-        rest = context.queued - k - (chunks - 1) * size
-        tail_ms = min(chunk.by_column[self._fronts.pad[rest]], full)
-        limit = math.inf
-        if chunks > _MANY_CHUNKS:
-            latest = np.array(due)
-            latest -= reserve + full
-            latest[-1] += full - tail_ms
-            seats = np.subtract.outer(latest, others)
-            seats /= full
-            seats += 1.0
-            np.floor(seats, out=seats)
-            np.maximum(seats, 0.0, out=seats)
-            missing = np.arange(1.0, chunks + 1.0)
-            missing -= np.add.reduce(seats, axis=1)
-            short = missing > 0.0
-            if not short.any():
-                return math.inf
-            return float((latest[short] - (now - full) - missing[short] * full).min())
-        for i, deadline in enumerate(due):
-            latest_start = deadline - reserve - (full if i < chunks - 1 else tail_ms)
-            lacking = i + 1
-            for free in others:
-                if latest_start >= free:
-                    lacking -= int((latest_start - free) / full) + 1
-            if lacking > 0:
-                limit = min(limit, latest_start - now - (lacking - 1) * full)
-        return limit
-
-    def _rescue(self, context: Context, hull: HullTable, workers: int) -> tuple[int, int]:
-        """Return what runs if no option passes the guards."""
-        full = hull.full
-        pace, answer = self._fastest_pace(context, hull)
-        hurried = context.queued > full.size and pace * full.ms < full.size
-        if context.may_expire and hurried and context.queued > pace * workers * self.slo_ms:
-            count, spare = 0, context.queued - full.size
-            while count < spare and context.queue.deadline(count) < context.now_ms + full.ms:
+    def _shed(self, context: Context, hull: _Hull, workers: int) -> None:
+        """Let requests expire that stand in the way of a full batch, if the queue cannot leave in time."""
+        full, queued = hull.of_floor(context.floor), context.queued
+        if not context.may_expire or queued <= full.size or context.slack_ms >= full.full_ms:
+            return
+        pace, _ = self._fastest_pace(context.floor, queued, context.slack_ms)
+        if pace * full.full_ms < full.size and queued > UNDRAINABLE * pace * workers * self.slo_ms:
+            count, spare = 0, queued - full.size
+            while count < spare and context.queue.deadline(count) < context.now_ms + full.full_ms:
                 count += 1
             context.expire(count)
-            _, answer = self._fastest_pace(context, hull)
-        return answer or (hull.cheapest, full.size)
 
-    def _fastest_pace(self, context: Context, hull: HullTable) -> tuple[float, tuple[int, int] | None]:
-        """Return (requests per ms, answer) of the batch that answers the most requests per ms in time."""
-        pace, answer = 0.0, None
-        for column in range(self._fronts.column_for(context.queued) + 1):
-            latency_ms, subnet = hull.fastest[column]
-            size = self._fronts.sizes[column]
-            if latency_ms <= context.slack_ms and min(size, context.queued) > pace * latency_ms:
-                pace, answer = min(size, context.queued) / latency_ms, (subnet, size)
-        return pace, answer
+    def _fastest_pace(self, floor: float, eligible: int, within_ms: float) -> tuple[float, Option | None]:
+        """Return (requests per ms, option) of the batch that answers the most requests per ms in time."""
+        pace, best = 0.0, None
+        for column in range(self._fronts.column_for(eligible) + 1):
+            option = self._fronts.fastest(column, floor)
+            if option is not None and option.latency_ms <= within_ms:
+                k = min(option.batch_size, eligible)
+                if k > pace * option.latency_ms:
+                    pace, best = k / option.latency_ms, option
+        return pace, best
 
 
-def _gain(offer: tuple[float, Option | None]) -> float:
-    return offer[0]
+def _use(hull: _Hull, floors: Sequence[float], floor: float) -> float:
+    """Return the share of a batch's time that its requests need, if each ran on its cheapest subnet."""
+    full = hull.of_floor(floor)
+    members = [other for other in floors if other <= floor][: full.size]
+    return sum([hull.of_floor(other).tau_ms for other in members]) / full.full_ms
+
+
+class _Terms(NamedTuple):
+    """The terms on which a decision compares batches: times in ms, prices in percent per ms."""
+
+    tau_ms: float
+    cycle_ms: float
+    price: float
+    value: float
+    choosing: float  # the price for choosing the subnet at one batch size
+    limit_ms: float
+
+
+class _Requests(NamedTuple):
+    """The requests that a batch is planned for: their floor, number, slack and time per request."""
+
+    floor: float
+    eligible: int
+    slack_ms: float
+    tau_ms: float
+
+
+class _FloorTimes(NamedTuple):
+    """The mean time, ms, that a floor takes beyond the cheapest subnet, and beyond the time per request."""
+
+    least: float
+    beyond: float
+
+
+class _Cheapest(NamedTuple):
+    """The batches with the least time per request of the subnets that meet a floor."""
+
+    tau_ms: float
+    full_ms: float
+    size: int
+    subnet: int
+
+
+class _Hull:
+    """What a number of workers can sustain.
+
+    A cell of the table fits if a request that arrives when a worker has just begun such a batch can still be
+    answered in time by another one: without the margins if none fits with them, or else the fastest ones.
+
+    Attributes:
+        taus: time per request of each vertex of the hull, ms, ascending.
+        values: accuracy of each vertex, percent.
+        slopes: the price of time from each vertex on, percent per ms.
+        batch_ms: latency of each vertex at the batch size that has the least time per request, ms.
+        full_ms: latency of a full batch of the first vertex, the cheapest subnet.
+        full_size: its batch size.
+    """
+
+    def __init__(self, policy: HullFit, fronts: Fronts, workers: int) -> None:
+        table, sizes = policy.table, policy.table.batch_sizes
+        cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
+        waits = 1.0 + WAITS_BEHIND / workers
+        limit_ms = policy._time_limit(policy.slo_ms) / waits
+        fits = cells <= limit_ms
+        if not fits.any():
+            fits = cells <= max(policy.slo_ms / waits, float(cells.min()))
+        per_request = cells / np.array(sizes, dtype=np.float64)
+        best = np.where(fits | ~fits.any(axis=1, keepdims=True), per_request, math.inf).argmin(axis=1)
+        cheapest = [
+            _Cheapest(float(per_request[i, j]), float(cells[i, j]), sizes[j], i)
+            for i, j in enumerate(best.tolist())
+        ]
+        points = [(one.tau_ms, table.accuracy[i], i) for i, one in enumerate(cheapest) if fits[i].any()]
+        front = pareto_front(points, cost=lambda point: point[0], gain=lambda point: point[1])
+        hull = hull_of_front(front)
+        self.taus = [tau for tau, _, _ in hull]
+        self.values = [accuracy for _, accuracy, _ in hull]
+        last = LAST_PRICE * (max(table.accuracy) - min(table.accuracy)) / self.taus[-1]
+        self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)] + [last]
+        self.batch_ms = [cheapest[i].full_ms for _, _, i in hull]
+        self._floors, accuracies = fronts.floors, fronts.floors.accuracies
+        by_floor = zip(accuracies, least_from(accuracies, table.accuracy, cheapest), strict=True)
+        self._by_floor = {floor: found for floor, found in by_floor if found is not None}
+        _, self.full_ms, self.full_size, _ = self._by_floor[NO_FLOOR] = cheapest[hull[0][2]]
+        self._sustained_taus = [tau for tau, _, _ in front]
+        self._sustained = [
+            [(size, ms) for size, ms, fit in zip(sizes, cells[i].tolist(), fits[i], strict=True) if fit]
+            for _, _, i in front
+        ]
+
+    def of_floor(self, floor: float) -> _Cheapest:
+        """Return the cheapest batches of the subnets that meet a floor."""
+        found = self._by_floor.get(floor) or self._by_floor.get(self._floors(floor))
+        return found or self._by_floor[NO_FLOOR]
+
+    def cycle_ms(self, tau_ms: float) -> float:
+        """Return the latency of the smallest batch that the most accurate sustained subnet keeps up with."""
+        batches: list[tuple[int, float]] = self._sustained[bisect_right(self._sustained_taus, tau_ms) - 1]
+        return next(ms for size, ms in batches if ms <= tau_ms * size * (1.0 + 1e-9))

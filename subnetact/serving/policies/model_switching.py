@@ -9,11 +9,11 @@ import numpy as np
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.fixed_subnet import batch_limits, largest_within
+from subnetact.serving.policies.fronts import batch_limits, largest_within
 from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
 
-__all__ = ["Coarse", "ModelSwitching"]
+__all__ = ["ModelSwitching"]
 
 
 class ModelSwitching:
@@ -100,8 +100,7 @@ class ModelSwitching:
         subnet = self.subnet if self.subnet is not None else self._wanted(context)
         if context.worker >= self._replicas[subnet]:
             return None
-        limits, sizes = self._limits[subnet]
-        return subnet, largest_within(limits, sizes, context.slack_ms)
+        return subnet, largest_within(self._limits[subnet], context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> ModelSwitching:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
@@ -117,35 +116,3 @@ class ModelSwitching:
             if self._rates[subnet] * min(self._replicas[subnet], workers) >= rate:
                 return subnet
         return max(self._by_accuracy, key=lambda i: self._rates[i] * min(self._replicas[i], workers))
-
-
-class Coarse(ModelSwitching):
-    """Model switching by workers that must load the model before they run it.
-
-    Coarse decides as `ModelSwitching` does. Every worker that changes its subnet is busy for `delay_ms`.
-
-    Args:
-        table: the latency table.
-        slo_ms: the usual time from arrival to deadline, ms.
-        delay_ms: the time to load a model, ms.
-        window_ms: the window over which the arrival rate is measured, ms.
-        period_ms: the least time between two switches, ms.
-
-    Raises:
-        PolicyError: an argument is out of range, or the SLO is below the fastest option.
-        TableError: the accuracy of a subnet is not known.
-
-    Source:
-        The coarse-grained switching of SuperServe (NSDI'25, Fig. 1).
-    """
-
-    def __init__(
-        self,
-        table: LatencyTable,
-        slo_ms: float,
-        delay_ms: float = 100.0,
-        window_ms: float = 1000.0,
-        period_ms: float = 1000.0,
-    ) -> None:
-        super().__init__(table, slo_ms, window_ms, period_ms)
-        self.switch_ms = check_margin(delay_ms, "delay_ms")

@@ -33,16 +33,14 @@ class Preemptive:
         policy: decides in all other cases.
         factor: how many requests preemption has to save per request that it makes late; > 0.
         block_ms: neighbouring layer blocks are one block up to this time, ms, >= 0; a layer block that takes
-            longer is a block of its own, and with 0 every layer block is. If `policy` estimates its
-            co-runners (`Veltair`), that time falls as the estimate grows, down to 0 beside the largest
-            measured number. Long blocks cost less throughput, short ones let urgent requests go first sooner.
+            longer is a block of its own, and with 0 every layer block is. Long blocks cost less throughput,
+            short ones let urgent requests go first sooner.
 
     Raises:
         PolicyError: an argument is out of range, or the policy preempts itself.
 
     Source:
-        Shepherd (NSDI'23, section 4.2) for the rule on values; VELTAIR (ASPLOS'22, section 4) for the
-        length of blocks.
+        Shepherd (NSDI'23, section 4.2) for the rule on values; VELTAIR (ASPLOS'22, section 4) for blocks.
 
     Example:
         `Batcher(engine, policy=Preemptive(SlackFit(table, slo_ms=36.0)))`
@@ -108,18 +106,9 @@ class Preemptive:
             layer_blocks: how many layer blocks the subnet has.
             batch_ms: expected latency of the batch, ms; 0 if it is not known.
         """
-        block_ms = self.block_ms * (1.0 - self._crowd())
-        if batch_ms <= 0 or block_ms * layer_blocks < batch_ms:
+        if batch_ms <= 0 or self.block_ms * layer_blocks < batch_ms:
             return 1
-        return min(layer_blocks, int(block_ms * layer_blocks / batch_ms))
-
-    def _crowd(self) -> float:
-        """Return the estimated number of co-runners, from 0 for the least measured to 1 for the largest."""
-        estimate: float | None = getattr(self.policy, "estimated_co_runners", None)
-        if estimate is None:
-            return 0.0
-        least, most = self.table.co_runners[0], self.table.co_runners[-1]
-        return min(1.0, max(0.0, (estimate - least) / max(most - least, 1e-9)))
+        return min(layer_blocks, int(self.block_ms * layer_blocks / batch_ms))
 
     def calm_until(self, context: Context) -> float:
         """Return the time, ms, until which the next worker may be busy before `preempt` is asked.

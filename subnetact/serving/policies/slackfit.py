@@ -6,14 +6,16 @@ import math
 from bisect import bisect_right
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.batch_fronts import KEPT_FLOORS, BatchFronts
-from subnetact.serving.policies.recent import Recent
+from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
 from subnetact.serving.scheduling.queue import NO_FLOOR
 
 __all__ = ["SlackFit"]
+
+KEPT_PLANS = 32
+"""Decisions are planned for each floor when it is first asked for, and kept for so many floors."""
 
 
 class SlackFit:
@@ -64,11 +66,9 @@ class SlackFit:
         self.buckets = check_count(buckets, "buckets")
         self.margin_ms = check_margin(margin_ms, "margin_ms")
         self.margin = check_margin(margin, "margin")
-        self._pad = table.pad_index
-        self._last = len(table.batch_sizes) - 1
-        self._fronts = BatchFronts(table)
-        self._plan = _Plan(self._fronts, self.slo_ms, self.buckets)
-        self._plans = Recent(self._plan_for, KEPT_FLOORS)
+        self._fronts = Fronts(table)
+        self._plans: dict[float, _Plan] = {}
+        self._plan(NO_FLOOR)
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
@@ -76,11 +76,8 @@ class SlackFit:
         Raises:
             PolicyError: no subnet meets the floor of the most urgent request.
         """
-        plan = self._plan
-        if context.floor > NO_FLOOR and (floor := self._fronts.floors(context.floor)):
-            plan = self._plans(floor)
-        queued = context.queued
-        column = self._pad[queued] if queued < len(self._pad) else self._last
+        plan = self._plans.get(context.floor) or self._plan(self._fronts.floors(context.floor))
+        column = self._fronts.column_for(context.queued)
         return plan.answer(column, (context.slack_ms - self.margin_ms) / (1.0 + self.margin))
 
     def steps(self) -> list[tuple[list[float], list[tuple[int, int]]]]:
@@ -91,10 +88,10 @@ class SlackFit:
             margins subtracted; decisions, one more than slacks). Decision j applies if exactly the first j
             slacks are at most the slack.
         """
-        plan = self._plan
+        plan = self._plan(NO_FLOOR)
         tables = []
-        for column in range(self._last + 1):
-            latencies = plan.fronts.latencies[: column + 1]
+        for column in range(len(self.table.batch_sizes)):
+            latencies = self._fronts.latencies[: column + 1]
             slacks: list[float] = []
             answers = [plan.answer(column, -math.inf)]
             for slack_ms in sorted({*plan.edges, *(ms for front in latencies for ms in front)}):
@@ -109,8 +106,13 @@ class SlackFit:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
         return SlackFit(table, self.slo_ms, self.buckets, self.margin_ms, self.margin)
 
-    def _plan_for(self, floor: float) -> _Plan:
-        return _Plan(self._fronts.meeting(floor), self.slo_ms, self.buckets)
+    def _plan(self, floor: float) -> _Plan:
+        """Return the decisions for a floor of `Floors`; the oldest plan makes room for a new one."""
+        if floor not in self._plans:
+            if len(self._plans) >= KEPT_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[floor] = _Plan(self._fronts, self.slo_ms, self.buckets, floor)
+        return self._plans[floor]
 
 
 class _Plan:
@@ -122,12 +124,11 @@ class _Plan:
             upper edges are within the slack. If those buckets are empty, the option is None.
     """
 
-    def __init__(self, fronts: BatchFronts, slo_ms: float, buckets: int) -> None:
-        self.fronts = fronts
-        self.fallback = fronts.last_resort
+    def __init__(self, fronts: Fronts, slo_ms: float, buckets: int, floor: float) -> None:
+        self._fronts, self._floor = fronts, floor
         possible = [
-            front[: bisect_right(latencies, slo_ms)]
-            for front, latencies in zip(fronts.options, fronts.latencies, strict=True)
+            [option for option in front if option.latency_ms <= slo_ms and option.accuracy >= floor]
+            for front in fronts.options
         ]
         low = min((front[0].latency_ms for front in possible if front), default=slo_ms)
         high = max((front[-1].latency_ms for front in possible if front), default=slo_ms)
@@ -155,8 +156,8 @@ class _Plan:
         choice = self.choices[column][bisect_right(self.edges, slack_ms)]
         if choice is not None:
             return choice
-        option = self.fronts.largest_batch(column, slack_ms)
-        return (option.subnet, option.batch_size) if option else self.fallback
+        option = self._fronts.largest_batch(column, slack_ms, self._floor)
+        return (option.subnet, option.batch_size) if option else self._fronts.last_resort(self._floor)
 
     @staticmethod
     def _choose(best: list[Option | None]) -> list[tuple[int, int] | None]:

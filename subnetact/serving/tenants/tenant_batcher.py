@@ -15,7 +15,7 @@ import numpy as np
 from subnetact.errors import PolicyError
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
-from subnetact.serving.live.closing import ClosedOnExit
+from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.driver import SharedWorkers
 from subnetact.serving.live.periodic_call import PeriodicCall
 from subnetact.serving.live.stats import BatcherStats

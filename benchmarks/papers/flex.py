@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.fixed_subnet import batch_limits, largest_within
+from subnetact.serving.policies.fronts import batch_limits, largest_within
 from subnetact.serving.scheduling.checks import check_accuracy
 from subnetact.serving.scheduling.context import Context, RunningBatch
 from subnetact.serving.scheduling.frontier import cheapest
@@ -20,9 +20,8 @@ class Flex:
 
     The batch is the largest one that meets the deadline of the most urgent request. If all workers are busy
     and the batch that could be formed now holds at least `factor` times as many requests as the smallest
-    running batch, that batch is preempted. Its work is lost and its requests return to the queue, unless
-    the simulator is told to resume it later. A waiting batch does not preempt if it meets its deadline
-    after the running batch that ends first.
+    running batch, that batch is suspended; in the paper its work is lost. A waiting batch does not preempt
+    if it meets its deadline after the running batch that ends first.
 
     Args:
         table: the latency table.
@@ -45,11 +44,11 @@ class Flex:
         self.table = check_accuracy(table)
         self.subnet = cheapest(table) if subnet is None else subnet
         self.factor = float(factor)
-        self._limits, self._sizes = batch_limits(table, self.subnet)
+        self._limits = batch_limits(table, self.subnet)
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
-        return self.subnet, largest_within(self._limits, self._sizes, context.slack_ms)
+        return self.subnet, largest_within(self._limits, context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> Flex:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
@@ -65,9 +64,9 @@ class Flex:
         Returns:
             The worker whose batch is preempted, or None if no batch is.
         """
-        size = largest_within(self._limits, self._sizes, context.slack_ms)
+        size = largest_within(self._limits, context.slack_ms)
         worth = min(size, context.queued)
-        takes = self._limits[self._sizes.index(size)]
+        takes = self._limits[0][self._limits[1].index(size)]
         if takes > context.slack_ms:
             return None
         victim = min(running, key=lambda batch: (batch.k, -batch.free_at_ms, batch.worker))

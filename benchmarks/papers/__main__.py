@@ -1,8 +1,10 @@
 """The headline experiments of VELTAIR, Shepherd and InferLine in kind; what blocks and preemption cost live.
 
-    python benchmarks/paper_experiments.py --out benchmarks/results/papers.json  # 5 min, two idle cores
-    python benchmarks/paper_experiments.py --only veltair shepherd inferline  # simulated, the same everywhere
-    python benchmarks/paper_experiments.py --only blocks urgent pipeline tenants  # live, timed
+In the folder benchmarks:
+
+    python -m papers --out results/papers.json              # five minutes on two idle cores
+    python -m papers --only veltair shepherd inferline      # simulations, the same everywhere
+    python -m papers --only blocks urgent pipeline tenants  # live, timed
 
 blocks: throughput of batches of 16 of the largest digits subnet, whole, in blocks and in layer blocks, when
     nothing is urgent.
@@ -28,8 +30,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from papers.coarse_pipeline import plan_coarsely
 
+from papers.coarse_pipeline import plan_coarsely
+from papers.flex import Flex
 from subnetact import Batcher, Engine, LatencyTable, calibrate
 from subnetact.device import machine
 from subnetact.digits import distort, load_digits_supernet, undistorted_digits
@@ -37,22 +40,20 @@ from subnetact.errors import QueueFull
 from subnetact.serving import (
     CheapestFeasible,
     Fixed,
-    Flex,
     Pipeline,
     PipelineModel,
     Preemptive,
     Stage,
-    StageChoice,
     StageModel,
     Tenant,
     TenantBatcher,
     bursty,
-    estimate_pipeline,
     plan_pipeline,
     poisson,
     simulate,
     superserve_a40,
 )
+from subnetact.serving.pipelines.model import StageChoice, estimate_pipeline
 
 FOREVER = 1e9
 Found = dict[str, Any]
@@ -377,7 +378,7 @@ def shepherd() -> Found:
         alone = [simulate(trace, table, Fixed(table, 0), slo, workers) for trace in traces]
         merged = np.sort(np.concatenate(traces))
         shared = simulate(merged, table, Fixed(table, 0), slo, workers * streams)
-        flex = simulate(merged, table, Flex(table, 0), slo, workers * streams)
+        flex = simulate(merged, table, Flex(table, 0), slo, workers * streams, blocks=10)
         per_s = {
             "fixed": sum(r.met for r in alone) / 10.0,
             "shared": shared.met / 10.0,
