@@ -9,6 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -652,3 +653,35 @@ def test_the_planner_ends_whenever_the_watchdog_does() -> None:
         planner = next(thread for thread in workers._helpers if "planner" in thread.name)
         planner.join(60)
         assert not planner.is_alive()
+
+
+def test_a_cancelled_request_takes_no_outcome_of_one_that_was_dropped_for_it(wait_for: Any) -> None:
+    table = LatencyTable(["a"], [70.0], [1], [[1.0]])
+    clock, started = Clock(), list[int]()
+    gates = [threading.Event() for _ in range(3)]
+
+    def hold(i: int) -> None:
+        started.append(i)
+        gates[i].wait(60)
+
+    class One(Engine):
+        keys = ("a",)
+
+    with Batcher(
+        One(), policy=Fixed(table, 0), slo_ms=FOREVER, workers=2, expired="defer", max_queue=2, clock_ms=clock
+    ) as batcher:
+        busy = [batcher.submit(partial(hold, i), FOREVER) for i in range(2)]
+        wait_for(lambda: len(started) == 2)
+        late = [batcher.submit("late", 5.0)]
+        busy.append(batcher.submit(partial(hold, 2), FOREVER))
+        clock.now = 10.0
+        gates[1].set()
+        wait_for(lambda: len(started) == 3)  # by this decision, what is late was deferred
+        late.append(batcher.submit("later", FOREVER))
+        patient = batcher.submit("made room", FOREVER)
+        assert patient.cancel()
+        with pytest.raises(DeadlinePassed):
+            late[0].result(60)
+        for gate in gates:
+            gate.set()
+        assert all(future.exception(60) is None for future in (*busy, late[1]))

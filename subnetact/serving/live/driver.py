@@ -49,6 +49,7 @@ class SharedWorkers:
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.turns = Turns(shares)
+        self.drivers: list[Driver] = []
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
 
@@ -102,9 +103,12 @@ class Driver:
         self._log, self._on_end = log, on_end
         self._turns: Turns | None = None
         self._turned = threading.Condition(self.lock)  # somebody's turn has ended
+        self._drivers = [self]  # of the same workers
         if shared is not None:
             self._turns, self._name, self._turned = shared[0].turns, shared[1], shared[0].changed
             self._turns.schedulers[self._name] = scheduler
+            self._drivers = shared[0].drivers
+            self._drivers.append(self)
             scheduler.shares_workers = True
         self._guarded = scheduler.gate is not None or scheduler.dispatcher.expired == "defer"
         self._inbox: deque[Request] = deque()
@@ -219,7 +223,9 @@ class Driver:
         with self.lock:
             self._empty_inbox()
             withdrawn = self.scheduler.withdraw(request)
-            self._outcomes()
+            outcomes = self._outcomes()  # those of requests that were dropped to make room for others
+            if outcomes:
+                self._owed.put(outcomes)
             self._wake_if_settled()
             return withdrawn
 
@@ -455,6 +461,8 @@ class Driver:
     def _give_way(self, job: Job, done: float, turn: Turn, turns: Turns) -> None:
         """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
         with self.lock:
+            for driver in self._drivers:
+                driver._empty_inbox()
             if not turns.gives_way(turn, job, done, self.clock_ms()):
                 return
             self._end_turn(turn)

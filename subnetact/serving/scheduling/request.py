@@ -16,6 +16,8 @@ from subnetact.serving.scheduling.queue import NO_FLOOR
 
 __all__ = ["Ask", "AskOptions", "Job", "Request"]
 
+_new = tuple.__new__  # takes half the time of calling a named tuple's class
+
 
 class AskOptions(TypedDict, total=False):
     """What a request may ask for besides its deadline, as keyword arguments.
@@ -87,7 +89,7 @@ class Ask(NamedTuple):
             raise InvalidRequest("priority: the number has more than 64 bits; give a smaller one")
         if not isinstance(client, str):
             raise InvalidRequest(f"client: {client!r} is no name; give a string")
-        return cls(time_ms, floor, priority or 0, client)
+        return _new(cls, (time_ms, floor, priority or 0, client))
 
 
 class Request:

@@ -211,7 +211,8 @@ class Scheduler:
         answered = [request for request in job.part if request.open]
         for request in answered:
             request.open = False
-            if self.gate is not None:
+        if self.gate is not None:
+            for request in answered:
                 self.gate.ended(request)
         self.counts["answered"] += len(answered)
         self._observe(job, now_ms - job.started_ms - job.paused_ms)
@@ -243,7 +244,6 @@ class Scheduler:
         self.workers.died(worker, now_ms)
         job = self.jobs.pop(worker, None)
         for one in [] if job is None else job.on_worker():
-            one.abandoned = True
             for request in one.requests():
                 self._retry(request, one, now_ms, worker_died(error))
 
