@@ -210,7 +210,11 @@ class Driver:
     def _empty_inbox(self) -> None:
         """Move new requests into the queue; if the batcher is closing, their clients take them back."""
         if self._inbox and not self.scheduler.closing:
-            inbox = self._inbox  # clients append meanwhile
+            self._accept_inbox()
+
+    def _accept_inbox(self) -> None:
+        inbox = self._inbox  # clients append meanwhile
+        if inbox:
             self.scheduler.submit([inbox.popleft() for _ in range(len(inbox))])
 
     def count_refused(self) -> None:
@@ -634,8 +638,8 @@ class Driver:
         """Refuse all further requests."""
         with self.lock:
             if not self.scheduler.closing:
-                self._empty_inbox()
-                self.scheduler.closing = True
+                self.scheduler.closing = True  # first: a client that sees it later looks into the inbox
+                self._accept_inbox()
                 self.scheduler.assign(range(len(self._runners)), self.clock_ms())
             self._wake_all()
 
