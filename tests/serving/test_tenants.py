@@ -460,3 +460,17 @@ def test_clients_on_an_event_loop() -> None:
             return await asyncio.gather(*(batcher.infer("first", i, FOREVER) for i in range(5)))
 
     assert [answer.output for answer in asyncio.run(ask())] == [0, 1, 2, 3, 4]
+
+
+def test_a_tenant_whose_requests_another_worker_took_wants_no_turn_any_more() -> None:
+    time = VirtualTime()
+    given = tenants(StandIn, time=time)
+    with opened(time, given, workers=2) as batcher:
+        many = [batcher.submit("second", "y", FOREVER) for _ in range(4)]
+        time.run(1.0)
+        one = batcher.submit("first", "x", FOREVER)
+        time.run(1.0)
+        many += [batcher.submit("second", "y", FOREVER) for _ in range(8)]
+        time.run()
+        assert one.result(0).met
+        assert all(future.result(0).met for future in many)

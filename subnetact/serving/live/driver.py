@@ -294,7 +294,11 @@ class Driver:
                     self._rest(self._wanted)
                     continue
                 waiting = len(self.scheduler)
-                if waiting and turn is not None and not self._begin(turn):
+                if not waiting:
+                    self._give_up(turn)
+                elif turn is not None and not self._begin(turn):
+                    if self._idle and not self._waking:
+                        self._wake_a_worker()  # whose turn may come earlier
                     self._rest(self._turned)
                     continue
                 job = self._decide(worker) if waiting else None
@@ -456,6 +460,7 @@ class Driver:
     def _give_up(self, turn: Turn | None) -> None:
         if turn is not None and self._turns is not None:
             self._turns.give_up(turn)
+            self._turned.notify_all()
 
     def _end_turn(self, turn: Turn | None) -> None:
         if turn is not None and self._turns is not None:
