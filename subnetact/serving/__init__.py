@@ -74,8 +74,7 @@ from subnetact.serving.simulation.traces import (
     poisson,
     time_varying,
 )
-from subnetact.serving.tenants.tenant import Tenant
-from subnetact.serving.tenants.tenant_batcher import TenantBatcher, TenantStats
+from subnetact.serving.tenants.tenant_batcher import Tenant, TenantBatcher, TenantStats
 
 __all__ = [
     "TRACES",
