@@ -114,23 +114,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace", default="maf", help=trace)
     policies = "one or more policies, such as hullfit slackfit:4 fixed:0, or all"
     add("--policy", nargs="+", default=["all"], help=policies)
-    add(
-        "--replay",
-        type=Path,
-        metavar="LOG",
-        help="a batcher's decision log, which replaces the trace: its arrivals, deadlines and minimum "
-        "accuracies. The SLO, the workers and the rule for expired requests are those of the live run unless "
-        "given; the latencies are the measured ones unless --table is given",
+    log = (
+        "a batcher's decision log, which replaces the trace: its arrivals, deadlines and minimum accuracies. "
+        "What is not given of the other options, and the latencies, are those of the live run"
     )
+    add("--replay", type=Path, metavar="LOG", help=log)
     add("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
     add("--workers", type=int, help="number of workers (default: 8)")
-    add(
-        "--expired",
-        choices=EXPIRED_RULES,
-        help="what happens to requests that no subnet can answer in time any more: drop ends them "
-        "unanswered, defer runs them when nothing else waits, serve runs them all the same, as SuperServe "
-        "does; with --replay the rule of the live run (default: drop)",
+    rule = (
+        "what happens to requests that no subnet can answer in time any more: drop ends them unanswered, "
+        "defer runs them when nothing else waits, serve runs them all the same, as SuperServe does "
+        "(default: drop)"
     )
+    add("--expired", choices=EXPIRED_RULES, help=rule)
     add("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
     add("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
     add("--scale", type=float, default=2.0, help="factor on the rates of the trace")

@@ -72,14 +72,9 @@ class Tenant:
             raise PolicyError(f"tenant {self.name!r}: neither a table nor a policy; give one of them")
 
     @property
-    def latencies(self) -> LatencyTable:
-        """The latency table."""
-        return self.policy.table if self.table is None else self.table  # type: ignore[union-attr]
-
-    @property
     def capacity_qps(self) -> float:
         """Requests per second that one worker answers within the SLO, on the subnet with the most."""
-        table = self.latencies
+        table: Any = self.table or self.policy.table  # type: ignore[union-attr]
         fits = np.where(table.latency_ms <= self.slo_ms, table.latency_ms, np.nan)
         per_ms = np.array(table.batch_sizes) / (fits if np.isfinite(fits).any() else table.latency_ms)
         return float(np.nanmax(per_ms)) * 1e3
@@ -105,9 +100,9 @@ class TenantStats:
 class TenantBatcher(ClosedOnExit):
     """Serves several supernets on the same workers.
 
-    Every tenant has its own queue, policy and limits; they take turns on the workers. If several want a
-    worker, its time is divided by their shares, batch by batch; what one does not use, the others may. So a
-    flood of requests for one tenant delays another one by at most one batch per turn.
+    Every tenant has its own queue, policy and limits. If several want a worker, its time is divided by their
+    shares, batch by batch; what one does not use, the others may. So a flood of requests for one tenant
+    delays another one by at most one batch per turn.
 
     A tenant whose policy is `Preemptive` runs its batches in blocks. Between two of them it gives way to a
     tenant that has used less of its share and has requests which the rest of the batch would make late, if
@@ -167,12 +162,9 @@ class TenantBatcher(ClosedOnExit):
         self._workers = check_count(workers, "workers")
         self._groups = min(len(given), workers) if groups is None else check_count(groups, "groups")
         self._memory_mb, self._burst_weight = memory_mb, burst_weight
-        if clock_ms is not None and not callable(clock_ms):
-            raise PolicyError(f"clock_ms: {clock_ms!r} is no function")
         self._clock_ms = clock_ms or monotonic_ms
         self._shared = SharedWorkers({tenant.name: tenant.share for tenant in given})
         self._serves = dict.fromkeys(self.tenants, frozenset(range(workers)))
-        self._started_ms = self._planned_ms = self._clock_ms()
         self._planned = dict.fromkeys(self.tenants, 0)  # the requests submitted before the last plan
         self._planning = threading.Lock()
         self._planning_errors = 0
@@ -194,6 +186,7 @@ class TenantBatcher(ClosedOnExit):
                     **{"clock_ms": self._clock_ms, **tenant.options},
                 )
                 self._batchers[tenant.name] = opened.enter_context(batcher)
+            self._started_ms = self._planned_ms = self._clock_ms()
             opened.pop_all()
         self._planner: threading.Thread | None = None
         if period_ms is not None:
