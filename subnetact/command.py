@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from subnetact.errors import SubnetActError
 from subnetact.files.documents import parse_json
 
-__all__ = ["INTERRUPTED", "NOBODY_READS", "TERMINATED", "json_object", "run_command"]
+__all__ = ["INTERRUPTED", "NOBODY_READS", "TERMINATED", "json_object", "reported", "run_command"]
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 and the number of SIGINT."""
@@ -37,6 +38,18 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     # The work is done: an interrupt while Python shuts down would end the process by the signal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
+
+
+def reported(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Run a command and return the exit status: 0, or 2 after a user's error, which it prints."""
+    try:
+        run(options)
+    except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
+        raise
+    except (SubnetActError, OSError) as error:
+        print(f"error: {error}")
+        return 2
+    return 0
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.errors import TraceError
 from subnetact.serving import bursty, load_trace, poisson, time_varying
-from subnetact.serving.simulation.datasets import TRACES
 from subnetact.serving.simulation.traces import from_timestamps
 
 __all__ = ["trace"]
@@ -29,13 +25,5 @@ def trace(name: str, rate: float, seconds: float, cv2: float = 4.0, seed: int = 
         return bursty(rate / 2, rate / 2, cv2, seconds, seed)
     if name == "time_varying":
         return time_varying(rate / 2, 1.5 * rate, 2 * rate / seconds, cv2, seconds / 4, seconds / 4, seed)
-    if name in TRACES:
-        arrivals = from_timestamps(load_trace(name, seed=seed), mean_qps=rate)
-    else:
-        path = Path(name)
-        try:
-            stamps = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path)
-        except ValueError as error:
-            raise TraceError(f"trace: {name} holds no time stamps ({error}); give one per line") from error
-        arrivals = from_timestamps(stamps, mean_qps=rate)
+    arrivals = from_timestamps(load_trace(name, seed=seed), mean_qps=rate)
     return arrivals[arrivals < seconds * 1e3]

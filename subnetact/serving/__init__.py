@@ -43,8 +43,7 @@ from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
 from subnetact.serving.simulation.traces import bursty, poisson, time_varying
-from subnetact.serving.tenants.tenant import Tenant
-from subnetact.serving.tenants.tenant_batcher import TenantBatcher
+from subnetact.serving.tenants.tenant_batcher import Tenant, TenantBatcher
 
 __all__ = [
     "Answer",

@@ -95,7 +95,7 @@ def test_every_kind_of_trace(tmp_path):
         assert 0 <= arrivals[0] < arrivals[-1] < 2000
     with pytest.raises(TraceError):
         trace("poisson", -1, 2.0)
-    with pytest.raises(OSError, match="nothing"):
+    with pytest.raises(TraceError, match="nothing"):
         trace("nothing", 10, 2.0)
 
 

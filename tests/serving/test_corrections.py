@@ -153,13 +153,14 @@ def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
         Corrections(TABLE.scaled(2.0)).load(path)
     document = json.loads(path.read_text())
     for change, match in (
-        ({"schema": 3}, "schema 3, this version reads 2; update subnetact"),
-        ({"all": [1, 0.0, 0.0, 5]}, "age 5"),
-        ({"all": [1, 0.0, 0.0, 0.5]}, "age 0.5"),
+        ({"schema": 4}, "schema 4, this version reads 3; update subnetact"),
+        ({"averages": [[-1, -1, 1, 0.0, 0.0, 5]]}, "age 5"),
+        ({"averages": [[-1, -1, 1, 0.0, 0.0, 0.5]]}, "age 0.5"),
         ({"kind": "x"}, "not corrections"),
-        ({"cells": [[9, 0, 1, 0.0, 0.0, 0]]}, "index 9 of 2"),
-        ({"cells": [[0, 0, 1, math.inf, 0.0, 0]]}, "of mean inf"),
-        ({"all": [1]}, "field is missing"),
+        ({"averages": [[9, 0, 1, 0.0, 0.0, 0]]}, "index 9 of 2"),
+        ({"averages": [[0, -2, 1, 0.0, 0.0, 0]]}, "index -2 of 2"),
+        ({"averages": [[0, 0, 1, math.inf, 0.0, 0]]}, "of mean inf"),
+        ({"averages": [[1]]}, "field is missing"),
     ):
         path.write_text(json.dumps({**document, **change}))
         with pytest.raises(FileFormatError, match=match):

@@ -345,6 +345,20 @@ def test_closing_in_a_callback_that_closing_itself_calls_returns() -> None:
     assert isinstance(waiting.exception(0), BatcherClosed)
 
 
+def test_a_request_that_failed_before_another_first_stage_refuses_it_has_one_outcome(wait_for: Any) -> None:
+    def prepare(x: Any) -> Any:
+        if x == "raise":
+            wait_for(lambda: live.stats().failed == 1)
+            return "refused"
+        return x
+
+    with pipeline(engine("a"), engine("b", prepare=prepare)) as live:
+        with pytest.raises(BatchFailed, match="this input"):
+            live.submit("raise").result(60)
+        stats = live.stats()
+        assert (stats.submitted, stats.failed, stats.refused, stats.open) == (1, 1, 0, 0)
+
+
 # -- simulation ------------------------------------------------------------------------------------------
 
 

@@ -119,7 +119,7 @@ def test_nobody_saves_up_a_claim() -> None:
         (lambda: TenantBatcher([tenants()[0]] * 2), "two are called 'first'"),
         (lambda: TenantBatcher(tenants(), workers=0), "workers"),
         (lambda: TenantBatcher(tenants(), clock_ms=5.0), "clock_ms"),  # type: ignore[arg-type]
-        (lambda: TenantBatcher(tenants(share=0.0)), "share 0.0"),
+        (lambda: TenantBatcher(tenants(share=0.0)), "share: 0.0"),
         (
             lambda: TenantBatcher(tenants(memory_mb=9.0), 2, groups=1, period_ms=50.0, memory_mb=10.0),
             "memory_mb",
@@ -391,9 +391,20 @@ def test_the_plan_follows_the_load_and_loses_nothing() -> None:
             assert counters.failed == counters.closed == 0
 
 
-def test_plans_need_the_arrivals_that_a_period_notes() -> None:
-    with TenantBatcher(tenants()) as batcher, pytest.raises(PolicyError, match="period_ms"):
-        batcher.plan()
+def test_the_rates_of_a_plan_are_those_since_the_plan_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, asked = VirtualTime(), []
+    with opened(time, tenants(StandIn, time=time), 2) as batcher:
+        original = batcher._grouping
+        monkeypatch.setattr(batcher, "_grouping", lambda *given: asked.append(given) or original(*given))
+        for gaps in ((10.0,) * 40, (1.0, 19.0) * 20):
+            at = np.cumsum(gaps)
+            time.send((float(ms), partial(batcher.submit, "first", "x", FOREVER)) for ms in at)
+            assert batcher.plan().headroom > 1.0
+    (steady, even), (uneven, spread) = asked
+    assert steady["first"] == uneven["first"] == pytest.approx(100.0, rel=0.05)
+    assert steady["second"] == uneven["second"] == 0.0
+    assert even == {"first": pytest.approx(0.0, abs=1e-9), "second": 1.0}
+    assert spread == {"first": pytest.approx(0.81, rel=0.05), "second": 1.0}
 
 
 def test_a_moved_worker_finishes_its_batch_first() -> None:

@@ -22,14 +22,12 @@ from subnetact.latency.table import LatencyTable
 __all__ = ["Corrections", "CorrectionsSnapshot"]
 
 CORRECTIONS = DocumentFormat(
-    "corrections", "subnetact.corrections", 2, "give a file that Corrections.save() wrote, or remove it"
+    "corrections", "subnetact.corrections", 3, "give a file that Corrections.save() wrote, or remove it"
 )
 _MEMORY = 64.0  # an average covers about the last 64 batches
 _PRIOR = 8.0  # how many observations the next coarser average (cell to subnet to table) counts as
 _FADE = 512  # further batches after which an observation counts half
-_OLD = 100 * _FADE  # batches after which nothing is left of an observation
 _CLIP = 5.0  # largest absolute log ratio that counts
-_DEVIATIONS = 2.0  # a batch that takes this many standard deviations more than the mean is slow
 _ENOUGH = 16  # observations before a subnet may drift
 _ALL = (-1, -1)
 _log = logging.getLogger(__name__)
@@ -53,10 +51,7 @@ class CorrectionsSnapshot:
 
 @dataclass(slots=True)
 class _Running:
-    """Running mean and variance of log(measured / table), in which older observations fade.
-
-    `n` is how many observations count, and `at` the number of the batch that was the last of them.
-    """
+    """Running mean and variance of log(measured / table) over `n` observations, the last of batch `at`."""
 
     n: float = 0.0
     mean: float = 0.0
@@ -81,18 +76,13 @@ class _Running:
         weight = n / (n + _PRIOR)
         return mean + weight * (self.mean - mean), variance + weight * (self.variance - variance)
 
-    def row(self, now: int) -> list[float]:
-        """Return what a file holds at batch number `now`; the last number is the age in batches, <= 0."""
-        return [self.n, self.mean, self.variance, self.at - now]
-
     @classmethod
     def read(cls, n: Any, mean: Any, variance: Any, at: Any) -> _Running:
-        """Return the average of a row of a file, which may be damaged."""
-        whole = isinstance(at, int) and not isinstance(at, bool) and at <= 0
-        known = not isinstance(n, bool) and 0.0 <= n < math.inf and 0.0 <= variance < math.inf
-        if not (whole and known and abs(mean) <= _CLIP):
+        """Return the average of a row of a file, which may be damaged; `at` is relative to the next batch."""
+        known = type(at) is int and at <= 0 and 0.0 <= n < math.inf and 0.0 <= variance < math.inf
+        if not (known and abs(mean) <= _CLIP):
             raise ValueError(f"{n!r} observations of mean {mean!r} and variance {variance!r}, age {at!r}")
-        return cls(float(min(n, _MEMORY)), float(mean), float(variance), max(at, -_OLD))
+        return cls(float(min(n, _MEMORY)), float(mean), float(variance), max(at, -100 * _FADE))
 
 
 class Corrections:
@@ -110,21 +100,14 @@ class Corrections:
 
     Raises:
         PolicyError: The threshold is not finite and > 1.
-
-    Attributes:
-        table: the latency table.
-        threshold: the threshold of drift.
-        loads: how often `load` replaced what was learned.
     """
 
     def __init__(self, table: LatencyTable, threshold: float = 1.5) -> None:
         if not (math.isfinite(threshold) and threshold > 1.0):
             raise PolicyError(f"threshold: {threshold} must be finite and > 1")
-        self.table = table
-        self.threshold = threshold
+        self.table, self.threshold = table, threshold
+        self.loads = 0  # how often a file replaced what was learned
         self._base: list[list[float]] = table.latency_ms.tolist()
-        self._pad = table.pad_index
-        self.loads = 0
         self._lock = Lock()
         # by subnet and column of the table; -1 stands for all of them
         self._averages: defaultdict[tuple[int, int], _Running] = defaultdict(_Running)
@@ -132,14 +115,8 @@ class Corrections:
         self._batches = 0
 
     def observe(self, subnet: int, batch_size: int, measured_ms: float) -> None:
-        """Learn from one batch.
-
-        Args:
-            subnet: id of the subnet.
-            batch_size: the planned batch size, one of the table's (a compiled engine pads to it).
-            measured_ms: time that the batch took, in ms.
-        """
-        column = self._pad[batch_size]
+        """Learn that a batch of the `subnet` with the planned `batch_size` took `measured_ms`."""
+        column = self.table.pad_index[batch_size]
         expected = self._base[subnet][column]
         if not (measured_ms > 0.0 and expected > 0.0):
             return
@@ -154,16 +131,15 @@ class Corrections:
         shape = len(self.table.subnets), len(self.table.batch_sizes)
         mean, variance, seen = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
         with self._lock:
-            for (i, j), running in sorted(
-                self._averages.items(), key=lambda one: one[0]
-            ):  # coarse ones first
+            for i, j in sorted(self._averages):  # coarse ones first
+                running = self._averages[i, j]
                 coarser = max(i, 0), max(j, 0)
                 found = running.towards(float(mean[coarser]), float(variance[coarser]), self._batches)
                 cells = (slice(None) if i < 0 else i), (slice(None) if j < 0 else j)
                 mean[cells], variance[cells] = found
                 if j >= 0:
                     seen[cells] = round(running.n)
-        return CorrectionsSnapshot(np.exp(mean), np.exp(mean + _DEVIATIONS * np.sqrt(variance)), seen)
+        return CorrectionsSnapshot(np.exp(mean), np.exp(mean + 2.0 * np.sqrt(variance)), seen)
 
     def drift(self) -> tuple[float, dict[int, float]]:
         """Find the subnets that have drifted, and log those that newly do.
@@ -176,12 +152,12 @@ class Corrections:
             overall = self._averages[_ALL].towards(0.0, 0.0, now)
             logs = {
                 i: running.towards(*overall, now)[0]
-                for (i, j), running in sorted(self._averages.items(), key=lambda one: one[0])
+                for (i, j), running in self._averages.items()
                 if j < 0 <= i and round(running.n) >= _ENOUGH
             }
             # who has drifted goes on to drift until it is clearly below the threshold
             self._drifted = {i for i, log in logs.items() if abs(log) > (0.8 if i in before else 1.0) * limit}
-            drifted = {i: math.exp(log) for i, log in logs.items() if i in self._drifted}
+            drifted = {i: math.exp(logs[i]) for i in sorted(self._drifted)}
         for i in drifted.keys() - before:  # not under the lock, because log handlers may be slow
             _log.warning(
                 "subnet %s takes %.2f times the latency of its table (threshold %.2f); profile this machine "
@@ -203,30 +179,20 @@ class Corrections:
                 running.variance *= 0.25
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what was learned as JSON; an interrupted write leaves an earlier file intact.
-
-        Args:
-            path: the file.
+        """Write what was learned to the file `path` as JSON; an interrupted write leaves an earlier one.
 
         Raises:
             OSError: The file cannot be written.
         """
         with self._lock:
-            now = self._batches
-            rows = [(*cell, *running.row(now)) for cell, running in self._averages.items()]
-            document = {
-                "table": _fingerprint(self.table),
-                "all": self._averages[_ALL].row(now),
-                "subnets": [(i, *row) for i, j, *row in rows if j < 0 <= i],
-                "cells": [row for row in rows if row[1] >= 0],
-            }
-        CORRECTIONS.write(path, document)
+            rows = [
+                (*cell, one.n, one.mean, one.variance, one.at - self._batches)
+                for cell, one in self._averages.items()
+            ]
+        CORRECTIONS.write(path, {"table": _fingerprint(self.table), "averages": rows})
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace what was learned by the content of a file that `save` wrote.
-
-        Args:
-            path: the file.
+        """Replace what was learned by the content of a file `path` that `save` wrote.
 
         Raises:
             FileFormatError: The file is truncated, of another kind, or of a newer schema.
@@ -238,24 +204,18 @@ class Corrections:
                 f"{path}: learned on another latency table ({document.get('table')}, this batcher's is "
                 f"{_fingerprint(self.table)}); start without this file, or serve with that table"
             )
-        subnet_count, size_count = len(self.table.subnets), len(self.table.batch_sizes)
+        averages: defaultdict[tuple[int, int], _Running] = defaultdict(_Running)
         with CORRECTIONS.fields(path):
-            averages = defaultdict(_Running, {_ALL: _Running.read(*document["all"])})
-            for i, *row in document["subnets"]:
-                averages[_within(i, subnet_count), -1] = _Running.read(*row)
-            for i, j, *row in document["cells"]:
-                averages[_within(i, subnet_count), _within(j, size_count)] = _Running.read(*row)
+            for i, j, *row in document["averages"]:
+                for index, count in ((i, len(self.table.subnets)), (j, len(self.table.batch_sizes))):
+                    if type(index) is not int or not -1 <= index < count:
+                        raise ValueError(f"index {index!r} of {count}")
+                averages[i, j] = _Running.read(*row)
         with self._lock:
             for running in averages.values():
                 running.at += self._batches
             self._averages = averages
             self.loads += 1
-
-
-def _within(i: Any, count: int) -> int:
-    if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count:
-        raise ValueError(f"index {i!r} of {count}")
-    return i
 
 
 def _fingerprint(table: LatencyTable) -> str:

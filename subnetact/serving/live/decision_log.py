@@ -21,8 +21,6 @@ __all__ = ["DECISION_LOG", "DecisionLog"]
 DECISION_LOG = DocumentFormat(
     "a decision log", "subnetact.decision_log", 1, "give a file that Batcher(decision_log=path) wrote"
 )
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -38,8 +36,8 @@ def _line(entry: Mapping[str, Any]) -> str:
 class DecisionLog:
     """Collects entries in memory while requests are served; `flush` writes them, from another thread.
 
-    The first line is a header with the table, the number of workers, the policy's name and the rule for
-    expired requests. Every further line is one of two kinds; times are in ms since the log was opened.
+    The first line is a header with the table, the workers, the policy's name and the rule for expired
+    requests. Every further line is one of two kinds; times are in ms since the log was opened.
 
     * A batch: start `t`, worker `w`, subnet `s`, planned batch size `b`, duration `ms`, number of requests
       answered in time `met`; what the policy saw: number of waiting requests `queued`, slack of the most
@@ -51,8 +49,7 @@ class DecisionLog:
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], start_ms: float) -> None:
-        self._start_ms = start_ms
-        self._path = path
+        self._start_ms, self._path = start_ms, path
         self._entries: deque[dict[str, Any]] = deque()
         self._writing = Lock()
         self._file: TextIO | None = None
@@ -104,15 +101,12 @@ class DecisionLog:
                 file.close()
 
     def _described(self, requests: Sequence[Request]) -> dict[str, Any]:
-        start_ms = self._start_ms
-        described: dict[str, Any] = {
-            "a": [r.accepted_ms - start_ms for r in requests],
-            "d": [r.deadline_ms - r.accepted_ms for r in requests],
+        arrivals = [r.accepted_ms - self._start_ms for r in requests]
+        optional: dict[str, list[Any]] = {
+            "f": [r.ask.floor for r in requests],
+            "p": [r.ask.priority for r in requests],
         }
-        for key, values in (
-            ("f", [r.ask.floor for r in requests]),
-            ("p", [r.ask.priority for r in requests]),
-        ):
-            if any(values):
-                described[key] = values
-        return described
+        return {
+            **{"a": arrivals, "d": [r.deadline_ms - r.accepted_ms for r in requests]},
+            **{key: values for key, values in optional.items() if any(values)},
+        }

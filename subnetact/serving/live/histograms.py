@@ -41,14 +41,7 @@ class HistogramSnapshot:
         return self.total / self.count if self.count else math.nan
 
     def quantile(self, share: float) -> float:
-        """Return an upper bound of a quantile.
-
-        Args:
-            share: the quantile, from 0 to 1.
-
-        Returns:
-            The upper edge of the bucket that holds the quantile; inf in the last bucket, NaN without values.
-        """
+        """Return the upper edge of the bucket that holds the quantile `share`, 0 to 1; NaN without values."""
         for edge, seen in zip((*self.edges, math.inf), accumulate(self.counts), strict=True):
             if seen and seen >= share * self.count:
                 return edge

@@ -33,8 +33,7 @@ class _Computing:
         """Let no thread begin to compute, and wait for those that do."""
         with self.changed:
             self.ended_s = time.monotonic()
-            own = {threading.get_ident()}
-            self.changed.wait_for(lambda: self.threads <= own, WAIT_S)
+            self.changed.wait_for(lambda: self.threads <= {threading.get_ident()}, WAIT_S)
 
 
 _now = _Computing()
@@ -59,11 +58,6 @@ def computing() -> Iterator[None]:
             now.changed.notify_all()
 
 
-def _after_fork() -> None:
-    global _now
-    _now = _Computing()  # The threads did not come along, and one of them may have held the lock.
-
-
 atexit.register(lambda: _now.end_all())
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # the threads do not come along, and one may have held the lock
+    os.register_at_fork(after_in_child=lambda: globals().update(_now=_Computing()))

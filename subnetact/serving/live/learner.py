@@ -50,13 +50,9 @@ class Learner:
         self.corrections = Corrections(table)
         self.dropping = False
         self.replanned = 0
-        self._refreshing = RLock()  # the supervisor and a client may refresh at the same time
-        self._tables = list(tables)
-        self._table = table
-        self._dispatcher = dispatcher
-        self._lock = lock
-        self._clock_ms = clock_ms
-        self._learn = learn
+        self._refreshing = RLock()  # the planner and a client may refresh at the same time
+        self._tables, self._table, self._dispatcher = list(tables), table, dispatcher
+        self._lock, self._clock_ms, self._learn = lock, clock_ms, learn
         self._applied = np.ones((2, *table.latency_ms.shape))  # ratios of the typical and of the slow batch
         self._batches = 0
         self._seen = 0, 0
@@ -78,49 +74,39 @@ class Learner:
         It does nothing if the last time is not long ago, unless `at_once`.
         """
         with self._refreshing:
-            return self._refresh(at_once)
-
-    def _refresh(self, at_once: bool) -> bool:
-        started = self._clock_ms()
-        if started < self._next_ms and not at_once:
-            return False
-        self._next_ms = started + _LEAST_PAUSE_MS
-        learned, dropping = (self._batches, self.corrections.loads), self.dropping
-        self.dropping, limits = False, dict(self._dispatcher.limits)
-        if dropping and learned == self._seen:
-            self.corrections.relax()
-        elif learned == self._seen and limits == self._limits:
-            return False
-        self._seen = learned
-        self.corrections.drift()
-        if not self._learn and limits == self._limits:
-            return False
-        applied = self._apply(limits)
-        self._next_ms += _PAUSE_OVER_COST * (self._clock_ms() - started)
-        return applied
-
-    def _apply(self, limits: dict[int, int]) -> bool:
-        now = self.corrections.snapshot()
-        ratios = np.array([now.mean, now.planned]) if self._learn else np.ones_like(self._applied)
-        change = float(np.abs(np.log(ratios / self._applied)).max())
-        if change < _LEAST_CHANGE and limits == self._limits:
-            return False
-        self._limits = limits
-        plans = [self._plan(shape, *ratios) for shape in range(len(self._tables))]
-        with self._lock:  # for the exchange only: every client and worker waits for this lock
-            for shape, plan in enumerate(plans):
-                self._dispatcher.adopt(plan, shape)
-            self.replanned += 1
-        self._applied = ratios
-        return True
+            started = self._clock_ms()
+            if started < self._next_ms and not at_once:
+                return False
+            self._next_ms = started + _LEAST_PAUSE_MS
+            learned, dropping = (self._batches, self.corrections.loads), self.dropping
+            self.dropping, limits = False, dict(self._dispatcher.limits)
+            if dropping and learned == self._seen:
+                self.corrections.relax()
+            elif learned == self._seen and limits == self._limits:
+                return False
+            self._seen = learned
+            self.corrections.drift()
+            now = self.corrections.snapshot()
+            ratios = np.array([now.mean, now.planned]) if self._learn else np.ones_like(self._applied)
+            change = float(np.abs(np.log(ratios / self._applied)).max())
+            changed = change >= _LEAST_CHANGE or limits != self._limits
+            if changed:
+                self._limits = limits
+                plans = [self._plan(shape, *ratios) for shape in range(len(self._tables))]
+                with self._lock:  # for the exchange only: every client and worker waits for this lock
+                    for shape, plan in enumerate(plans):
+                        self._dispatcher.adopt(plan, shape)
+                    self.replanned += 1
+                self._applied = ratios
+            self._next_ms += _PAUSE_OVER_COST * (self._clock_ms() - started)
+            return changed
 
     def _plan(self, shape: int, typical: Any, slow: Any) -> Any:
         """Return what the dispatcher adopts for one input shape."""
-        policy = self._dispatcher.policy_of(shape)
-        retabled: Any = getattr(policy, "retabled", None)
-        if retabled is not None:
+        policy: Any = self._dispatcher.policy_of(shape)
+        if hasattr(policy, "retabled"):
             try:
-                policy = retabled(self._corrected(self._tables[shape], slow))
+                policy = policy.retabled(self._corrected(self._tables[shape], slow))
             except Exception as error:  # for example, no subnet is within the SLO any more
                 expected = isinstance(error, SubnetActError)
                 _log.warning(
@@ -133,6 +119,5 @@ class Learner:
     def _corrected(self, table: LatencyTable, ratios: Any) -> LatencyTable:
         cells = table.latency_ms * ratios
         for subnet, most in list(self._dispatcher.limits.items()):
-            least = max(most, table.batch_sizes[0])
-            cells[subnet, [size > least for size in table.batch_sizes]] = np.nan
+            cells[subnet, np.array(table.batch_sizes) > max(most, table.batch_sizes[0])] = np.nan
         return LatencyTable(table.subnets, table.accuracy, table.batch_sizes, cells)

@@ -21,19 +21,16 @@ OUTCOMES = ("met", "late", "dropped", "failed", "cancelled", "closed")
 class BatcherStats:
     """A snapshot of a batcher's counters.
 
-    Always, `submitted` is the sum of the six outcomes (`met`, `late`, `dropped`, `failed`, `cancelled` and
-    `closed`), `queued` and `running`.
-
     Attributes:
-        submitted: requests that were accepted.
-        met: requests that were answered at or before their deadline.
-        late: requests that were answered after their deadline.
-        dropped: requests that expired and ended with `DeadlinePassed`.
-        failed: requests that ended with `BatchFailed`.
-        cancelled: requests that their client cancelled.
-        closed: requests that ended with `BatcherClosed`.
+        submitted: requests that were accepted; always the sum of the next six outcomes, `queued` and
+            `running`.
+        met: answered at or before their deadline.
+        late: answered after their deadline.
+        dropped: expired, and ended with `DeadlinePassed`.
+        failed: ended with `BatchFailed`.
+        cancelled: withdrawn by their client.
+        closed: ended with `BatcherClosed`.
         refused: requests that the batcher never accepted, because they were invalid or the queue was full.
-            Requests that a server refuses before it calls the batcher are not counted.
         full: how many of these were refused because the queue was full.
         queued: requests that wait now, deferred ones included.
         running: requests that are on a worker now.
@@ -45,13 +42,11 @@ class BatcherStats:
         died: workers that ended because of an exception that is no `Exception`.
         revived: worker threads that were started again.
         retried: requests that got a second try after their worker hung or died.
-        replanned: how often the policy was given other latencies, because those that it planned with were
-            more than 5 % wrong or because a subnet ran out of memory.
+        replanned: how often the policy was given other latencies.
         workers: number of workers of the batcher.
         workers_up: workers that can take a batch now or after the one that they run.
         accuracy_sum: sum over all met requests of the profiled accuracy of their subnet, in percent.
-        correction: latency of the typical batch divided by its latency in the table; above 1, this machine
-            is slower than the table.
+        correction: latency of the typical batch divided by its latency in the table.
         served_by: number of answered requests per subnet id.
         batch_sizes: number of answered batches per planned batch size (a compiled engine pads to it).
         batch_limits: largest batch size of every subnet that ran out of memory.

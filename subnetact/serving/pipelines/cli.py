@@ -7,41 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from subnetact.errors import MissingFile, SubnetActError, TraceError
+from subnetact.command import reported
 from subnetact.files.documents import write_json
 from subnetact.serving.pipelines.model import PipelineModel
 from subnetact.serving.pipelines.planner import plan_pipeline
 from subnetact.serving.simulation.datasets import TRACES, load_trace
-from subnetact.serving.simulation.scenario import checked_arrivals
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: the arguments of the command line. If None, those of the process.
-
-    Returns:
-        The exit status: 0, or 2 after an error, which is printed.
-    """
-    options = _parser().parse_args(arguments)
-    try:
-        _plan(options)
-    except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
-        raise
-    except (SubnetActError, OSError) as error:
-        print(f"error: {error}")
-        return 2
-    return 0
+    """Run the options of `sys.argv` if None are given; return the exit status, 2 after a printed error."""
+    return reported(_plan, _parser().parse_args(arguments))
 
 
 def _plan(options: argparse.Namespace) -> None:
     model = PipelineModel.load(options.pipeline)
-    arrivals = _arrivals(options)
+    arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
     plan = plan_pipeline(
         arrivals, model, options.percentile, most_workers=options.most_workers, seed=options.seed
     )
@@ -52,9 +35,7 @@ def _plan(options: argparse.Namespace) -> None:
         f"{options.pipeline}: {len(arrivals)} requests, {rate:.1f} per second; SLO {model.slo_ms:g} ms at "
         f"percentile {options.percentile:g}\n"
         f"cost {plan.cost:g}, p{plan.percent:g} {plan.estimate.percentile_ms(plan.percent):.2f} ms, "
-        f"attainment {plan.estimate.attainment:.5f} ({plan.tried} plans simulated)"
-    )
-    print(
+        f"attainment {plan.estimate.attainment:.5f} ({plan.tried} plans simulated)\n"
         f"{'stage':<16}{'hardware':<12}{'workers':>8}{'batch':>7}"
         f"{'min acc':>9}{'mean acc':>10}{'waits ms':>10}"
     )
@@ -67,28 +48,6 @@ def _plan(options: argparse.Namespace) -> None:
             f"{stage:<16}{choice.hardware:<12}{choice.workers:>8}{choice.batch_size:>7}"
             f"{choice.min_accuracy:>9.2f}{found.mean_accuracy:>10.2f}{waits:>10.2f}"
         )
-
-
-def _arrivals(options: argparse.Namespace) -> npt.NDArray[np.float64]:
-    if options.trace in TRACES:
-        return load_trace(options.trace, options.scale, options.seed, options.duration_s)
-    path = Path(options.trace)
-    if not path.is_file():
-        raise MissingFile(
-            f"{options.trace}: neither a file nor a trace; give a text file with one arrival time in ms per "
-            f"line, or one of {', '.join(TRACES)}"
-        )
-    try:
-        arrivals = checked_arrivals(np.loadtxt(path, dtype=np.float64, ndmin=1))
-    except TraceError:
-        raise
-    except ValueError as error:
-        raise TraceError(f"{path}: not one arrival time in ms per line ({error})") from error
-    start = arrivals[0]
-    if options.duration_s is not None:
-        arrivals = arrivals[arrivals < start + options.duration_s * 1e3]
-    scaled: npt.NDArray[np.float64] = start + (arrivals - start) / options.scale
-    return scaled
 
 
 def _parser() -> argparse.ArgumentParser:

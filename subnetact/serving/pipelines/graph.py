@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import numpy as np
 
 from subnetact.errors import PipelineError
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["StageGraph", "expected_work_ms", "with_batches_up_to"]
+__all__ = ["StageGraph", "by_name", "expected_work_ms", "with_batches_up_to"]
 
 
 class StageGraph:
     """A directed acyclic graph of named stages; in `order`, every stage comes after those that feed it.
 
-    Args:
-        after: for every stage, those that feed it, each with whether some requests do not take the edge.
+    `after` has for every stage those that feed it, each with whether some requests do not take the edge.
     """
 
     def __init__(self, after: Mapping[str, Mapping[str, bool]]) -> None:
@@ -69,21 +69,28 @@ class StageGraph:
         return least
 
 
+def by_name(stages: Iterable[Any]) -> dict[str, Any]:
+    """Return the stages by their names; refuse two of one name."""
+    found: dict[str, Any] = {}
+    for stage in stages:
+        if stage.name in found:
+            raise PipelineError(f"stages: two are called {stage.name!r}; give each a name of its own")
+        found[stage.name] = stage
+    return found
+
+
 def expected_work_ms(table: LatencyTable, inputs: float = 1.0) -> float:
     """Return the median time of a stage's subnets for one request alone, with this many inputs, ms."""
     most = table.batch_sizes[-1]
-    column = table.batch_sizes.index(table.padded(max(1, min(most, round(inputs)))))
-    rows = table.latency_ms[:, column:]
+    rows = table.latency_ms[:, table.pad_index[max(1, min(most, round(inputs)))] :]
     times = [row[~np.isnan(row)][0] for row in rows if not np.isnan(row).all()]
-    one = float(np.median(times)) if times else float(np.nanmax(table.latency_ms))
-    return one * max(1.0, inputs / most)
+    return float(np.median(times) if times else np.nanmax(table.latency_ms)) * max(1.0, inputs / most)
 
 
 def with_batches_up_to(table: LatencyTable, most: int, stage: str) -> LatencyTable:
     """Return the part of a stage's table whose batch sizes are at most `most`."""
-    sizes = [size for size in table.batch_sizes if size <= most]
-    if not sizes:
+    if most < table.batch_sizes[0]:
         raise PipelineError(
             f"stage {stage!r}: batch size {most} is below the smallest of the table ({table.batch_sizes[0]})"
         )
-    return table.select(batch_sizes=sizes)
+    return table.select(batch_sizes=[size for size in table.batch_sizes if size <= most])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.errors import PipelineError, SubnetActError
+from subnetact.errors import PipelineError
 from subnetact.files.documents import DocumentFormat
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms, with_batches_up_to
+from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms, with_batches_up_to
 from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_accuracy, check_count, check_time, expired_rule
 from subnetact.serving.scheduling.context import Policy
@@ -47,9 +46,7 @@ FORMAT = DocumentFormat(
     "see help(subnetact.serving.PipelineModel.load) for the fields",
 )
 _MOST_INPUTS = 1_000_000
-"""A stage may have at most this many inputs per request."""
 _MOST_INPUTS_IN_ALL = 10**8
-"""The most inputs of one stage, over all requests, that are simulated."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +86,9 @@ class StageModel:
             raise PipelineError(
                 f"{where}: inputs {self.inputs!r} must be whole numbers from 0 to {_MOST_INPUTS:,}"
             )
-        if self.min_accuracy > max(first.known_accuracy()):
+        if self.min_accuracy > (best := max(first.accuracy)):
             raise PipelineError(
-                f"{where}: min_accuracy {self.min_accuracy} % is above the best subnet "
-                f"({max(first.known_accuracy())} %)"
+                f"{where}: min_accuracy {self.min_accuracy} % is above the best subnet ({best} %)"
             )
 
     @property
@@ -129,7 +125,7 @@ class PipelineModel:
     Raises:
         PipelineError: there is a cycle, a stage has a table for hardware without a price, two stages have one
             name, or the SLO is shorter than the shortest path on the fastest hardware.
-        PolicyError: the SLO is not finite and > 0.
+        PolicyError: the SLO or a price is not finite and > 0.
     """
 
     stages: tuple[StageModel, ...]
@@ -138,12 +134,9 @@ class PipelineModel:
 
     def __post_init__(self) -> None:
         check_time(self.slo_ms, "slo_ms")
-        names = Counter(stage.name for stage in self.stages)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise PipelineError(f"stages: two are called {twice[0]!r}; give each a name of its own")
+        by_name(self.stages)
         for hardware, price in self.prices.items():
-            if not (math.isfinite(price) and price > 0):
-                raise PipelineError(f"prices: {price} of {hardware!r} must be finite and > 0")
+            check_time(price, f"prices: {hardware!r}")
         for stage in self.stages:
             if unknown := [hardware for hardware in stage.tables if hardware not in self.prices]:
                 raise PipelineError(
@@ -156,14 +149,10 @@ class PipelineModel:
     @cached_property
     def graph(self) -> StageGraph:
         """The graph of the stages; an edge is conditional if not all requests take it."""
-        after = {s.name: {o: share < 1.0 for o, share in s.after.items()} for s in self.stages}
-        return StageGraph(after)
+        return StageGraph({s.name: {o: share < 1.0 for o, share in s.after.items()} for s in self.stages})
 
     def chosen_tables(self, choices: Mapping[str, StageChoice]) -> dict[str, LatencyTable]:
-        """Return for every stage the table of its hardware, up to its batch size.
-
-        Args:
-            choices: how every stage is provisioned.
+        """Return for every stage of `choices` the table of its hardware, up to its batch size.
 
         Raises:
             PipelineError: a stage has no choice, or no table for its hardware, or no such batch size.
@@ -173,27 +162,24 @@ class PipelineModel:
             choice = choices.get(stage.name)
             if choice is None:
                 raise PipelineError(f"choices: none for stage {stage.name!r}")
-            table = stage.tables.get(choice.hardware)
-            if table is None:
+            if choice.hardware not in stage.tables:
                 raise PipelineError(
                     f"stage {stage.name!r}: no latency table for hardware {choice.hardware!r}; there are "
                     f"tables for {', '.join(map(repr, stage.tables))}; profile the stage there"
                 )
             check_count(choice.workers, "workers")
-            found[stage.name] = with_batches_up_to(table, choice.batch_size, stage.name)
+            found[stage.name] = with_batches_up_to(
+                stage.tables[choice.hardware], choice.batch_size, stage.name
+            )
         return found
 
     def cost(self, choices: Mapping[str, StageChoice]) -> float:
-        """Return the price of all workers together.
-
-        Args:
-            choices: how every stage is provisioned.
-        """
+        """Return the price of all workers of `choices` together."""
         return sum(choice.workers * self.prices[choice.hardware] for choice in choices.values())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PipelineModel:
-        """Read a description from a JSON file.
+        """Read a description from the JSON file `path`, and return it.
 
         The file has the fields `kind` ("subnetact.pipeline"), `schema` (1), `slo_ms`, `hardware` (from names
         to prices) and `stages`, a list. A stage has a `name` and `tables`, which maps hardware to the path of
@@ -201,30 +187,16 @@ class PipelineModel:
         have `after` (a list of names, or a mapping from names to shares), `inputs` (a list of numbers) and
         `min_accuracy`.
 
-        Args:
-            path: the file.
-
-        Returns:
-            The description.
-
         Raises:
             MissingFile: there is no such file, or a table is missing.
-            FileFormatError: a file is damaged or of another kind.
-            PipelineError: a field is missing or wrong; see also the class.
+            FileFormatError: a file is damaged or of another kind, or a field is missing.
+            PipelineError: a value cannot be; see the class.
         """
         facts = FORMAT.read(path)
-        try:
+        with FORMAT.fields(path):
             stages = tuple(_stage(stage, Path(path).parent) for stage in facts["stages"])
             prices = {str(name): float(price) for name, price in facts["hardware"].items()}
-            slo_ms = float(facts["slo_ms"])
-        except SubnetActError:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise PipelineError(
-                f"{os.fspath(path)}: a field is missing or wrong ({type(error).__name__}: {error}); "
-                f"{FORMAT.next_step}"
-            ) from error
-        return cls(stages, prices, slo_ms)
+            return cls(stages, prices, float(facts["slo_ms"]))
 
 
 def _stage(facts: Mapping[str, Any], folder: Path) -> StageModel:
@@ -237,13 +209,9 @@ def _stage(facts: Mapping[str, Any], folder: Path) -> StageModel:
     }
     after = facts.get("after", {})
     shares = after if isinstance(after, Mapping) else dict.fromkeys(after, 1.0)
-    return StageModel(
-        name,
-        tables,
-        {str(other): float(share) for other, share in shares.items()},
-        tuple(facts.get("inputs", (1,))),
-        float(facts.get("min_accuracy", 0.0)),
-    )
+    edges = {str(other): float(share) for other, share in shares.items()}
+    inputs, floor = tuple(facts.get("inputs", (1,))), float(facts.get("min_accuracy", 0.0))
+    return StageModel(name, tables, edges, inputs, floor)
 
 
 @dataclass(frozen=True)
@@ -281,11 +249,7 @@ class PipelineEstimate:
         return float(np.mean(self.latency_ms <= self.slo_ms))
 
     def percentile_ms(self, percent: float) -> float:
-        """Return a percentile of the latency, ms; dropped requests count as infinitely late.
-
-        Args:
-            percent: from 0 to 100.
-        """
+        """Return a percentile of the latency, ms, 0 <= `percent` <= 100; a dropped request's is infinite."""
         times = np.sort(np.where(np.isnan(self.latency_ms), np.inf, self.latency_ms))
         return float(times[min(len(times) - 1, max(0, math.ceil(percent / 100.0 * len(times)) - 1))])
 
@@ -328,8 +292,8 @@ def estimate_pipeline(
     arrivals = checked_arrivals(arrivals_ms)
     rule = expired_rule(expired)
     tables = model.chosen_tables(choices)
-    graph, by_name = model.graph, {stage.name: stage for stage in model.stages}
-    reserves = graph.reserves({s.name: expected_work_ms(tables[s.name], s.mean_inputs) for s in model.stages})
+    graph, stages = model.graph, by_name(model.stages)
+    reserves = graph.reserves({n: expected_work_ms(tables[n], s.mean_inputs) for n, s in stages.items()})
     least_ms = graph.least_ms({name: table.fastest_ms for name, table in tables.items()})
     with numeric_arguments():
         rng, noise_rng = np.random.default_rng(seed), np.random.default_rng((seed, 1))
@@ -337,7 +301,7 @@ def estimate_pipeline(
     left: dict[str, Floats] = {}  # when each request left a stage; NaN if it did not take the stage
     found: dict[str, StageEstimate] = {}
     for name in graph.order:
-        stage, choice, table, runs, ready = by_name[name], choices[name], tables[name], alive.copy(), arrivals
+        stage, choice, table, runs, ready = stages[name], choices[name], tables[name], alive.copy(), arrivals
         drawn = rng.choice(np.array(stage.inputs, dtype=np.int64), len(arrivals))
         numbers = np.asarray((inputs or {}).get(name, drawn), dtype=np.int64)
         if (total := int(numbers.sum())) > _MOST_INPUTS_IN_ALL:
@@ -383,5 +347,5 @@ def _simulated(scenario: Scenario, expired: str, rng: np.random.Generator) -> St
     if reset is not None:
         reset()
     result = EventLoop(scenario, expired=expired, rng=rng, requests=True, progress=False).run()
-    weights = result.served_by if any(result.served_by) else [math.nan] * len(table.subnets)
-    return StageEstimate(arrivals, float(np.average(table.known_accuracy(), weights=weights)), result)
+    accuracy = np.average(table.accuracy, weights=result.served_by) if any(result.served_by) else math.nan
+    return StageEstimate(arrivals, float(accuracy), result)

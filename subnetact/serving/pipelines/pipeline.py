@@ -27,7 +27,7 @@ from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_m
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
 from subnetact.serving.live.stats import BatcherStats
-from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
+from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
 from subnetact.serving.scheduling.checks import check_deadline, check_time
 
@@ -35,7 +35,7 @@ __all__ = ["Pipeline", "PipelineAnswer", "PipelineStats", "StageTime"]
 
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
-_OUTCOMES = ("submitted", "met", "late", "dropped", "failed", "cancelled", "refused", "open")
+_OUTCOMES = ("met", "late", "dropped", "failed", "cancelled")
 
 
 class StageTime(NamedTuple):
@@ -109,7 +109,6 @@ class _Trip:
     accepted_ms: float
     deadline_ms: float
     future: Any = field(default_factory=AnswerFuture)
-    lock: threading.Lock = field(default_factory=threading.Lock)
     outputs: dict[str, Any] = field(default_factory=dict)
     times: dict[str, list[Any]] = field(default_factory=dict)
     waiting: list[Future[Answer]] = field(default_factory=list)
@@ -156,13 +155,10 @@ class Pipeline(ClosedOnExit):
     def __init__(
         self, stages: Sequence[Stage], *, slo_ms: float, sample: Any, expired: str = "defer", **options: Any
     ) -> None:
-        self._stages: dict[str, Stage] = {}
         for stage in stages:
             if not isinstance(stage, Stage):
                 raise PipelineError(f"stages: expected Stage(...), got {type(stage).__name__}")
-            if stage.name in self._stages:
-                raise PipelineError(f"stages: two are called {stage.name!r}; give each a name of its own")
-            self._stages[stage.name] = stage
+        self._stages: dict[str, Stage] = by_name(stages)
         self._conditions = {name: stage.conditions for name, stage in self._stages.items()}
         self.graph = StageGraph(
             {name: {o: c is not None for o, c in edges.items()} for name, edges in self._conditions.items()}
@@ -177,8 +173,8 @@ class Pipeline(ClosedOnExit):
         self._reserves = self.graph.reserves(works)
         self._try(sample)
         self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
-        self._lock = threading.Lock()
-        self._all_ended = threading.Condition(self._lock)
+        self._lock = threading.Lock()  # of the counters and of all trips
+        self._ended = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
         self._latency = Histogram(MILLISECONDS)
         self._closing = False
@@ -258,11 +254,11 @@ class Pipeline(ClosedOnExit):
         now = self._clock_ms()
         trip = _Trip(now, now + given)
         future: Future[PipelineAnswer] = trip.future
-        trip.future.on_cancel(partial(self._end, trip, "cancelled"))
+        trip.future.on_cancel(partial(self._end, trip))
         with self._lock:
             if self._closing:
                 raise BatcherClosed("the pipeline is closed or draining; open another one")
-            self._counts.update(submitted=1, open=1)
+            self._counts["submitted"] += 1
         for name in self.graph.sources:
             refused = self._enter(trip, name, x)
             if isinstance(refused, (InvalidRequest, QueueFull, BatcherClosed)):
@@ -271,14 +267,7 @@ class Pipeline(ClosedOnExit):
         return future
 
     async def infer(self, x: Any, deadline_ms: float | None = None) -> PipelineAnswer:
-        """Send one input through the stages and wait for the answer; see `submit`.
-
-        Args:
-            x: the input of the stages that no other feeds.
-            deadline_ms: time that the request is given from now, ms. If None, `slo_ms`.
-
-        Returns:
-            The answer.
+        """Send one input `x` with `deadline_ms` through the stages as `submit` does, and return its answer.
 
         Raises:
             RequestError: As in `submit`, or as the exception of its future.
@@ -288,7 +277,7 @@ class Pipeline(ClosedOnExit):
     # -- the way through the stages --------------------------------------------------------------
 
     def _enter(self, trip: _Trip, name: str, x: Any = None) -> BaseException | None:
-        """Give a request to a stage whose predecessors have all ended; return the error if that fails."""
+        """Give a request to a stage whose predecessors have all ended; return the error that ends it."""
         try:
             self._send(trip, name, x)
         except BaseException as cause:
@@ -299,10 +288,10 @@ class Pipeline(ClosedOnExit):
                     f"{failure_text(cause)}; look at the input and the functions"
                 )
                 error.__cause__ = cause
-            self._fail(trip, error)
+            ended = self._end(trip, error)
             if not isinstance(cause, Exception):
                 raise
-            return error
+            return error if ended else None
         return None
 
     def _send(self, trip: _Trip, name: str, x: Any) -> None:
@@ -321,25 +310,26 @@ class Pipeline(ClosedOnExit):
         left = max(trip.deadline_ms - now - self._reserves[name] * given, 1e-3)
         results: list[Any] = [None] * len(inputs)
         times = trip.times[name] = [None] * len(inputs)
-        missing = set(range(len(inputs)))
+        missing = len(inputs)
 
         def answered(index: int, future: Future[Answer]) -> None:
+            nonlocal missing
             if future.cancelled():  # `_end` cancels what still waits
                 return
             if (error := future.exception()) is not None:
-                self._fail(trip, error)
+                self._end(trip, error)
                 return
             answer = future.result()
-            waited_ms, ran_ms = answer.waited_ms, answer.latency_ms - answer.waited_ms
-            results[index] = answer.output
+            ran_ms = answer.latency_ms - answer.waited_ms
             times[index] = StageTime(
-                now - trip.accepted_ms, waited_ms, ran_ms, answer.subnet, answer.accuracy
+                now - trip.accepted_ms, answer.waited_ms, ran_ms, answer.subnet, answer.accuracy
             )
-            with trip.lock:
-                missing.discard(index)
-                last = not missing
-            if last:
-                self._leave(trip, name, results if stage.each else results[0])
+            results[index] = answer.output
+            with self._lock:
+                missing -= 1
+                if missing:
+                    return
+            self._leave(trip, name, results if stage.each else results[0])
 
         for index, one in enumerate(inputs):
             if trip.ended:
@@ -352,10 +342,12 @@ class Pipeline(ClosedOnExit):
 
     def _leave(self, trip: _Trip, name: str, output: Any) -> None:
         """Note the output of a stage, and enter the stages that have all their inputs now."""
-        with trip.lock:
-            outputs = trip.outputs
+        with self._lock:
+            if trip.ended:
+                return
+            outputs, sinks = trip.outputs, self.graph.sinks
             outputs[name] = output
-            following, sinks = self.graph.following[name], self.graph.sinks
+            following = self.graph.following[name]
             ready = [other for other in following if self._conditions[other].keys() <= outputs.keys()]
             ended = outputs.keys() >= set(sinks)
         for other in ready:
@@ -364,44 +356,42 @@ class Pipeline(ClosedOnExit):
             last = {sink: outputs[sink] for sink in sinks if outputs[sink] is not _NOTHING}
             output = last if len(sinks) > 1 else next(iter(last.values()), None)
             now = self._clock_ms()
-            met = now <= trip.deadline_ms
-            answer = PipelineAnswer(output, now - trip.accepted_ms, met, trip.times)
-            self._end(trip, "met" if met else "late", answer)
+            took_ms, met = now - trip.accepted_ms, now <= trip.deadline_ms
+            self._end(trip, PipelineAnswer(output, took_ms, met, trip.times))
 
-    def _fail(self, trip: _Trip, error: BaseException) -> None:
-        self._end(trip, "dropped" if isinstance(error, DeadlinePassed) else "failed", error=error)
-
-    def _end(
-        self,
-        trip: _Trip,
-        outcome: str,
-        answer: PipelineAnswer | None = None,
-        error: BaseException | None = None,
-    ) -> None:
-        """Give a request its outcome, unless it has one, and withdraw it from the stages where it waits."""
-        with trip.lock:
+    def _end(self, trip: _Trip, found: PipelineAnswer | BaseException | None = None) -> bool:
+        """Give a request its answer, its error, or None if it was cancelled; False if it has ended before."""
+        with self._lock:
             if trip.ended:
-                return
+                return False
             trip.ended = True
             future, trip.future = trip.future, None  # a client that keeps it must not keep all outputs alive
             trip.outputs = {}
         while trip.waiting:
             trip.waiting.pop().cancel()
-        if answer is not None:
+        if isinstance(found, PipelineAnswer):
             with self._lock:
-                self._latency.add(answer.latency_ms)
-        self._count(**{outcome: 1, "open": -1})
+                self._latency.add(found.latency_ms)
+            self._count(**{"met" if found.met else "late": 1})
+        elif found is None:
+            self._count(cancelled=1)
+        else:
+            self._count(**{"dropped" if isinstance(found, DeadlinePassed) else "failed": 1})
         with suppress(InvalidStateError):  # the client has cancelled in the meantime
-            if error is not None:
-                future.set_exception(error)
-            elif answer is not None:
-                future.set_result(answer)
+            if isinstance(found, BaseException):
+                future.set_exception(found)
+            elif found is not None:
+                future.set_result(found)
+        return True
 
     def _count(self, **changes: int) -> None:
         with self._lock:
             self._counts.update(changes)
-            if not self._counts["open"]:
-                self._all_ended.notify_all()
+            self._ended.notify_all()
+
+    @property
+    def _open(self) -> int:
+        return self._counts["submitted"] - sum(self._counts[name] for name in _OUTCOMES)
 
     # -- at any time -----------------------------------------------------------------------------
 
@@ -409,8 +399,10 @@ class Pipeline(ClosedOnExit):
         """Return a snapshot of the counters, with those of every stage."""
         stages = {name: batcher.stats() for name, batcher in self._batchers.items()}
         with self._lock:
-            counts = {name: self._counts[name] for name in _OUTCOMES}
-            return PipelineStats(**counts, latency_ms=self._latency.snapshot(), stages=stages)
+            counts = {name: self._counts[name] for name in ("submitted", *_OUTCOMES, "refused")}
+            return PipelineStats(
+                **counts, open=self._open, latency_ms=self._latency.snapshot(), stages=stages
+            )
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those on their way, and end all threads.
@@ -430,7 +422,7 @@ class Pipeline(ClosedOnExit):
         try:
             if drain:
                 with self._lock:
-                    self._all_ended.wait_for(lambda: not self._counts["open"])
+                    self._ended.wait_for(lambda: not self._open)
             for name in self.graph.order:
                 self._batchers[name].close(drain=drain)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,46 +49,44 @@ class PipelinePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as values that JSON can hold."""
-        stages = {
-            name: {**choice._asdict(), "mean_accuracy": self.estimate.stages[name].mean_accuracy}
-            for name, choice in self.choices.items()
-        }
+        estimate = self.estimate
         return {
-            "stages": stages,
+            "stages": {
+                name: {**choice._asdict(), "mean_accuracy": estimate.stages[name].mean_accuracy}
+                for name, choice in self.choices.items()
+            },
             "cost": self.cost,
-            f"p{self.percent:g}_ms": self.estimate.percentile_ms(self.percent),
-            "slo_ms": self.estimate.slo_ms,
-            "attainment": self.estimate.attainment,
+            f"p{self.percent:g}_ms": estimate.percentile_ms(self.percent),
+            "slo_ms": estimate.slo_ms,
+            "attainment": estimate.attainment,
             "tried": self.tried,
         }
 
 
 @dataclass
 class PlanSearch:
-    """Simulates plans with `simulate(choices)`, and keeps what was found."""
+    """Simulates plans with `simulate(choices)`, and remembers which of them meet the percentile."""
 
     model: PipelineModel
     percent: float
     most_workers: int
     simulate: Callable[[Choices], PipelineEstimate]
-    found: dict[tuple[Any, ...], PipelineEstimate | None] = field(default_factory=dict)
+    found: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def meets(self, choices: Choices) -> bool:
         """Return whether a plan meets the percentile."""
         key = tuple(sorted(choices.items()))
         if key not in self.found:
-            try:
-                self.found[key] = self.simulate(choices)
-            except PolicyError:  # a stage's share of the time is too short to plan
-                self.found[key] = None
-        estimate = self.found[key]
-        return estimate is not None and estimate.percentile_ms(self.percent) <= self.model.slo_ms
+            self.found[key] = False
+            with suppress(PolicyError):  # a stage's share of the time is too short to plan
+                self.found[key] = self.simulate(choices).percentile_ms(self.percent) <= self.model.slo_ms
+        return self.found[key]
 
     def fewest(self, make: Callable[[int], Choices], high: int | None = None) -> Choices | None:
         """Return the plan with the fewest workers that meets the percentile, or None."""
-        failed, passed = 0, 1 if high is None else high
+        failed, passed = 0, high or 1
         while not self.meets(make(passed)):
-            if passed >= self.most_workers or high is not None:
+            if high is not None or passed >= self.most_workers:
                 return None
             failed, passed = passed, min(2 * passed, self.most_workers)
         between = range(failed + 1, passed)
@@ -170,15 +169,12 @@ def _cheaper(search: PlanSearch, choices: Choices) -> list[Choices]:
     for stage in search.model.stages:
         now = choices[stage.name]
         for hardware, table in stage.tables.items():
-            for size in reversed(table.batch_sizes):
-                # Only plans that are cheaper than this stage now are worth a simulation.
-                budget = now.workers * prices[now.hardware] / prices[hardware]
-                most = math.ceil(min(budget, search.most_workers + 1) - 1e-9) - 1
-                if most >= 1:
-                    other = partial(
-                        _with, choices, stage.name, now._replace(hardware=hardware, batch_size=size)
-                    )
-                    found.append(search.fewest(other, most))
+            # Only plans that are cheaper than this stage now are worth a simulation.
+            budget = now.workers * prices[now.hardware] / prices[hardware]
+            most = math.ceil(min(budget, search.most_workers + 1) - 1e-9) - 1
+            for size in reversed(table.batch_sizes if most >= 1 else ()):
+                other = now._replace(hardware=hardware, batch_size=size)
+                found.append(search.fewest(partial(_with, choices, stage.name, other), most))
     return [plan for plan in found if plan is not None]
 
 
@@ -190,8 +186,8 @@ def _raised_accuracy(search: PlanSearch, choices: Choices) -> Choices:
     """Raise the minimum accuracy of one stage after the other as far as the percentile permits."""
     for stage in search.model.stages:
         now = choices[stage.name]
-        table = stage.tables[now.hardware]
-        levels = [now.min_accuracy, *sorted(a for a in set(table.known_accuracy()) if a > now.min_accuracy)]
+        accuracies = set(stage.tables[now.hardware].accuracy)
+        levels = [now.min_accuracy, *sorted(a for a in accuracies if a > now.min_accuracy)]
         plans = [{**choices, stage.name: now._replace(min_accuracy=level)} for level in levels]
         choices = plans[bisect_left(plans[1:], True, key=lambda plan: not search.meets(plan))]
     return choices

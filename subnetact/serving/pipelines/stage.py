@@ -20,8 +20,6 @@ from subnetact.serving.scheduling.context import Policy
 __all__ = ["Stage", "engines_of", "open_stage", "table_of"]
 
 Condition = Callable[[Any], bool]
-_OF_STAGES = {"engine", "policy", "table", "workers", "expired", "slo_ms"}
-"""The arguments of a stage's `Batcher` that the pipeline gives itself."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,8 @@ def table_of(stage: Stage) -> LatencyTable:
 
 def open_stage(stage: Stage, slo_ms: float, table: LatencyTable, **options: Any) -> Batcher:
     """Open the batcher of the stage, whose requests usually have `slo_ms`."""
-    allowed = set(inspect.signature(Batcher).parameters) - _OF_STAGES
+    own = {"engine", "policy", "table", "workers", "expired", "slo_ms"}  # given by the pipeline itself
+    allowed = set(inspect.signature(Batcher).parameters) - own
     if wrong := sorted(set(stage.options) - allowed):
         raise PipelineError(
             f"stage {stage.name!r}: options: {wrong[0]!r} is no further argument of a Batcher; allowed "
@@ -112,13 +111,9 @@ def open_stage(stage: Stage, slo_ms: float, table: LatencyTable, **options: Any)
             f"needs {table.fastest_ms:.3g} ms; allow more"
         )
     slo_ms = max(slo_ms, table.fastest_ms)
-    batcher = Batcher(
-        engines_of(stage),
-        policy=HullFit(table, slo_ms) if stage.policy is None else stage.policy,
-        table=table,
-        slo_ms=slo_ms,
-        **{**options, **stage.options},
-    )
+    policy = HullFit(table, slo_ms) if stage.policy is None else stage.policy
+    given = {**options, **stage.options}
+    batcher = Batcher(engines_of(stage), policy=policy, table=table, slo_ms=slo_ms, **given)
     if stage.is_function:  # its latency was guessed, so a difference says nothing about the machine
         batcher.corrections.threshold = math.inf
     return batcher

@@ -1,9 +1,8 @@
-"""Discrete-event simulation of scheduling policies, traces of arrivals, bounds and figures.
+"""Discrete-event simulation of scheduling policies, traces of arrivals, and an upper bound.
 
-* `simulator`: `simulate`, with `scenario` (its validated input), `event_loop`, `preemptive_loop` (for
-  policies that preempt) and `result` (what is counted).
+* `simulator`: `simulate`, with `scenario` (its input), `event_loop` (around the scheduler) and `result`.
 * `traces`: synthetic arrival processes; `datasets`: recorded traces and SuperServe's latency table.
-* `fluid`, `optimum`: upper bounds on what any policy can reach.
+* `fluid`: an upper bound on what any policy can reach.
 * `replay`: the arrivals of a live batcher's decision log.
 * `cli`: the command `python -m subnetact.simulate`.
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from subnetact.errors import SubnetActError
+from subnetact.command import reported
 from subnetact.files.documents import write_json
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import make_policy, policy_names
@@ -28,77 +28,62 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: the arguments of the command line. If None, those of the process.
-
-    Returns:
-        The exit status: 0, or 2 after an error, which is printed.
-    """
+    """Run the options of `sys.argv` if None are given; return the exit status, 2 after a printed error."""
     absent = dict.fromkeys(("table", "replay", "slo_ms", "workers", "expired", "duration_s", "json"))
-    options = _parser().parse_args(arguments, argparse.Namespace(**absent))
-    try:
-        _compare(options)
-    except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
-        raise
-    except (SubnetActError, OSError) as error:
-        print(f"error: {error}")
-        return 2
-    return 0
+    return reported(_compare, _parser().parse_args(arguments, argparse.Namespace(**absent)))
 
 
 def _compare(options: argparse.Namespace) -> None:
     """Print how policies do on a trace, or on the arrivals of a live run beside the run itself."""
-    results: dict[str, SimulationResult] = {}
-    floors: Any = None
-    slos: Any = None
-    refused = 0  # the requests of a live run that no policy can meet
+    live = LiveRun.load(options.replay) if options.replay else None
     usual: dict[str, Any] = {"slo_ms": 36.0, "workers": 8, "expired": "drop"}
-    if options.replay is not None:
-        live = LiveRun.load(options.replay)
-        results[f"live {live.policy}"] = live.result
-        table = LatencyTable.load(options.table) if options.table else live.measured
-        possible = live.slo_ms >= table.fastest_ms
-        arrivals, slos, floors = live.arrivals_ms[possible], live.slo_ms[possible], live.floors[possible]
-        refused = len(possible) - len(arrivals)
+    if live is not None:
         usual = {"slo_ms": float(np.median(live.slo_ms)), "workers": live.workers, "expired": live.expired}
-    else:
-        table = LatencyTable.load(options.table) if options.table else superserve_a40()
-        arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
     for option, value in usual.items():
         if getattr(options, option) is None:
             setattr(options, option, value)
+    table = live.measured if live is not None else superserve_a40()
+    if options.table:
+        table = LatencyTable.load(options.table)
+    results: dict[str, SimulationResult] = {}
+    bound: float | None = None
+    if live is not None:
+        results[f"live {live.policy}"] = live.result
+        possible = live.slo_ms >= table.fastest_ms  # no policy can meet the others
+        refused = len(possible) - int(possible.sum())
+        arrivals, slos, floors = (one[possible] for one in (live.arrivals_ms, live.slo_ms, live.floors))
+    else:
+        arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+        refused, slos, floors = 0, options.slo_ms, None
     names = policy_names(table) if "all" in options.policy else options.policy
     policies = {name: make_policy(name, table, options.slo_ms) for name in names}
-    bound = None if options.replay else fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
+    if live is None:
+        bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
     print(
         f"{options.replay or f'{options.trace} x{options.scale:g}'}: {len(arrivals) + refused} requests, "
-        f"{options.workers} workers, {'median ' if options.replay else ''}SLO {options.slo_ms:g} ms, "
+        f"{options.workers} workers, {'median ' if live else ''}SLO {options.slo_ms:g} ms, "
         f"expired requests: {options.expired}\n"
         f"{'policy':<16}{'attainment':>12}{'mean acc':>10}{'eff acc':>10}{'missed':>10}"
         + ("" if bound is None else f"{'to bound':>10}")
     )
     for name, result in results.items():
         _show(name, result, bound)
+    passed_on = ("workers", "expired", "noise", "overhead_ms", "seed")
+    settings: dict[str, Any] = {option: getattr(options, option) for option in passed_on}
     for name, policy in policies.items():
         result = results[name] = simulate(
             arrivals,
             table,
             policy,
-            slo_ms=options.slo_ms if slos is None else slos,
-            workers=options.workers,
-            expired=options.expired,
-            noise=options.noise,
-            overhead_ms=options.overhead_ms,
+            slo_ms=slos,
             min_accuracy=floors,
-            seed=options.seed,
+            **settings,
         )
         result.requests, result.dropped = result.requests + refused, result.dropped + refused
         _show(name, result, bound)
     summary: dict[str, Any] = {"policies": {name: result.summary() for name, result in results.items()}}
     if bound is not None:
-        print(f"{'fluid bound':<16}{'':>12}{'':>10}{bound:>10.3f}")
+        print(f"{'fluid bound':<32}{bound:>16.3f}")
         summary["fluid_bound"] = bound
     if options.json is not None:
         write_json(options.json, summary)
@@ -124,33 +109,24 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,  # an option without a default shows none
     )
     add = parser.add_argument
-    add(
-        "--table", type=Path, help="latency table, a JSON file (default: SuperServe's table of an NVIDIA A40)"
+    add("--table", type=Path, help="latency table, JSON (default: SuperServe's table of an NVIDIA A40)")
+    trace = f"the trace of arrivals: {', '.join(TRACES)}, or a text file with one arrival time in ms per line"
+    add("--trace", default="maf", help=trace)
+    policies = "one or more policies, such as hullfit slackfit:4 fixed:0, or all"
+    add("--policy", nargs="+", default=["all"], help=policies)
+    log = (
+        "a batcher's decision log, which replaces the trace: its arrivals, deadlines and minimum accuracies. "
+        "What is not given of the other options, and the latencies, are those of the live run"
     )
-    add("--trace", default="maf", choices=TRACES, help="the trace of arrivals")
-    add(
-        "--policy",
-        nargs="+",
-        default=["all"],
-        help="one or more policies, such as hullfit slackfit:4 fixed:0, or all",
-    )
-    add(
-        "--replay",
-        type=Path,
-        metavar="LOG",
-        help="a batcher's decision log, which replaces the trace: its arrivals, deadlines and minimum "
-        "accuracies. The SLO, the workers and the rule for expired requests are those of the live run unless "
-        "given; the latencies are the measured ones unless --table is given",
-    )
+    add("--replay", type=Path, metavar="LOG", help=log)
     add("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
     add("--workers", type=int, help="number of workers (default: 8)")
-    add(
-        "--expired",
-        choices=EXPIRED_RULES,
-        help="what happens to requests that no subnet can answer in time any more: drop ends them "
-        "unanswered, defer runs them when nothing else waits, serve runs them all the same, as SuperServe "
-        "does; with --replay the rule of the live run (default: drop)",
+    rule = (
+        "what happens to requests that no subnet can answer in time any more: drop ends them unanswered, "
+        "defer runs them when nothing else waits, serve runs them all the same, as SuperServe does "
+        "(default: drop)"
     )
+    add("--expired", choices=EXPIRED_RULES, help=rule)
     add("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
     add("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
     add("--scale", type=float, default=2.0, help="factor on the rates of the trace")

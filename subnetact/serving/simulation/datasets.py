@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from subnetact.errors import TraceError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.simulation.traces import bursty, from_counts, from_timestamps, time_varying
+from subnetact.serving.simulation.traces import bursty, check, from_counts, from_timestamps, time_varying
 
 __all__ = ["TRACES", "load_trace", "superserve_a40", "trace_info", "trace_series"]
 
@@ -30,31 +31,24 @@ TRACES = (*_FILES, "bursty", "time_varying")
 
 
 def trace_series(name: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the recorded arrays of a trace.
+    """Return the recorded arrays of the trace `name` ("maf", "azure_llm" or "servegen"), by their names.
 
-    Args:
-        name: "maf", "azure_llm" or "servegen".
-
-    Returns:
-        The arrays by name; `trace_info(name)` explains them.
+    `trace_info(name)` explains them.
 
     Raises:
         TraceError: there is no such trace.
     """
-    with as_file(_trace(name, "npz")) as path, np.load(path) as archive:
+    with as_file(_data(name, "npz")) as path, np.load(path) as archive:
         return {key: archive[key] for key in archive.files}
 
 
 def trace_info(name: str) -> dict[str, Any]:
-    """Return source, licence, attribution and statistics of a recorded trace.
-
-    Args:
-        name: "maf", "azure_llm" or "servegen".
+    """Return source, licence, attribution and statistics of the recorded trace `name`.
 
     Raises:
         TraceError: there is no such trace.
     """
-    return dict(json.loads(_trace(name, "json").read_text(encoding="utf-8")))
+    return dict(json.loads(_data(name, "json").read_text(encoding="utf-8")))
 
 
 def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTable:
@@ -84,7 +78,7 @@ def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTabl
 
 
 def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float | None = None) -> Floats:
-    """Return one trace of the reference suite.
+    """Return a trace of the reference suite, or of a file.
 
     * maf: Azure Functions 2019. One day is compressed to 120 s, with a mean rate of 6400 per second, clipped
       at 8750 per second. Arrivals within one recorded minute are a Poisson process.
@@ -97,7 +91,7 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
     * time_varying: `time_varying` from 2500 to 7400 per second, at 500 per second squared.
 
     Args:
-        name: one of `TRACES`.
+        name: one of `TRACES`, or the path of a file of arrival times in ms: text, one a line, or `.npy`.
         scale: factor on every rate.
         seed: seed of all random numbers.
         duration_s: keep only the arrivals before this time, s. If None, keep all.
@@ -106,10 +100,9 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
         Arrival times, ms, ascending, shape (n,).
 
     Raises:
-        TraceError: the name is unknown, or an argument is out of range.
+        TraceError: there is no such trace, the file holds no times, or an argument is out of range.
     """
-    if not (np.isfinite(scale) and scale > 0):
-        raise TraceError(f"scale: {scale} must be finite and > 0")
+    check(scale=scale)
     if name == "bursty":
         arrivals = bursty(1500 * scale, 5550 * scale, 8.0, 30.0 if duration_s is None else duration_s, seed)
     elif name == "time_varying":
@@ -118,13 +111,22 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
         arrivals = from_timestamps(trace_series(name)["arrival_ms"], mean_qps=6400 * scale)
     elif name == "servegen":
         arrivals = from_counts(trace_series(name)["m_mid_rate"], 120.0, 6400 * scale, seed=seed)
-    else:
+    elif name == "maf":
         counts = trace_series(name)["sum14d_union"]
         arrivals = from_counts(counts, 120.0, 6400 * scale, peak_qps=8750 * scale, seed=seed)
+    else:
+        path = Path(name)
+        if not path.is_file():
+            raise TraceError(f"trace: {name!r} is no file and not known; choose from {', '.join(TRACES)}")
+        try:
+            stamps = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, ndmin=1)
+        except (ValueError, EOFError) as error:
+            raise TraceError(f"trace: {name} holds no times ({error}); give one per line, in ms") from error
+        arrivals = from_timestamps(stamps) / scale
     return arrivals if duration_s is None else arrivals[arrivals < duration_s * 1000.0]
 
 
-def _trace(name: str, kind: str) -> Any:
+def _data(name: str, kind: str) -> Any:
     if name not in _FILES:
-        raise TraceError(f"trace: {name!r} is not known; choose from {', '.join(TRACES)}")
+        raise TraceError(f"trace: {name!r} is not known; choose from {', '.join(_FILES)}")
     return files("subnetact") / "data" / "traces" / f"{_FILES[name]}.{kind}"

@@ -10,11 +10,11 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.frontier import time_per_request, upper_hull
 from subnetact.serving.simulation.scenario import checked_arrivals
+from subnetact.serving.simulation.traces import check
 
 __all__ = ["fluid_bound"]
 
-LONGEST = 10**8
-"""Most steps of the grid."""
+_MOST_STEPS = 10**8
 
 
 def fluid_bound(
@@ -50,11 +50,10 @@ def fluid_bound(
     """
     arrivals = checked_arrivals(arrivals_ms)
     check_count(workers, "workers")
-    if not (np.isfinite(step_ms) and step_ms > 0):
-        raise TraceError(f"step_ms: {step_ms} must be finite and > 0")
+    check(step_ms=step_ms)
     due = np.sort(arrivals + np.asarray(slo_ms, dtype=np.float64))
     steps_needed = float((due[-1] - arrivals[0]) / step_ms)
-    if not steps_needed < LONGEST:
+    if not steps_needed < _MOST_STEPS:
         raise TraceError(f"slo_ms: {steps_needed:.3g} steps of {step_ms} ms; give a shorter SLO or trace")
     count = int(np.ceil(steps_needed)) + 1
     grid = arrivals[0] + step_ms * np.arange(count + 1)

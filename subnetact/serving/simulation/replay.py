@@ -48,15 +48,7 @@ class LiveRun:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LiveRun:
-        """Read a log that `Batcher(decision_log=path)` wrote.
-
-        A last line that was cut short while it was written is left out.
-
-        Args:
-            path: the file.
-
-        Returns:
-            The live run.
+        """Return the run of a log that `Batcher(decision_log=path)` wrote; a last line cut short is left out.
 
         Raises:
             MissingFile: there is no such file.
@@ -85,10 +77,7 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | o
         result.met += met
         result.late += k - met
         result.accuracy_sum += met * table.accuracy[subnet]
-        result.batches += 1
-        result.busy_ms += took
         result.served_by[subnet] += k
-        result.end_ms = max(result.end_ms, start + took)
         seen = entry["w"], entry["queued"], entry["slack"]
         decisions.append(Decision(start, *seen, subnet, entry["b"], k, start + took))
         cell = subnet, table.pad_index[entry["b"]]
@@ -97,7 +86,8 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | o
     if not requests:
         raise FileFormatError(f"{path}: no request arrived; there is nothing to replay")
     arrivals, slos, floors = np.array(sorted(requests, key=lambda request: request[0])).T
-    result.requests = len(requests)
+    result.requests, result.batches, result.busy_ms = len(requests), len(decisions), float(total.sum())
+    result.end_ms = max((one.finish_ms for one in decisions), default=0.0)
     result.decisions = sorted(one._replace(t_ms=one.t_ms - arrivals[0]) for one in decisions)
     latency = np.divide(total, count, out=table.latency_ms.copy(), where=count > 0)
     return LiveRun(

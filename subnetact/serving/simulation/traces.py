@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,17 +11,15 @@ import numpy.typing as npt
 from subnetact.errors import TraceError
 from subnetact.serving.simulation.scenario import checked_arrivals, numeric_arguments
 
-__all__ = ["IN_BIN", "bursty", "from_counts", "from_timestamps", "poisson", "time_varying"]
+__all__ = ["bursty", "check", "from_counts", "from_timestamps", "poisson", "time_varying"]
 
 Floats = npt.NDArray[np.float64]
 MOST_ARRIVALS = 5e7
-IN_BIN = ("poisson", "uniform", "even")
-"""The processes inside a bin that `from_counts` accepts."""
 
 
 @numeric_arguments()
 def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, seed: int = 0) -> Floats:
-    """Return a steady base merged with a bursty variant.
+    """Return arrivals of a steady base merged with a bursty variant.
 
     Args:
         base_qps: arrivals per second with constant gaps; 0 for none.
@@ -30,7 +29,7 @@ def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, s
         seed: seed of the gaps.
 
     Returns:
-        Arrival times, ms, ascending, shape (n,).
+        Arrival times, ms, ascending, shape (n,), as all functions here do.
 
     Raises:
         TraceError: an argument is out of range.
@@ -38,15 +37,16 @@ def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, s
     Source:
         SuperServe (NSDI'25, section 6.1).
     """
-    _check(zero=True, base_qps=base_qps, variant_qps=variant_qps, cv2=cv2)
-    _check(duration_s=duration_s)
+    check(zero=True, base_qps=base_qps, variant_qps=variant_qps, cv2=cv2)
+    check(duration_s=duration_s)
     _bounded("duration_s", (base_qps + variant_qps) * duration_s)
-    rng = np.random.default_rng(seed)
-    base = np.arange(math.ceil(base_qps * duration_s)) * (1000.0 / base_qps) if base_qps else np.empty(0)
-    variant = np.empty(0)
+    streams: list[npt.NDArray[Any]] = [np.empty(0)]
+    if base_qps:
+        streams.append(np.arange(math.ceil(base_qps * duration_s)) * (1000.0 / base_qps))
     if variant_qps:
-        variant = _unit_renewals(variant_qps * duration_s, cv2, rng) * (1000.0 / variant_qps)
-    merged = np.sort(np.concatenate([base, variant]), kind="stable")
+        units = _unit_renewals(variant_qps * duration_s, cv2, np.random.default_rng(seed))
+        streams.append(units * (1000.0 / variant_qps))
+    merged: Floats = np.sort(np.concatenate(streams), kind="stable")
     return merged[merged < duration_s * 1000.0]
 
 
@@ -73,17 +73,14 @@ def time_varying(
         tail_s: time after the ramp, s.
         seed: seed of the gaps.
 
-    Returns:
-        Arrival times, ms, ascending, shape (n,).
-
     Raises:
         TraceError: an argument is out of range.
 
     Source:
         SuperServe (NSDI'25, section 6.1).
     """
-    _check(start_qps=start_qps, end_qps=end_qps, acceleration=acceleration)
-    _check(zero=True, cv2=cv2, lead_s=lead_s, tail_s=tail_s)
+    check(start_qps=start_qps, end_qps=end_qps, acceleration=acceleration)
+    check(zero=True, cv2=cv2, lead_s=lead_s, tail_s=tail_s)
     ramp_s = abs(end_qps - start_qps) / acceleration
     times_s = np.linspace(0.0, ramp_s, 4097)
     ramp = start_qps * times_s + math.copysign(acceleration, end_qps - start_qps) * times_s**2 / 2
@@ -119,25 +116,22 @@ def from_counts(
         peak_qps: the rate of every bin is clipped at this, arrivals per second. If None, it is not clipped.
         seed: seed of the arrivals.
 
-    Returns:
-        Arrival times, ms, ascending, shape (n,).
-
     Raises:
         TraceError: the counts are not finite numbers >= 0, all are 0, or an argument is out of range.
     """
     bins = np.asarray(counts, dtype=np.float64)
     if bins.ndim != 1 or not len(bins) or not np.isfinite(bins).all() or bins.min() < 0 or not bins.sum():
         raise TraceError("counts: give one dimension of finite counts >= 0, not all zero")
-    _check(duration_s=duration_s)
-    if in_bin not in IN_BIN:
-        raise TraceError(f"in_bin: {in_bin!r} is not a process; choose from {', '.join(IN_BIN)}")
+    check(duration_s=duration_s)
+    if in_bin not in ("poisson", "uniform", "even"):
+        raise TraceError(f"in_bin: {in_bin!r} is not a process; choose from poisson, uniform, even")
     width_ms = duration_s * 1000.0 / len(bins)
     expected = bins
     if mean_qps is not None:
-        _check(mean_qps=mean_qps)
+        check(mean_qps=mean_qps)
         expected = bins / bins.mean() * mean_qps * width_ms / 1000.0
     if peak_qps is not None:
-        _check(peak_qps=peak_qps)
+        check(peak_qps=peak_qps)
         expected = np.minimum(expected, peak_qps * width_ms / 1000.0)
     _bounded("counts", float(expected.sum()))
     rng = np.random.default_rng(seed)
@@ -163,17 +157,14 @@ def from_timestamps(timestamps: npt.ArrayLike, unit_ms: float = 1.0, mean_qps: f
         unit_ms: length of one unit of the time stamps, ms.
         mean_qps: time is stretched or compressed to this mean rate, arrivals per second. If None, it is not.
 
-    Returns:
-        Arrival times, ms, ascending, shape (n,).
-
     Raises:
         TraceError: the time stamps are empty or not finite, or an argument is out of range.
     """
-    _check(unit_ms=unit_ms)
+    check(unit_ms=unit_ms)
     arrivals = checked_arrivals(np.sort(np.asarray(timestamps, dtype=np.float64).ravel())) * unit_ms
     arrivals -= arrivals[0]
     if mean_qps is not None:
-        _check(mean_qps=mean_qps)
+        check(mean_qps=mean_qps)
         if arrivals[-1] <= 0:
             raise TraceError("mean_qps: every arrival has the same time; there is no rate to scale")
         arrivals *= (len(arrivals) - 1) / arrivals[-1] * 1000.0 / mean_qps
@@ -181,15 +172,7 @@ def from_timestamps(timestamps: npt.ArrayLike, unit_ms: float = 1.0, mean_qps: f
 
 
 def poisson(qps: float, duration_s: float, seed: int = 0) -> Floats:
-    """Return a Poisson process.
-
-    Args:
-        qps: mean arrivals per second.
-        duration_s: length of the trace, s.
-        seed: seed of the gaps.
-
-    Returns:
-        Arrival times, ms, ascending, shape (n,).
+    """Return a Poisson process of `qps` mean arrivals per second, over `duration_s`, with random `seed`.
 
     Raises:
         TraceError: an argument is out of range.
@@ -201,14 +184,11 @@ def _unit_renewals(length: float, cv2: float, rng: np.random.Generator) -> Float
     """Return renewal times within [0, length), with gamma-distributed gaps of mean 1."""
     if cv2 == 0:
         return np.arange(1, math.ceil(length), dtype=np.float64)
-    times: list[Floats] = []
-    last = 0.0
-    while last < length:
-        size = int((length - last) + 6 * math.sqrt((length - last) * cv2) + 16)
-        block = last + np.cumsum(rng.gamma(1.0 / cv2, cv2, size))
-        times.append(block)
-        last = float(block[-1])
-    joined = np.concatenate(times)
+    blocks: list[npt.NDArray[Any]] = [np.zeros(1)]
+    while (left := length - blocks[-1][-1]) > 0:
+        size = int(left + 6 * math.sqrt(left * cv2) + 16)
+        blocks.append(blocks[-1][-1] + np.cumsum(rng.gamma(1.0 / cv2, cv2, size)))
+    joined: Floats = np.concatenate(blocks[1:])
     return joined[joined < length]
 
 
@@ -217,7 +197,7 @@ def _bounded(name: str, arrivals: float) -> None:
         raise TraceError(f"{name}: about {arrivals:.3g} arrivals; at most {MOST_ARRIVALS:.3g} fit in a trace")
 
 
-def _check(zero: bool = False, **values: float) -> None:
+def check(zero: bool = False, **values: float) -> None:
     """Refuse arguments that are not finite and > 0, or, with `zero`, not >= 0."""
     for name, value in values.items():
         if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):

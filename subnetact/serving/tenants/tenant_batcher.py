@@ -2,33 +2,82 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from subnetact.errors import PolicyError
+from subnetact.errors import PolicyError, failure_text
+from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.driver import SharedWorkers
-from subnetact.serving.live.periodic_call import PeriodicCall
+from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
-from subnetact.serving.scheduling.checks import check_count, check_positive
-from subnetact.serving.tenants.tenant import Tenant
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_positive, check_time
+from subnetact.serving.scheduling.context import Policy
 
-__all__ = ["TenantBatcher", "TenantStats"]
+__all__ = ["Tenant", "TenantBatcher", "TenantStats"]
 
+_log = logging.getLogger(__name__)
 _LEAST_LOAD = 1e-3
 """A tenant counts as this many workers at least, so that its group always has one."""
-_KEPT = 100_000
 _KEPT_PLANS = 1000
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """One supernet of a `TenantBatcher`.
+
+    Attributes:
+        name: the name; every tenant has its own.
+        engine: the runner of its subnets.
+        slo_ms: the usual time that its requests are given, ms.
+        table: its latency table; if None, the policy's.
+        policy: chooses its subnets and batch sizes; if None, `HullFit` over the table. A policy for a table
+            with co-runners (`Veltair`) follows how much the other tenants slow this one down.
+        share: its weight when tenants compete for the workers; one of 2 gets twice the time of one of 1; > 0.
+        max_queue: number of its waiting requests at which further ones are refused.
+        memory_mb: memory, MiB, that it takes on every worker that serves it.
+        options: further arguments of its `Batcher`.
+
+    Raises:
+        PolicyError: an argument is out of range, or there is neither a table nor a policy.
+    """
+
+    name: str
+    engine: Runner
+    slo_ms: float
+    table: LatencyTable | None = None
+    policy: Policy | None = None
+    share: float = 1.0
+    max_queue: int = 10_000
+    memory_mb: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_time(self.slo_ms, "slo_ms")
+        check_time(self.share, f"tenant {self.name!r}: share")
+        check_margin(self.memory_mb, f"tenant {self.name!r}: memory_mb")
+        if self.table is None and self.policy is None:
+            raise PolicyError(f"tenant {self.name!r}: neither a table nor a policy; give one of them")
+
+    @property
+    def capacity_qps(self) -> float:
+        """Requests per second that one worker answers within the SLO, on the subnet with the most."""
+        table: Any = self.table or self.policy.table  # type: ignore[union-attr]
+        fits = np.where(table.latency_ms <= self.slo_ms, table.latency_ms, np.nan)
+        per_ms = np.array(table.batch_sizes) / (fits if np.isfinite(fits).any() else table.latency_ms)
+        return float(np.nanmax(per_ms)) * 1e3
 
 
 @dataclass(frozen=True)
@@ -51,9 +100,9 @@ class TenantStats:
 class TenantBatcher(ClosedOnExit):
     """Serves several supernets on the same workers.
 
-    Every tenant has its own queue, policy and limits; they take turns on the workers. If several want a
-    worker, its time is divided by their shares, batch by batch; what one does not use, the others may. So a
-    flood of requests for one tenant delays another one by at most one batch per turn.
+    Every tenant has its own queue, policy and limits. If several want a worker, its time is divided by their
+    shares, batch by batch; what one does not use, the others may. So a flood of requests for one tenant
+    delays another one by at most one batch per turn.
 
     A tenant whose policy is `Preemptive` runs its batches in blocks. Between two of them it gives way to a
     tenant that has used less of its share and has requests which the rest of the batch would make late, if
@@ -106,31 +155,28 @@ class TenantBatcher(ClosedOnExit):
         given = list(tenants)
         if not given or not all(isinstance(tenant, Tenant) for tenant in given):
             raise PolicyError("tenants: give at least one Tenant(...)")
-        twice = [name for name, count in Counter(tenant.name for tenant in given).items() if count > 1]
-        if twice:
-            raise PolicyError(f"tenants: two are called {twice[0]!r}; give each a name of its own")
-        check_count(workers, "workers")
         self.tenants = {tenant.name: tenant for tenant in given}
-        self._workers = workers
-        self._planning = threading.Lock()
+        for name, count in Counter(tenant.name for tenant in given).items():
+            if count > 1:
+                raise PolicyError(f"tenants: two are called {name!r}; give each a name of its own")
+        self._workers = check_count(workers, "workers")
         self._groups = min(len(given), workers) if groups is None else check_count(groups, "groups")
-        self._memory_mb = memory_mb
-        self._burst_weight = burst_weight
-        if clock_ms is not None and not callable(clock_ms):
-            raise PolicyError(f"clock_ms: {clock_ms!r} is no function")
+        self._memory_mb, self._burst_weight = memory_mb, burst_weight
         self._clock_ms = clock_ms or monotonic_ms
         self._shared = SharedWorkers({tenant.name: tenant.share for tenant in given})
-        self._arrivals: dict[str, list[float]] = {name: [] for name in self.tenants}
         self._serves = dict.fromkeys(self.tenants, frozenset(range(workers)))
-        self._started_ms = self._planned_ms = self._clock_ms()
+        self._planned = dict.fromkeys(self.tenants, 0)  # the requests submitted before the last plan
+        self._planning = threading.Lock()
+        self._planning_errors = 0
+        self._stopped = threading.Event()
         self.plans: deque[tuple[float, Grouping]] = deque(maxlen=_KEPT_PLANS)
         if period_ms is not None:
             check_positive(period_ms, "period_ms")
-            self._grouping(dict.fromkeys(self.tenants, 0.0), {})  # refuse what cannot be planned at once
+            self._grouping(*2 * [dict.fromkeys(self.tenants, 0.0)])  # refuse what cannot be planned at once
         self._batchers: dict[str, Batcher] = {}
-        try:
+        with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for tenant in given:
-                self._batchers[tenant.name] = Batcher(
+                batcher = Batcher(
                     [tenant.engine] * workers,
                     policy=tenant.policy,
                     table=tenant.table,
@@ -139,13 +185,15 @@ class TenantBatcher(ClosedOnExit):
                     shared=(self._shared, tenant.name),
                     **{"clock_ms": self._clock_ms, **tenant.options},
                 )
-        except BaseException:
-            for batcher in self._batchers.values():
-                batcher.close()
-            raise
-        self._planner: PeriodicCall | None = None
+                self._batchers[tenant.name] = opened.enter_context(batcher)
+            self._started_ms = self._planned_ms = self._clock_ms()
+            opened.pop_all()
+        self._planner: threading.Thread | None = None
         if period_ms is not None:
-            self._planner = PeriodicCall(self._plan_now, period_ms / 1e3, "subnetact-tenants-planner")
+            self._planner = threading.Thread(
+                target=self._plan_each, args=(period_ms / 1e3,), name="subnetact-tenants-planner", daemon=True
+            )
+            self._planner.start()
 
     def submit(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> AnswerFuture:
         """Queue one input for a tenant, from any thread.
@@ -161,111 +209,83 @@ class TenantBatcher(ClosedOnExit):
 
         Raises:
             PolicyError: There is no such tenant.
-            InvalidRequest: An argument is invalid.
-            QueueFull: The tenant has `max_queue` waiting requests.
-            BatcherClosed: The batcher is closed or draining.
+            RequestError: The request is refused; see `Batcher.submit`.
         """
-        batcher = self._of(tenant)
-        future = batcher.submit(x, deadline_ms, **options)
-        self._note(tenant)
-        return future
+        return self.batcher(tenant).submit(x, deadline_ms, **options)
 
     async def infer(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> Answer:
-        """Queue one input for a tenant and wait for its answer; see `submit` and `Batcher.infer`.
-
-        Args:
-            tenant: the name of the tenant.
-            x: one input.
-            deadline_ms: time that the request is given from now, ms.
-            options: further arguments of `Batcher.infer`.
-
-        Returns:
-            The answer.
+        """Queue one input `x` for a `tenant` with `deadline_ms` and `options`, and return its answer.
 
         Raises:
             RequestError: As in `Batcher.infer`.
             PolicyError: There is no such tenant.
         """
-        batcher = self._of(tenant)
-        self._note(tenant)
-        return await batcher.infer(x, deadline_ms, **options)
+        return await self.batcher(tenant).infer(x, deadline_ms, **options)
 
-    def _of(self, tenant: str) -> Batcher:
+    def stats(self) -> dict[str, TenantStats]:
+        """Return a snapshot of every tenant."""
+        used_ms, errors = self._shared.turns.used_ms, self._planning_errors
+        return {
+            name: TenantStats(batcher.stats(), tuple(sorted(self._serves[name])), used_ms[name], errors)
+            for name, batcher in self._batchers.items()
+        }
+
+    def batcher(self, tenant: str) -> Batcher:
+        """Return the batcher of a `tenant`, for its metrics and corrections.
+
+        `Collector(batcher.batcher(name), prefix=...)` puts the metrics of several tenants into one registry.
+
+        Raises:
+            PolicyError: There is no such tenant.
+        """
         if tenant not in self._batchers:
             raise PolicyError(
                 f"tenant: {tenant!r} is none; choose from {', '.join(map(repr, self._batchers))}"
             )
         return self._batchers[tenant]
 
-    def _note(self, tenant: str) -> None:
-        if self._planner is not None and len(self._arrivals[tenant]) < _KEPT:
-            self._arrivals[tenant].append(self._clock_ms())
-
-    def stats(self) -> dict[str, TenantStats]:
-        """Return a snapshot of every tenant."""
-        errors = 0 if self._planner is None else self._planner.errors
-        return {
-            name: TenantStats(
-                batcher.stats(), tuple(sorted(self._serves[name])), self._shared.turns.used_ms[name], errors
-            )
-            for name, batcher in self._batchers.items()
-        }
-
-    def batcher(self, tenant: str) -> Batcher:
-        """Return the batcher of a tenant, for its metrics and corrections.
-
-        `Collector(batcher.batcher(name), prefix=...)` puts the metrics of several tenants into one registry.
-
-        Args:
-            tenant: the name of the tenant.
-
-        Raises:
-            PolicyError: There is no such tenant.
-        """
-        return self._of(tenant)
-
     # -- planning --------------------------------------------------------------------------------
 
     def plan(self) -> Grouping:
-        """Plan at once from the arrivals since the last plan, and apply the plan.
-
-        Returns:
-            The plan.
+        """Plan at once from the arrivals since the last plan, and return the plan after it was applied.
 
         Raises:
-            PolicyError: The batcher was opened without `period_ms`, so it has not noted arrivals.
+            PolicyError: The models do not fit into the memory.
             MissingExtra: scipy is not installed.
         """
-        if self._planner is None:
-            raise PolicyError(
-                "period_ms: the batcher was opened without it, so arrivals were not noted; give a period_ms"
-            )
-        return self._plan_now()
-
-    def _plan_now(self) -> Grouping:
         with self._planning:
-            return self._planned()
+            now, since_ms = self._clock_ms(), self._planned_ms
+            took_s, self._planned_ms = max((now - since_ms) / 1e3, 1e-6), now
+            rates, spread = {}, dict.fromkeys(self.tenants, 1.0)
+            for name, batcher in self._batchers.items():
+                before, self._planned[name] = self._planned[name], batcher.stats().submitted
+                rates[name] = (self._planned[name] - before) / took_s
+                recent = batcher._driver.scheduler.dispatcher.arrivals
+                gaps = np.diff(sorted(at for at in list(recent._times) if at > since_ms))
+                if len(gaps) > 2 and gaps.any():
+                    spread[name] = float(np.var(gaps) / np.mean(gaps) ** 2)
+            grouping = self._grouping(rates, spread)
+            self._apply(grouping)
+            self.plans.append(((now - self._started_ms) / 1e3, grouping))
+            return grouping
 
-    def _planned(self) -> Grouping:
-        now = self._clock_ms()
-        took_s, self._planned_ms = max((now - self._planned_ms) / 1e3, 1e-6), now
-        rates, spread = {}, {}
-        for name in self.tenants:
-            times, self._arrivals[name] = self._arrivals[name], []
-            rates[name] = len(times) / took_s
-            gaps = np.diff(times)
-            spread[name] = float(np.var(gaps) / np.mean(gaps) ** 2) if len(gaps) > 2 and gaps.any() else 1.0
-        grouping = self._grouping(rates, spread)
-        self._apply(grouping)
-        self.plans.append(((now - self._started_ms) / 1e3, grouping))
-        return grouping
+    def _plan_each(self, period_s: float) -> None:
+        logged = ""
+        while not self._stopped.wait(period_s):
+            try:
+                self.plan()
+            except Exception as error:
+                self._planning_errors += 1
+                if (text := failure_text(error)) != logged:
+                    logged = text
+                    _log.exception("the planner of the tenants goes on after an error")
 
     def _grouping(self, rates: dict[str, float], spread: dict[str, float]) -> Grouping:
         streams = []
         for name, tenant in self.tenants.items():
             capacity = tenant.capacity_qps
             rate = max(rates[name], _LEAST_LOAD * capacity)
-            streams.append(Stream(rate, capacity, spread.get(name, 1.0), tenant.memory_mb))
+            streams.append(Stream(rate, capacity, spread[name], tenant.memory_mb))
         return group_streams(streams, self._workers, self._groups, self._memory_mb, self._burst_weight)
 
     def _apply(self, grouping: Grouping) -> None:
@@ -297,7 +317,8 @@ class TenantBatcher(ClosedOnExit):
             batcher.drain(0.0)
         if close_elsewhere(self._batchers.values(), partial(self.close, drain)):
             return
+        self._stopped.set()
         if self._planner is not None:
-            self._planner.stop()
+            self._planner.join()
         for batcher in self._batchers.values():
             batcher.close(drain)
