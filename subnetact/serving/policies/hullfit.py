@@ -73,6 +73,8 @@ TOLERATED = 0.25
 """Expired requests may cost this share of what the most accurate subnet would gain."""
 UNDRAINABLE = 0.8
 """In overload, requests expire early if the queue is longer than this share of what leaves during one SLO."""
+MOST_CHUNKS = 64
+"""So many batches of the rest of the queue, or about as many as that, are looked at for the drain."""
 LEARNED = 800.0
 """The time that floors take is averaged over about so many requests."""
 NEAR = 64
@@ -324,9 +326,10 @@ class HullFit:
         if rest <= 0:
             return math.inf
         size, full_ms = hull.full_size, hull.full_ms * least_ms / hull.taus[0]
-        due = np.array(context.queue.deadlines(k, size)) - self._drain_ms
-        missing = np.arange(1.0, len(due) + 1.0) * full_ms
-        last = self._fronts.fastest(self._fronts.column_for(rest - (len(due) - 1) * size))
+        stride = 1 + rest // (MOST_CHUNKS * size)  # behind a long queue, not every batch is looked at
+        due = np.array(context.queue.deadlines(k, stride * size)) - self._drain_ms
+        missing = np.arange(1.0, stride * len(due) + 1.0, stride) * full_ms
+        last = self._fronts.fastest(self._fronts.column_for(rest - (len(due) - 1) * stride * size))
         if last is not None:
             missing[-1] += min(last.latency_ms - full_ms, 0.0)
         missing -= np.maximum(np.subtract.outer(due, others), 0.0).sum(axis=1)
