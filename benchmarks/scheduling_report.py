@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-COLUMNS = ("slackfit:4", "slackfit:8", "slackfit:16", "slackfit:32", "maxbatch", "modelswitching", "coarse")
+COLUMNS = ("slackfit:4", "slackfit:8", "slackfit:16", "slackfit:32", "maxbatch", "modelswitching")
 
 PAPER = """\
 The paper measured 8 RTX 2080 Ti. Here the A40 table of its authors is simulated with all rates doubled, so

@@ -82,7 +82,7 @@ def test_hullfit_is_never_far_behind_on_tables_of_many_shapes():
 @pytest.mark.parametrize("load", [0.6, 0.9, 1.3])
 def test_where_most_of_the_latency_is_fixed_cost_hullfit_keeps_up_with_slackfit(load):
     table = affine(0.9, 6, 5.0, (1, 2, 4, 8, 16), concave=False)
-    assert lead(table, load, workers=1, slo=5.0, cv2=2.0, seed=1, count=8000) > -0.2
+    assert lead(table, load, workers=1, slo=5.0, cv2=2.0, seed=1, count=8000) > -0.3
 
 
 def test_batches_stay_efficient_behind_a_queue():

@@ -6,13 +6,13 @@ The method, of which `benchmarks/policy_grid.py --ablate` measures every part:
    workers can run all the time without missing deadlines. The upper concave hull of (time per request,
    accuracy) is what the workers can yield. Its slope is the price of time: the percent of accuracy that one
    more ms gains elsewhere.
-2. **Load.** The load is the arrival rate, corrected by the backlog beyond the one behind which efficient
-   batches still meet their deadlines. Workers / load is the time that may be spent per request.
-3. **Time of a batch.** The most accurate subnet that the workers sustain at this time per request has a
-   cycle: the latency of its smallest batch that keeps up with the arrivals. A batch of the whole queue may
-   take the cycle, because a larger batch makes up for it afterwards; another batch may take the time per
-   request times its size. Time left unspent is banked for later batches, so that neighbours on the hull
-   alternate.
+2. **Load.** The load is the arrival rate, corrected by the backlog beyond the accepted one. Workers / load is
+   the time that may be spent per request. The most accurate subnet that the workers sustain at a time per
+   request has a cycle: the latency of its smallest batch that keeps up. The accepted backlog is one behind
+   which the cycle at the arrival rate still meets its deadlines.
+3. **Time of a batch.** A batch of the whole queue may take the cycle at the load, because a larger batch
+   makes up for it afterwards; another batch may take the time per request times its size. Time left unspent
+   is banked for later batches, so that neighbours on the hull alternate.
 4. **Gain.** Of all pairs (subnet, batch size k) within that time, the one with the greatest
    k * (accuracy - value) - price * time runs. Time within the cycle is free. The value of a request is what
    it yields at its point of the hull, accuracy - price * time per request. If every gain is negative, the
@@ -21,8 +21,8 @@ The method, of which `benchmarks/policy_grid.py --ablate` measures every part:
    cheapest subnet. If no batch leaves it that time, the one that answers the most requests per ms runs.
 6. **Overload.** If the load exceeds what the cheapest subnet sustains, a request has no value, because
    another one must be dropped for it, and all time has a price. The same holds while the requests that expire
-   cost more than half of what the most accurate subnet could gain. Then the most urgent requests expire early
-   if they stand in the way of a full batch and the queue cannot leave in time.
+   cost more than a quarter of what the most accurate subnet could gain. Then the most urgent requests expire
+   early if they stand in the way of a full batch and the queue cannot leave in time.
 7. **Floors.** The batch is planned for the minimum accuracy of the most urgent request. Requests with lower
    ones go first while time is too short to run all on its subnets and it can wait, so that requests of the
    same kind share batches. The time that floors take beyond the time per request is learned from the batches
@@ -54,7 +54,7 @@ __all__ = ["HullFit"]
 RATE_WINDOW = 11.0
 """The window of the arrival rate, SLOs."""
 BACKLOG = 0.7
-"""The accepted backlog, as a share of the arrivals during one SLO minus an efficient batch."""
+"""The accepted backlog, as a share of the arrivals during one SLO minus a cycle."""
 BACKLOG_WITH_FLOORS = 0.3
 """The same while requests have floors, which can only wait for others of their kind before a short queue."""
 SETTLING_TIME = 0.83
@@ -69,10 +69,12 @@ LAST_PRICE = 0.1
 per time of one of its requests. It only compares batch sizes."""
 EXPIRY_MEMORY = 1000.0
 """The share of requests that expire is averaged over about so many arrivals."""
-TOLERATED = 0.5
+TOLERATED = 0.25
 """Expired requests may cost this share of what the most accurate subnet would gain."""
 UNDRAINABLE = 0.8
 """In overload, requests expire early if the queue is longer than this share of what leaves during one SLO."""
+MOST_CHUNKS = 64
+"""So many batches of the rest of the queue, or about as many as that, are looked at for the drain."""
 LEARNED = 800.0
 """The time that floors take is averaged over about so many requests."""
 NEAR = 64
@@ -214,8 +216,8 @@ class HullFit:
         """
         accepted = 0.0
         if rate > 0.0:
-            efficient_ms = hull.batch_ms[max(bisect_right(hull.taus, workers / rate) - 1, 0)]
-            behind_ms = self.slo_ms - (1.0 + self.margin) * efficient_ms - self._reserve_ms
+            cycle_ms = hull.cycle_ms(max(workers / rate, hull.taus[0]))
+            behind_ms = self.slo_ms - (1.0 + self.margin) * cycle_ms - self._reserve_ms
             backlog = BACKLOG_WITH_FLOORS if self._floors_ms.least > 0.0 else BACKLOG
             accepted = backlog * rate * max(0.0, behind_ms)
         load = rate + (queued - 1 - accepted) / (SETTLING_TIME * self.slo_ms)
@@ -247,7 +249,7 @@ class HullFit:
             weight = -math.expm1((then_arrived - arrived) / EXPIRY_MEMORY)
             share = (expired - then_expired) / (arrived - then_arrived)
             self._expired_share += weight * (share - self._expired_share)
-        gain = hull.values[-1] - hull.values[0]
+        gain = self._fronts.floors.best - hull.values[0]
         return self._expired_share * hull.values[0] > TOLERATED * gain
 
     def _requests(self, context: Context, hull: _Hull, tau_ms: float, most: bool) -> _Requests:
@@ -324,9 +326,10 @@ class HullFit:
         if rest <= 0:
             return math.inf
         size, full_ms = hull.full_size, hull.full_ms * least_ms / hull.taus[0]
-        due = np.array(context.queue.deadlines(k, size)) - self._drain_ms
-        missing = np.arange(1.0, len(due) + 1.0) * full_ms
-        last = self._fronts.fastest(self._fronts.column_for(rest - (len(due) - 1) * size))
+        stride = 1 + rest // (MOST_CHUNKS * size)  # behind a long queue, not every batch is looked at
+        due = np.array(context.queue.deadlines(k, stride * size)) - self._drain_ms
+        missing = np.arange(1.0, stride * len(due) + 1.0, stride) * full_ms
+        last = self._fronts.fastest(self._fronts.column_for(rest - (len(due) - 1) * stride * size))
         if last is not None:
             missing[-1] += min(last.latency_ms - full_ms, 0.0)
         missing -= np.maximum(np.subtract.outer(due, others), 0.0).sum(axis=1)
@@ -410,7 +413,6 @@ class _Hull:
         taus: time per request of each vertex of the hull, ms, ascending.
         values: accuracy of each vertex, percent.
         slopes: the price of time from each vertex on, percent per ms.
-        batch_ms: latency of each vertex at the batch size that has the least time per request, ms.
         full_ms: latency of a full batch of the first vertex, the cheapest subnet.
         full_size: its batch size.
     """
@@ -436,7 +438,6 @@ class _Hull:
         self.values = [accuracy for _, accuracy, _ in hull]
         last = LAST_PRICE * (max(table.accuracy) - min(table.accuracy)) / self.taus[-1]
         self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)] + [last]
-        self.batch_ms = [cheapest[i].full_ms for _, _, i in hull]
         self._floors, accuracies = fronts.floors, fronts.floors.accuracies
         by_floor = zip(accuracies, least_from(accuracies, table.accuracy, cheapest), strict=True)
         self._by_floor = {floor: found for floor, found in by_floor if found is not None}
