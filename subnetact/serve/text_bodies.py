@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from subnetact.errors import InvalidRequest
-from subnetact.serve.ask import Strict
+from subnetact.serve.exchange import Strict
 from subnetact.serve.text_codec import TextCodec
 
 __all__ = ["NEUTRAL", "ChatBody", "CompletionBody", "TextBody", "TextTerms"]
