@@ -7,21 +7,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl
 
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
-from subnetact.serve.base_app import BaseApp, Reply, now_ms
+from subnetact.serve.base_app import UNREADY, BaseApp, Reply, now_ms
 from subnetact.serve.exchange import Exchange, Raw, Refusal, Terms, header_values, validated
 from subnetact.serve.inference import Ask, Asked, Decoded
 from subnetact.serve.limits import Limits
-from subnetact.serve.openapi import UNREADY
 from subnetact.serve.payloads import Images, Signature, named_tensors
-from subnetact.serving import Answer, BatcherStats
+from subnetact.serving import Answer
 
-__all__ = ["Answerer", "ServeApp", "build_app", "infer_rows"]
+__all__ = ["ServeApp", "build_app", "infer_rows"]
 SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
 SAFE_HEADERS = (
     (
@@ -34,29 +33,8 @@ SAFE_HEADERS = (
 )
 
 
-class Answerer(Protocol):
-    """What a server needs to know of a batcher. `Batcher` is one, and so is the client of a cluster."""
-
-    @property
-    def accuracy(self) -> Mapping[int, float]:
-        """Profiled accuracy per subnet id, in percent."""
-
-    def stats(self) -> BatcherStats:
-        """Return a snapshot of the counters."""
-
-    def prometheus(self) -> str:
-        """Return the snapshot in Prometheus' text format."""
-
-    def close(self, drain: bool = True) -> None:
-        """Refuse new requests, finish or drop those that wait, and end the threads."""
-
-
 async def infer_rows(batcher: Any, xs: Sequence[Any], deadline_ms: float, **ask: Any) -> Sequence[Answer]:
-    """Queue all rows of a request, each with the options `ask` of `Batcher.infer`, and wait for the answers.
-
-    Raises:
-        RequestError: a row was refused or dropped, or it failed. The other rows are withdrawn.
-    """
+    """Infer all rows, each with the options `ask` of `Batcher.infer`; if one fails, withdraw the others."""
     if len(xs) == 1:
         return [await batcher.infer(xs[0], deadline_ms, **ask)]
     tasks = [asyncio.ensure_future(batcher.infer(x, deadline_ms, **ask)) for x in xs]
@@ -78,7 +56,7 @@ class ServeApp(BaseApp):
     connections belong to the server, not to the application; see `subnetact.serve.run`.
 
     Args:
-        batcher: an open batcher, or the client of a cluster.
+        batcher: an open `Batcher`, or the client of a cluster.
         engine: its engine, with an example.
         slo_ms: the deadline of requests that name none, in ms.
         name: name of the model in the Open Inference Protocol.
@@ -99,7 +77,7 @@ class ServeApp(BaseApp):
 
     def __init__(
         self,
-        batcher: Answerer,
+        batcher: Any,
         engine: Any,
         *,
         slo_ms: float,
@@ -142,7 +120,7 @@ class ServeApp(BaseApp):
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""
-        return self.batcher.prometheus()
+        return str(self.batcher.prometheus())
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:
         """Return what a client is told in JSON; the Open Inference Protocol has a form of its own."""
@@ -182,10 +160,8 @@ class ServeApp(BaseApp):
                 raise DeadlinePassed(
                     f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
                 )
-            wishes = {"priority": ask.priority, "client": exchange.client}
-            answers: Sequence[Answer] = await self._rows(
-                rows, left_ms, min_accuracy=ask.min_accuracy, **wishes
-            )
+            wishes = {"min_accuracy": ask.min_accuracy, "priority": ask.priority, "client": exchange.client}
+            answers: Sequence[Answer] = await self._rows(rows, left_ms, **wishes)
             return answers
 
         (asked, _, ask), answers = await self.exchange(exchange, decode, answer)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
+from pydantic import BaseModel
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
@@ -27,11 +28,10 @@ from subnetact.serve.exchange import (
     send_reply,
     shortened,
 )
-from subnetact.serve.limits import Limits
-from subnetact.serve.openapi import UNREADY, operation
+from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 
-__all__ = ["SHORT", "Address", "BaseApp", "Reply", "now_ms"]
+__all__ = ["SHORT", "UNREADY", "BaseApp", "Reply", "model_schema", "now_ms", "operation", "properties"]
 
 CLOSES = (400, 401, 408, 413, 415, 431)
 """Statuses after which the connection is closed, because part of the body may not have been read."""
@@ -44,6 +44,17 @@ Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
 Reply = tuple[Any, ...]
 """What `send_reply` takes: status, body, headers and type."""
+UNREADY = {"503": "The server is closing, or it computes nothing."}
+ERRORS = {
+    "400": "The request is malformed.",
+    "401": "The token is missing or unknown.",
+    "408": "The body came too slowly.",
+    "413": "The body is too large.",
+    "415": "The body is compressed, or an image that this server cannot decode.",
+    "429": "The queue is full; retry after the time in Retry-After.",
+    "503": "The server is closing or overloaded.",
+    "504": "The deadline passed.",
+}
 
 
 def now_ms() -> float:
@@ -91,7 +102,7 @@ class BaseApp:
         self.addresses: dict[str, Address] = {}
         self.schemas: dict[str, Any] = {}
         self.router = Router(lifespan=lifespan)
-        self._body_bytes = self.limits.body_for(values)
+        self._body_bytes = self.limits.body_bytes or MEGABYTE + BYTES_PER_VALUE * values
         self._threads = ThreadPoolExecutor(DECODERS, "subnetact-serve")
         self._entry: Any = self._exchange
         if allowed_hosts is not None:
@@ -161,12 +172,7 @@ class BaseApp:
     ) -> tuple[Asked, Answered]:
         """Read the body of a request, decode it and wait for the answer, as long as the client stays.
 
-        `decode` makes what is asked of the body, for long bodies and images on a thread; `answer` answers it.
-
-        Raises:
-            Refusal: the body is too large, too slow or compressed.
-            RequestError: the request is malformed, refused or dropped, or it failed.
-            ClientGone: the client closed its connection.
+        Long bodies and images are decoded on a thread.
         """
         loop = asyncio.get_running_loop()
         task: Any = asyncio.current_task()
@@ -282,3 +288,43 @@ class BaseApp:
                 if refusal.status in CLOSES:
                     more.append((b"connection", b"close"))
                 await send_reply(send, refusal.status, self.error_document(refusal, path), more)
+
+
+def operation(
+    summary: str,
+    contents: Mapping[str, Any] | None = None,
+    terms: type[BaseModel] | None = None,
+    responses: Mapping[str, str] = ERRORS,
+) -> dict[str, Any]:
+    """Describe an address: the types of its body, the model of its headers, and what statuses mean."""
+    statuses = {"200": "The answer.", **responses}
+    found: dict[str, Any] = {
+        "summary": summary,
+        "responses": {status: {"description": text} for status, text in statuses.items()},
+    }
+    if contents:
+        found["requestBody"] = {
+            "required": True,
+            "content": {kind: {"schema": schema} for kind, schema in contents.items()},
+        }
+    if terms:
+        found["parameters"] = [
+            {"name": f"x-{name.replace('_', '-')}", "in": "header", "schema": schema}
+            for name, schema in properties(terms).items()
+        ]
+    return found
+
+
+def model_schema(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a model, and put those that it refers to among the document's own."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= schema.pop("$defs", {})
+    return schema
+
+
+def properties(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the schemas of a model's fields; null is what is absent, and no query or header has it."""
+    fields: dict[str, Any] = model.model_json_schema()["properties"]
+    return {
+        name: {**field["anyOf"][0], "description": field["description"]} for name, field in fields.items()
+    }

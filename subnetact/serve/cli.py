@@ -132,12 +132,6 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
 
         with ExitStack() as stack:
             app = _open(args, stack, backend)
-            if not _is_loopback(args.host) and not _tokens(args):
-                print(
-                    f"{backend.command}: {args.host} may be reached from other machines, and no token is "
-                    "set; see --token-file",
-                    file=sys.stderr,
-                )
             run(app, args.host, args.port, args.grace_s)
     except (SubnetActError, OSError) as error:
         if isinstance(error, UserCodeError):
@@ -149,8 +143,14 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
 
 def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
-    from subnetact.serve import build_app, build_text_app
+    from subnetact.serve import build_app, build_text_app, read_tokens
 
+    tokens = read_tokens(args.token_file) if args.token_file else {}
+    if own := os.environ.get("SUBNETACT_TOKEN"):
+        tokens = {own: "environment", **tokens}
+    if not tokens and not _is_loopback(args.host):
+        message = "may be reached from other machines, and no token is set; see --token-file"
+        print(f"{backend.command}: {args.host} {message}", file=sys.stderr)
     if args.max_body_mb is not None and not 0 < args.max_body_mb <= MOST_BODY_MB:
         raise ServeError(f"--max-body-mb: {args.max_body_mb} must be > 0 and at most {MOST_BODY_MB}")
     limits = Limits(
@@ -159,7 +159,7 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
         body_s=args.body_s,
         idle_s=args.idle_s,
     )
-    common: Any = {"limits": limits, "tokens": _tokens(args), "allowed_hosts": _hosts(args)}
+    common: Any = {"limits": limits, "tokens": tokens, "allowed_hosts": _hosts(args)}
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
     if args.text:
@@ -197,11 +197,3 @@ def _hosts(args: argparse.Namespace) -> list[str] | None:
 
 def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host in LOOPBACK
-
-
-def _tokens(args: argparse.Namespace) -> dict[str, str]:
-    from subnetact.serve import read_tokens
-
-    tokens = read_tokens(args.token_file) if args.token_file else {}
-    own = os.environ.get("SUBNETACT_TOKEN", "")
-    return {own: "environment", **tokens} if own else tokens

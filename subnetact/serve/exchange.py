@@ -16,6 +16,7 @@ from subnetact.errors import InvalidRequest
 
 __all__ = [
     "ClientGone",
+    "CommonTerms",
     "Exchange",
     "Headers",
     "Raw",
@@ -103,13 +104,18 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class Terms(Strict):
+class CommonTerms(Strict):
     """What every request may ask for; a name in a header is `x-deadline-ms` and so on."""
 
-    deadline_ms: float | None = Field(default=None, gt=0, description="time to the answer, in ms")
+    deadline_ms: float | None = Field(default=None, gt=0, description="time to the whole answer, in ms")
     min_accuracy: float | None = Field(
         default=None, ge=0, le=100, description="minimum accuracy of the answering subnet, in percent"
     )
+
+
+class Terms(CommonTerms):
+    """What requests to networks may ask for."""
+
     priority: int | None = Field(
         default=None, gt=-(2**31), lt=2**31, description="requests of lower priority expire first"
     )

@@ -1,9 +1,7 @@
 """Inference over HTTP: `/infer`, and the Open Inference Protocol, version 2, of KServe and Triton.
 
-`/infer` takes one input as JSON, as a NumPy file or as an image. A request of the protocol holds tensors with
-a batch dimension; every row becomes a request of its own to the batcher, which forms its batches from the
-rows of all clients. The answer's parameters are the subnet and the least accuracy of the rows, with the
-latency.
+A request of the protocol holds tensors with a batch dimension; every row becomes a request of its own to the
+batcher, which forms its batches from the rows of all clients.
 """
 
 from __future__ import annotations
@@ -17,14 +15,14 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest
+from subnetact.serve.base_app import model_schema, operation, properties
 from subnetact.serve.exchange import Exchange, Headers, Raw, Strict, Terms, read_json, send_reply, validated
-from subnetact.serve.openapi import model_schema, operation, properties
 from subnetact.serve.payloads import (
     DATATYPES,
+    NUMPY_MAGIC,
     InputPart,
     fitted,
     is_image,
-    is_numpy,
     named_tensors,
     numpy_input,
     tensor_of,
@@ -65,9 +63,11 @@ class _Parameters(Strict):
 
 
 class TensorParameters(_Parameters):
-    """Where the values of a tensor are."""
+    """Where the values of an input are, and how an output is sent; classification is refused."""
 
     binary_data_size: int | None = Field(default=None, ge=0, description="bytes behind the JSON")
+    binary_data: bool | None = None
+    classification: Any = None
 
 
 class RequestTensor(Strict):
@@ -80,18 +80,11 @@ class RequestTensor(Strict):
     data: Any = None
 
 
-class OutputParameters(_Parameters):
-    """How an output is sent; classification is an extension that is refused."""
-
-    binary_data: bool | None = None
-    classification: Any = None
-
-
 class RequestedOutput(Strict):
     """One output that the client wants."""
 
     name: str
-    parameters: OutputParameters | None = None
+    parameters: TensorParameters | None = None
 
 
 class RequestParameters(Terms, _Parameters):
@@ -114,7 +107,7 @@ async def infer_plain(app: Any, exchange: Exchange) -> None:
     """Answer one request of `/infer`."""
 
     def decode(body: Raw) -> Decoded[Ask]:
-        if is_numpy(body):
+        if body.startswith(NUMPY_MAGIC):
             ask, x = Ask(), numpy_input(body, app.signature)
         elif is_image(body):
             ask, x = Ask(), app.images.decode(body)

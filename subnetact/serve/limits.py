@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from subnetact.errors import ServeError
 
-__all__ = ["Limits"]
+__all__ = ["BYTES_PER_VALUE", "MEGABYTE", "Limits"]
 
 MEGABYTE = 2**20
 BYTES_PER_VALUE = 32
@@ -52,7 +52,3 @@ class Limits:
             if not number or not 0 < value < math.inf:
                 kind = "whole number" if whole else "number"
                 raise ServeError(f"{field.name}: got {value!r}; give a finite {kind} > 0")
-
-    def body_for(self, values: int) -> int:
-        """Return the largest body of a request, in bytes, whose inputs have `values` values each."""
-        return MEGABYTE + BYTES_PER_VALUE * values if self.body_bytes is None else self.body_bytes

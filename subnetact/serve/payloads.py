@@ -23,12 +23,12 @@ from subnetact.serve.exchange import Raw
 
 __all__ = [
     "DATATYPES",
+    "NUMPY_MAGIC",
     "Images",
     "InputPart",
     "Signature",
     "fitted",
     "is_image",
-    "is_numpy",
     "named_tensors",
     "numpy_input",
     "tensor_of",
@@ -97,11 +97,6 @@ def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(part, str(key))
 
 
-def is_numpy(body: Raw) -> bool:
-    """Return whether a body is a NumPy file; its first bytes tell."""
-    return body.startswith(NUMPY_MAGIC)
-
-
 def is_image(body: Raw) -> bool:
     """Return whether a body is a PNG or JPEG image; its first bytes tell."""
     return body.startswith((PNG_MAGIC, JPEG_MAGIC))
@@ -114,9 +109,7 @@ def values_input(values: Any, signature: Signature) -> Any:
     if not isinstance(values, Mapping) or set(values) != {part.name for part in signature.parts}:
         names = ", ".join(part.name for part in signature.parts)
         raise InvalidRequest(f"input: give a JSON object with a list for each of {names}")
-    return signature.join(
-        {part.name: tensor_of(values[part.name], part, part.shape) for part in signature.parts}
-    )
+    return signature.join({p.name: tensor_of(values[p.name], p, p.shape) for p in signature.parts})
 
 
 def tensor_of(
@@ -220,12 +213,11 @@ class Images:
         self._mode = "RGB" if channels == 3 else "L"
         self._mean = torch.tensor(mean, dtype=torch.float32).reshape(-1, 1, 1)
         self._std = torch.tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
-        for name, values in (("mean", mean), ("std", std)):
-            fitting = len(values) in (1, channels) if fits else len(values) > 0
-            if not fitting or not all(math.isfinite(v) and (name == "mean" or v > 0) for v in values):
-                allowed = "finite numbers" if name == "mean" else "finite numbers above 0"
+        for name, values, above in (("mean", mean, -math.inf), ("std", std, 0.0)):
+            if len(values) not in (1, channels) or not all(above < value < math.inf for value in values):
                 raise ServeError(
-                    f"image_{name}: got {values}; give {allowed}, one for all channels or {channels}"
+                    f"image_{name}: got {values}; give finite numbers above {above:g}, one for all channels "
+                    f"or {channels}"
                 )
 
     def decode(self, body: Raw) -> Tensor:
@@ -239,10 +231,14 @@ class Images:
         height, width = self._part.shape[-2:]
         try:
             with PIL.Image.open(io.BytesIO(body), formats=("PNG", "JPEG")) as image:
-                size, served = image.size, (width, height)
-                if size != served:
-                    raise InvalidRequest(f"body: {size} pixels, this engine serves {served}; resize it")
-                if _has_transparency(image):
+                if image.size != (width, height):
+                    raise InvalidRequest(
+                        f"body: {image.size} pixels, this engine serves {(width, height)}; resize it"
+                    )
+                keyed = "transparency" in image.info
+                if keyed and image.mode not in ("P", "LA", "RGBA"):  # one colour of all
+                    raise InvalidRequest("body: a colour that is transparent; send it on a background")
+                if keyed or image.mode in ("LA", "RGBA"):
                     image = image.convert("RGBA")
                     if image.getchannel("A").getextrema()[0] < 255:
                         raise InvalidRequest("body: transparent pixels; send the image on a background")
@@ -258,11 +254,3 @@ class Images:
         planes = torch.from_numpy(pixels).reshape(height, width, -1).permute(2, 0, 1)
         normalised = ((planes - self._mean) / self._std).to(self._part.dtype)
         return normalised.reshape(self._part.shape).contiguous()
-
-
-def _has_transparency(image: Any) -> bool:
-    """Return whether there may be transparent pixels; one colour of all pixels that is so is refused."""
-    keyed = "transparency" in image.info
-    if keyed and image.mode not in ("P", "LA", "RGBA"):
-        raise InvalidRequest("body: a colour that is transparent; send the image on a background")
-    return keyed or image.mode in ("LA", "RGBA")

@@ -57,11 +57,7 @@ class Source:
         return replace(self, checksum=_checksum(self.bundle))
 
     def engine(self, mapped: bool = False) -> Engine:
-        """Load the engine; if `mapped`, all processes of a machine share its weights in the bundle's file.
-
-        Raises:
-            SubnetActError: the bundle cannot be served.
-        """
+        """Load the engine; if `mapped`, all processes of a machine share its weights in the bundle's file."""
         if self.bundle is None:
             from subnetact.serve.digits_engine import digits_engine
 
@@ -83,10 +79,7 @@ class Source:
 
             table = profiled(engine)
         elif not all(map(math.isfinite, table.accuracy)):
-            raise TableError(
-                "table: accuracies of subnets are not known, and policies need them; give a --table that has "
-                "them"
-            )
+            raise TableError("table: it lacks accuracies, which policies need; give a --table that has them")
         return table
 
     def batcher(self, runners: Any | Sequence[Any], table: LatencyTable, **more: Any) -> Batcher:
@@ -111,19 +104,15 @@ def _checksum(bundle: str | None) -> str | None:
 BundleState = dict[tuple[str, int], tuple[int, int]]
 
 
-def bundle_state(bundle: str) -> BundleState | None:
-    """Return size and time of change of every file by name and inode, or None if there is no folder."""
+def bundle_state(bundle: str) -> BundleState:
+    """Return size and time of change of a bundle's tensors, which stay mapped, by name and inode."""
     try:
-        found = [(path.name, path.stat()) for path in Path(bundle).iterdir()]
-    except OSError:
-        return None
+        found = [(path.name, path.stat()) for path in Path(bundle).glob("*.safetensors")]
+    except OSError:  # The bundle is being replaced.
+        return {}
     return {(name, stat.st_ino): (stat.st_size, stat.st_mtime_ns) for name, stat in found}
 
 
-def written_over(before: BundleState | None, now: BundleState | None) -> bool:
-    """Return whether tensors of a bundle, which stay mapped after loading, were changed in place.
-
-    Other files are closed after loading, so that a new file may get the inode of an old one.
-    """
-    tensors = {file: facts for file, facts in (before or {}).items() if file[0].endswith(".safetensors")}
-    return any(now[file] != facts for file, facts in tensors.items() if now and file in now)
+def written_over(before: BundleState, now: BundleState) -> bool:
+    """Return whether tensors of a bundle were changed in place."""
+    return any(now.get(file, facts) != facts for file, facts in before.items())

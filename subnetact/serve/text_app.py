@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
-from subnetact.serve.base_app import BaseApp
+from subnetact.serve.base_app import BaseApp, model_schema, operation
 from subnetact.serve.exchange import (
     Exchange,
     Headers,
@@ -22,7 +22,6 @@ from subnetact.serve.exchange import (
     validated,
 )
 from subnetact.serve.limits import Limits
-from subnetact.serve.openapi import model_schema, operation
 from subnetact.serve.text_answer import TextAnswer
 from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms
 from subnetact.serve.text_codec import TextCodec
