@@ -296,6 +296,34 @@ def test_a_slow_body_ends(gated):
     asyncio.run(main())
 
 
+def test_a_client_with_a_slow_body_may_leave_after_it(gated):
+    async def main():
+        with gated(limits=Limits(body_s=60.0)) as (app, runner, batcher):
+            body, gone, sent = json.dumps({"input": [0, 0, 0, 1]}).encode(), asyncio.Event(), []
+            pieces = [{"type": "http.request", "body": bytes([byte]), "more_body": True} for byte in body]
+            pieces[-1]["more_body"] = False
+
+            async def receive():
+                if pieces:
+                    await asyncio.sleep(0.004)  # 0.1 s for all
+                    return pieces.pop(0)
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message):
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
+            task = asyncio.create_task(app(scope, receive, send))
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
+            gone.set()
+            await asyncio.wait_for(task, 60)
+            assert not sent
+            assert batcher.stats().cancelled == 1
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", ["json", "image"])
 def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(gated, post, monkeypatch, kind):
     begun, go_on = threading.Event(), threading.Event()
