@@ -18,7 +18,6 @@ from subnetact.cluster.autoscaler import Autoscaling
 from subnetact.command import TERMINATED
 from subnetact.errors import ServeError
 from subnetact.serve import cli
-from subnetact.serve.rows import Answerer
 from subnetact.serve.source import Source
 
 __all__ = ["RayBackend", "main"]
@@ -44,7 +43,7 @@ class RayBackend(cli.Backend):
             "--most-workers", type=int, help="greatest number of replicas with --accuracy-floor"
         )
 
-    def open(self, args: argparse.Namespace, source: Source, stack: ExitStack) -> tuple[Any, Answerer]:
+    def open(self, args: argparse.Namespace, source: Source, stack: ExitStack) -> tuple[Any, Any]:
         """Start the replicas."""
         if (args.accuracy_floor is None) != (args.most_workers is None):
             raise ServeError("--accuracy-floor and --most-workers: one needs the other; give both or neither")

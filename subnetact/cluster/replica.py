@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from subnetact.errors import DeadlinePassed, FileFormatError, RequestError
-from subnetact.serve.rows import infer_rows
-from subnetact.serve.service import bundle_state, written_over
-from subnetact.serve.source import Source
+from subnetact.serve.app import infer_rows
+from subnetact.serve.source import Source, bundle_state, written_over
 
 __all__ = ["EngineReplica", "Reply", "to_arrays", "to_tensors", "unix_ms"]
 

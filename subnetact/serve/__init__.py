@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 from subnetact.errors import MissingExtra
-from subnetact.serve.access import read_tokens
 from subnetact.serve.limits import Limits
 
 __all__ = ["Limits", "ServeApp", "TextApp", "build_app", "build_text_app", "read_tokens", "run"]
 
 try:
+    from subnetact.serve.access import read_tokens
     from subnetact.serve.app import ServeApp, build_app
     from subnetact.serve.server import run
     from subnetact.serve.text_app import TextApp, build_text_app

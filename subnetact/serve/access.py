@@ -34,20 +34,14 @@ class Access:
         ]
 
     def client(self, authorization: str | None, address: str, open_: bool = False) -> str:
-        """Return the client's name, or its address if no token is needed, as for addresses that are `open_`.
-
-        Raises:
-            Refusal: the token is missing or unknown.
-        """
+        """Return the client's name, or its address if no token is needed; `open_` addresses need none."""
         if not self._names:
             return address
         given = hashlib.sha256(_token_of(authorization or "")).digest()
-        found = None
-        for digest, name in self._names:  # Every token is compared, whichever fits.
-            if hmac.compare_digest(digest, given):
-                found = name
-        if found is not None or open_:
-            return found or ""
+        # Every token is compared, whichever fits.
+        found = [name for digest, name in self._names if hmac.compare_digest(digest, given)]
+        if found or open_:
+            return "".join(found)
         message = "give the server's token: Authorization: Bearer TOKEN"
         needed = {"WWW-Authenticate": 'Bearer, Basic realm="subnetact"'}
         raise Refusal(401, "Unauthorized", message, needed)

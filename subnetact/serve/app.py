@@ -1,47 +1,62 @@
-"""The ASGI application: every address of the server, behind the limits and the token."""
+"""The ASGI application of a network: every address of the server, behind the limits and the token."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.resources import files
 from typing import Any
-
-from starlette.responses import HTMLResponse, Response
+from urllib.parse import parse_qsl
 
 from subnetact import __version__
-from subnetact.serve import plain
-from subnetact.serve.base_app import BaseApp, json_response
-from subnetact.serve.inference_protocol import InferenceProtocol
+from subnetact.errors import DeadlinePassed, InvalidRequest
+from subnetact.serve import inference
+from subnetact.serve.base_app import UNREADY, BaseApp, Reply, now_ms
+from subnetact.serve.exchange import Exchange, Raw, Refusal, Terms, header_values, validated
+from subnetact.serve.inference import Ask, Asked, Decoded
 from subnetact.serve.limits import Limits
-from subnetact.serve.openapi import UNREADY, inference, tensors
-from subnetact.serve.rows import Answerer
-from subnetact.serve.service import Service
-from subnetact.serve.status_page import SAFE_HEADERS, StatusFeed, page
+from subnetact.serve.payloads import Images, Signature, named_tensors
+from subnetact.serving import Answer
 
-__all__ = ["ServeApp", "build_app"]
+__all__ = ["ServeApp", "build_app", "infer_rows"]
 SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
+SAFE_HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"cache-control", b"no-store"),
+)
 
 
-def build_app(
-    batcher: Answerer,
-    engine: Any,
-    *,
-    slo_ms: float,
-    name: str = "model",
-    limits: Limits | None = None,
-    tokens: Mapping[str, str] | None = None,
-    image_mean: tuple[float, ...] = (0.0,),
-    image_std: tuple[float, ...] = (1.0,),
-    allowed_hosts: Sequence[str] | None = None,
-) -> ServeApp:
-    """Make the application that `python -m subnetact.serve` runs, to mount it or to run it yourself.
+async def infer_rows(batcher: Any, xs: Sequence[Any], deadline_ms: float, **ask: Any) -> Sequence[Answer]:
+    """Infer all rows, each with the options `ask` of `Batcher.infer`; if one fails, withdraw the others."""
+    if len(xs) == 1:
+        return [await batcher.infer(xs[0], deadline_ms, **ask)]
+    tasks = [asyncio.ensure_future(batcher.infer(x, deadline_ms, **ask)) for x in xs]
+    try:
+        answers: Sequence[Answer] = await asyncio.gather(*tasks)
+        return answers
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+class ServeApp(BaseApp):
+    """The application that `python -m subnetact.serve` runs, to mount it or to run it yourself.
 
     When the application shuts down, it closes the batcher, which finishes accepted requests. An application
     that is mounted in another one is not told about the end: close the batcher there. The limits for
     connections belong to the server, not to the application; see `subnetact.serve.run`.
 
     Args:
-        batcher: an open batcher, or the client of a cluster.
+        batcher: an open `Batcher`, or the client of a cluster.
         engine: its engine, with an example.
         slo_ms: the deadline of requests that name none, in ms.
         name: name of the model in the Open Inference Protocol.
@@ -52,9 +67,6 @@ def build_app(
         allowed_hosts: names by which clients may address the server, without ports; requests whose header
             `Host` has another one are refused. If None, any name.
 
-    Returns:
-        The application.
-
     Raises:
         ServeError: the engine has no example, or a token is too short.
 
@@ -62,37 +74,119 @@ def build_app(
         >>> app = subnetact.serve.build_app(batcher, engine, slo_ms=36.0)
         >>> other_app.mount("/digits", app)
     """
-    images = {"mean": image_mean, "std": image_std}
-    return ServeApp(
-        Service(batcher, engine, name, slo_ms, images, limits=limits, tokens=tokens), allowed_hosts
-    )
 
-
-class ServeApp(BaseApp):
-    """The application of one service: `/infer`, the Open Inference Protocol and the status page."""
-
-    service: Service
-
-    def __init__(self, service: Service, allowed_hosts: Sequence[str] | None = None) -> None:
-        super().__init__(service, allowed_hosts)
-        protocol = InferenceProtocol(service)
-        model = f"/v2/models/{service.name}"
-        version = f"{model}/versions/{service.version}"
-        self.post("/infer", partial(plain.infer, service), inference(service))
+    def __init__(
+        self,
+        batcher: Any,
+        engine: Any,
+        *,
+        slo_ms: float,
+        name: str = "model",
+        limits: Limits | None = None,
+        tokens: Mapping[str, str] | None = None,
+        image_mean: tuple[float, ...] = (0.0,),
+        image_std: tuple[float, ...] = (1.0,),
+        allowed_hosts: Sequence[str] | None = None,
+    ) -> None:
+        self.signature = Signature(engine.sample)
+        super().__init__(limits, tokens, allowed_hosts, sum(part.size for part in self.signature.parts))
+        self.batcher, self.name, self.slo_ms = batcher, name, slo_ms
+        self.version = str(getattr(engine, "fingerprint", None) or "1")
+        # The client of a cluster answers all rows of a request at once.
+        self._rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
+        [output] = engine.run(0, [engine.sample], 1)
+        self.outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
+        self.images = Images(self.signature, image_mean, image_std)
+        model = f"/v2/models/{name}"
+        version = f"{model}/versions/{self.version}"
+        self.post("/infer", partial(inference.infer_plain, self), inference.plain_document(self))
+        answer, document = partial(inference.infer_tensors, self), inference.tensor_document(self)
         for path in (model, version):
-            self.post(f"{path}/infer", protocol.infer, tensors(service, self.schemas))
-            self.get(path, "Metadata of the model", lambda: json_response(protocol.model()))
+            self.post(f"{path}/infer", answer, document)
+            self.get(path, "Metadata of the model", lambda: (200, inference.model_metadata(self)))
         for path, what in (("/v2/health", "server"), (model, "model"), (version, "model")):
             summary, open_ = f"Whether the {what} should get requests", path == "/v2/health"
-            self.get(f"{path}/ready", summary, self._ready, responses=UNREADY, open_=open_)
-        alive = "Whether the server answers"
-        self.get("/v2/health/live", alive, lambda: json_response({"live": True}), open_=True)
-        self.get("/v2", "Metadata of the server", lambda: json_response(SERVER))
-        self.get("/v2/models", "Names of the models", lambda: json_response({"models": [service.name]}))
-        self.get("/", "The status page", partial(HTMLResponse, page(), headers=SAFE_HEADERS))
-        feed, full = StatusFeed(service), {"503": "As many clients watch as may."}
-        self.get("/status/events", "Figures as server-sent events", feed.response, responses=full)
+            self.get(f"{path}/ready", summary, self._ready, UNREADY, open_)
+        self.get("/v2/health/live", "Whether the server answers", lambda: (200, {"live": True}), open_=True)
+        self.get("/v2", "Metadata of the server", lambda: (200, SERVER))
+        self.get("/v2/models", "Names of the models", lambda: (200, {"models": [name]}))
+        page, kind = (files("subnetact.serve") / "status.html").read_bytes(), b"text/html; charset=utf-8"
+        self.get("/", "The status page", lambda: (200, page, SAFE_HEADERS, kind))
+        self.get("/status", "What the status page shows", lambda: (200, self.status(), SAFE_HEADERS))
 
-    def _ready(self) -> Response:
-        reason = self.service.unready()
-        return json_response({"ready": not reason}, 503 if reason else 200)
+    def unready(self) -> str:
+        """Return why the server should get no requests, or an empty text."""
+        return super().unready() or ("" if self.batcher.stats().workers_up else "no worker")
+
+    def prometheus(self) -> str:
+        """Return metrics in Prometheus' text format."""
+        return str(self.batcher.prometheus())
+
+    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:
+        """Return what a client is told in JSON; the Open Inference Protocol has a form of its own."""
+        if path.startswith("/v2"):
+            return {"error": f"{refusal.kind}: {refusal}"}
+        return super().error_document(refusal, path)
+
+    def close(self, drain: bool = True) -> None:
+        """Finish or drop accepted requests, refuse new ones, and end the threads."""
+        self.closing = True
+        self.batcher.close(drain=drain)
+        super().close()
+
+    def _ready(self) -> Reply:
+        ready = not self.unready()
+        return 200 if ready else 503, {"ready": ready}
+
+    def status(self) -> dict[str, Any]:
+        """Return the counts of the batcher and the time in s; the page shows the differences of two."""
+        stats = self.batcher.stats()
+        served_by = {str(subnet): count for subnet, count in stats.served_by.items()}
+        accuracy = {str(subnet): round(percent, 2) for subnet, percent in self.batcher.accuracy.items()}
+        counts = {name: count for name, count in vars(stats).items() if isinstance(count, (int, float))}
+        facts = {"model": self.name, "slo_ms": self.slo_ms, "accuracy": accuracy}
+        return {**facts, "time_s": time.monotonic(), **counts, "served_by": served_by}
+
+    async def infer(
+        self, exchange: Exchange, decode: Callable[[Raw], Decoded[Asked]]
+    ) -> tuple[Asked, Sequence[Answer], dict[str, Any]]:
+        """Answer one request, whose time counts from its arrival; return facts for the reply, too."""
+
+        async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
+            _, rows, ask = found
+            deadline_ms = self._complete(ask, exchange)
+            left_ms = deadline_ms - (now_ms() - exchange.arrived_ms)
+            if left_ms <= 0.0:
+                raise DeadlinePassed(
+                    f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
+                )
+            wishes = {"min_accuracy": ask.min_accuracy, "priority": ask.priority, "client": exchange.client}
+            answers: Sequence[Answer] = await self._rows(rows, left_ms, **wishes)
+            return answers
+
+        (asked, _, ask), answers = await self.exchange(exchange, decode, answer)
+        latency_ms = now_ms() - exchange.arrived_ms
+        accuracy = round(min([one.accuracy for one in answers]), 2)
+        met = latency_ms <= (ask.deadline_ms or 0.0)
+        return asked, answers, {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
+
+    def _complete(self, ask: Terms, exchange: Exchange) -> float:
+        """Fill what a body leaves out from the query, then from headers; return the deadline."""
+        texts = header_values(Terms, exchange.headers)
+        if query := exchange.scope["query_string"]:
+            try:
+                texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+            except (ValueError, UnicodeDecodeError):
+                raise InvalidRequest("query: not readable; give name=value pairs") from None
+        given = vars(ask)  # pydantic's setattr takes 20 us
+        if texts:
+            found = vars(validated(Ask.model_validate_strings, texts))
+            given |= {name: found[name] for name in texts if given.get(name, name) is None}
+        if given["deadline_ms"] is None:
+            given["deadline_ms"] = self.slo_ms
+        self.require_short("deadline_ms", given["deadline_ms"])
+        return float(given["deadline_ms"])
+
+
+build_app = ServeApp
+"""Makes the application of a batcher and its engine."""

@@ -1,28 +1,65 @@
-"""The base of all applications: it checks server names and tokens, and tells errors without secrets."""
+"""The base of all applications: names, tokens, limits and addresses, and errors that tell no secrets."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import orjson
+from pydantic import BaseModel
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from subnetact import __version__
-from subnetact.errors import ServeError
-from subnetact.serve.exchange import ClientGone, Exchange, Headers, Refusal, refusal_of, send_reply
-from subnetact.serve.openapi import UNREADY, operation
-from subnetact.serve.service import BaseService, now_ms
+from subnetact.errors import InvalidRequest, ServeError
+from subnetact.serve.access import Access
+from subnetact.serve.exchange import (
+    LATER,
+    ClientGone,
+    Exchange,
+    Headers,
+    Raw,
+    Refusal,
+    refusal_of,
+    send_reply,
+    shortened,
+)
+from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
+from subnetact.serve.payloads import is_image
 
-__all__ = ["Address", "BaseApp"]
+__all__ = ["SHORT", "UNREADY", "BaseApp", "Reply", "model_schema", "now_ms", "operation", "properties"]
 
 CLOSES = (400, 401, 408, 413, 415, 431)
 """Statuses after which the connection is closed, because part of the body may not have been read."""
+SHORT = 32 * 1024
+"""Bodies of up to this many bytes are decoded at once, and longer ones on a thread."""
+WATCH_AFTER_S = 0.02
+"""How long a request runs before the server watches whether its client leaves, in s: most end earlier."""
+DECODERS = 2  # threads
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+Reply = tuple[Any, ...]
+"""What `send_reply` takes: status, body, headers and type."""
+UNREADY = {"503": "The server is closing, or it computes nothing."}
+ERRORS = {
+    "400": "The request is malformed.",
+    "401": "The token is missing or unknown.",
+    "408": "The body came too slowly.",
+    "413": "The body is too large.",
+    "415": "The body is compressed, or an image that this server cannot decode.",
+    "429": "The queue is full; retry after the time in Retry-After.",
+    "503": "The server is closing or overloaded.",
+    "504": "The deadline passed.",
+}
+
+
+def now_ms() -> float:
+    """Return the time of the monotonic clock by which requests are timed, in ms."""
+    return time.perf_counter_ns() * 1e-6
 
 
 class Address(NamedTuple):
@@ -41,21 +78,32 @@ class BaseApp:
     without anything of the server's code or files, unless an answer has begun already: then the exchange ends
     there, and the server closes the connection. Exceptions that are not expected are logged, with status 500.
 
-    The service is closed when the application shuts down. `allowed_hosts` are names without ports, by which
-    clients may address the server; `*.example.com` has all below it, and None is any name. A page of another
-    site can make a browser send requests to this machine (DNS rebinding); the browser then names that site.
+    `allowed_hosts` are names without ports; `*.example.com` has all below it. A page of another site can make
+    a browser send requests to this machine (DNS rebinding); the browser then names that site. One input has
+    `values` values. While `closing`, the server is about to end, and `/healthz` and `/readyz` return 503.
     """
 
-    def __init__(self, service: BaseService, allowed_hosts: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        tokens: Mapping[str, str] | None = None,
+        allowed_hosts: Iterable[str] | None = None,
+        values: int = 0,
+    ) -> None:
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
             yield
-            await asyncio.to_thread(service.close)
+            await asyncio.to_thread(self.close)
 
-        self.service = service
+        self.limits = limits or Limits()
+        self.access = Access(tokens or {})
+        self.held_bytes = 0  # of all bodies
+        self.closing = False
         self.addresses: dict[str, Address] = {}
         self.schemas: dict[str, Any] = {}
         self.router = Router(lifespan=lifespan)
+        self._body_bytes = self.limits.body_bytes or MEGABYTE + BYTES_PER_VALUE * values
+        self._threads = ThreadPoolExecutor(DECODERS, "subnetact-serve")
         self._entry: Any = self._exchange
         if allowed_hosts is not None:
             names = [f"[{name}]" if ":" in name.strip("[]") else name for name in allowed_hosts]
@@ -65,35 +113,139 @@ class BaseApp:
                 raise ServeError(f"allowed_hosts: got {names}. {error}") from None
         for path in ("/healthz", "/readyz"):
             summary = "Whether the server should get requests"
-            self.get(path, summary, self._healthz, responses=UNREADY, open_=True)
+            self.get(path, summary, self._healthz, UNREADY, open_=True)
         self.get("/metrics", "Metrics in Prometheus' text format", self._metrics)
-        self.get("/openapi.json", "This document", lambda: Response(orjson.dumps(self.openapi()), 200, JSON))
+        self.get("/openapi.json", "This document", lambda: (200, self.openapi()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one exchange as ASGI 3 has it: `scope`, `receive` and `send` are its own."""
         await (self._entry if scope["type"] == "http" else self.router)(scope, receive, send)
 
     def get(
-        self,
-        path: str,
-        summary: str,
-        make: Callable[[], Response],
-        responses: Any = None,
-        open_: bool = False,
+        self, path: str, summary: str, make: Callable[[], Reply], responses: Any = None, open_: bool = False
     ) -> None:
         """Answer GET requests; `responses` describes other statuses than 200, `open_` needs no token."""
 
         async def answer(exchange: Exchange) -> None:
-            await make()(exchange.scope, exchange.receive, exchange.send)
+            await send_reply(exchange.send, *make())
 
-        described = operation(summary, responses=responses or {})
-        self.addresses[path] = Address("GET", answer, described, open_)
+        self.addresses[path] = Address("GET", answer, operation(summary, responses=responses or {}), open_)
 
     def post(
         self, path: str, answer: Callable[[Exchange], Awaitable[None]], operation: dict[str, Any]
     ) -> None:
         """Answer POST requests; `operation` describes them in the OpenAPI document."""
         self.addresses[path] = Address("POST", answer, operation, False)
+
+    def unready(self) -> str:
+        """Return why the server should get no requests, or an empty text."""
+        return "closing" if self.closing else ""
+
+    def _healthz(self) -> Reply:
+        reason = self.unready()
+        return 503 if reason else 200, {"status": reason or "ok"}
+
+    def require_short(self, name: str, value: float) -> None:
+        """Refuse a time in ms that is beyond the limit."""
+        most = self.limits.deadline_ms
+        if value > most:
+            raise InvalidRequest(f"{name}: got {shortened(value)}, the most is {most:g} ms")
+
+    def prometheus(self) -> str:
+        """Return metrics in Prometheus' text format."""
+        raise NotImplementedError
+
+    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
+        """Return what a client of an address is told of a refusal, in JSON."""
+        return {"error": refusal.kind, "message": str(refusal)}
+
+    def close(self, drain: bool = True) -> None:  # noqa: ARG002
+        """Finish or drop accepted requests, and refuse new ones. A second call does nothing."""
+        self.closing = True
+        self._threads.shutdown()
+
+    async def exchange(
+        self,
+        exchange: Exchange,
+        decode: Callable[[Raw], Asked],
+        answer: Callable[[Asked], Awaitable[Answered]],
+    ) -> tuple[Asked, Answered]:
+        """Read the body of a request, decode it and wait for the answer, as long as the client stays.
+
+        Long bodies and images are decoded on a thread.
+        """
+        loop = asyncio.get_running_loop()
+        task: Any = asyncio.current_task()
+        body, reading = bytearray(), True
+        refusal: Exception | None = None
+        watcher: asyncio.Task[None] | None = None
+        timer: asyncio.TimerHandle
+
+        def end(why: Exception) -> None:
+            nonlocal refusal
+            refusal = why
+            task.cancel()
+
+        async def watch() -> None:
+            while (await exchange.receive())["type"] != "http.disconnect":
+                pass
+            end(ClientGone())
+
+        def later() -> None:
+            nonlocal timer, watcher
+            if reading:
+                message = f"body: not complete after {self.limits.body_s:g} s; send it faster"
+                left_s = self.limits.body_s - WATCH_AFTER_S
+                timer = loop.call_later(left_s, end, Refusal(408, "TooSlow", message))
+            else:
+                watcher = loop.create_task(watch())
+
+        # One timer for both, because most requests end before it; anyio.fail_after takes 14 us more.
+        timer = first = loop.call_later(WATCH_AFTER_S, later)
+        try:
+            await self._read_body(exchange, body)
+            reading = False
+            if timer is not first:
+                timer.cancel()
+                later()
+            if len(body) <= SHORT and not is_image(body):
+                asked = decode(body)
+            else:
+                asked = await loop.run_in_executor(self._threads, decode, body)
+            return asked, await answer(asked)
+        except asyncio.CancelledError:
+            if refusal is None:
+                raise
+            if hasattr(task, "uncancel"):  # Python 3.11
+                task.uncancel()
+            raise refusal from None
+        finally:
+            self.held_bytes -= len(body)
+            timer.cancel()
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _read_body(self, exchange: Exchange, body: bytearray) -> None:
+        """Read a body within the limits."""
+        most, more = self._body_bytes, True
+        if exchange.headers.get(b"content-encoding") not in (None, "", "identity"):
+            message = "content-encoding: bodies are not decompressed; send them as they are"
+            raise Refusal(415, "Unsupported", message)
+        while True:
+            if max(exchange.headers.length, len(body)) > most:
+                raise Refusal(413, "TooLarge", f"body: more than {most} bytes; send a smaller one")
+            if not more:
+                return
+            event = await exchange.receive()
+            if event["type"] == "http.disconnect":
+                raise ClientGone
+            chunk, more = event.get("body", b""), event.get("more_body", False)
+            free = max(most, self.limits.bodies_bytes) - self.held_bytes
+            if free < len(chunk) <= most - len(body):
+                message = "the server holds as many request bodies as it may; retry later"
+                raise Refusal(503, "Overloaded", message, LATER)
+            body += chunk
+            self.held_bytes += len(chunk)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
@@ -104,16 +256,11 @@ class BaseApp:
             "components": {"schemas": self.schemas},
         }
 
-    def _healthz(self) -> Response:
-        reason = self.service.unready()
-        return json_response({"status": reason or "ok"}, 503 if reason else 200)
-
-    def _metrics(self) -> Response:
-        return PlainTextResponse(self.service.prometheus(), media_type="text/plain; version=0.0.4")
+    def _metrics(self) -> Reply:
+        return 200, self.prometheus().encode(), (), b"text/plain; version=0.0.4; charset=utf-8"
 
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_ms = now_ms()
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        arrived_ms, path = now_ms(), scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         begun = False
 
         async def send_first(message: MutableMapping[str, Any]) -> None:
@@ -122,10 +269,10 @@ class BaseApp:
             await send(message)
 
         try:
-            headers = Headers(scope["headers"], self.service.limits.header_bytes)
+            headers = Headers(scope["headers"], self.limits.header_bytes)
             address = self.addresses.get(path)
             sender, open_ = scope.get("client") or [""], address is not None and address.open
-            client = self.service.access.client(headers.get(b"authorization"), sender[0], open_)
+            client = self.access.client(headers.get(b"authorization"), sender[0], open_)
             if address is None:
                 raise Refusal(404, "NotFound", "there is no such address; /openapi.json lists all")
             if scope["method"] != address.method:
@@ -140,13 +287,44 @@ class BaseApp:
                 more = [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
                 if refusal.status in CLOSES:
                     more.append((b"connection", b"close"))
-                document = self.service.error_document(refusal, path)
-                await send_reply(send, refusal.status, document, more)
+                await send_reply(send, refusal.status, self.error_document(refusal, path), more)
 
 
-JSON = {"content-type": "application/json"}
+def operation(
+    summary: str,
+    contents: Mapping[str, Any] | None = None,
+    terms: type[BaseModel] | None = None,
+    responses: Mapping[str, str] = ERRORS,
+) -> dict[str, Any]:
+    """Describe an address: the types of its body, the model of its headers, and what statuses mean."""
+    statuses = {"200": "The answer.", **responses}
+    found: dict[str, Any] = {
+        "summary": summary,
+        "responses": {status: {"description": text} for status, text in statuses.items()},
+    }
+    if contents:
+        found["requestBody"] = {
+            "required": True,
+            "content": {kind: {"schema": schema} for kind, schema in contents.items()},
+        }
+    if terms:
+        found["parameters"] = [
+            {"name": f"x-{name.replace('_', '-')}", "in": "header", "schema": schema}
+            for name, schema in properties(terms).items()
+        ]
+    return found
 
 
-def json_response(document: Any, status: int = 200) -> Response:
-    """Return a response of JSON."""
-    return Response(orjson.dumps(document), status, JSON)
+def model_schema(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a model, and put those that it refers to among the document's own."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= schema.pop("$defs", {})
+    return schema
+
+
+def properties(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the schemas of a model's fields; null is what is absent, and no query or header has it."""
+    fields: dict[str, Any] = model.model_json_schema()["properties"]
+    return {
+        name: {**field["anyOf"][0], "description": field["description"]} for name, field in fields.items()
+    }

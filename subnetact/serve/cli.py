@@ -37,18 +37,13 @@ import torch
 
 from subnetact.command import json_object
 from subnetact.errors import ServeError, SubnetActError, UserCodeError
-from subnetact.serve import Limits, read_tokens
-from subnetact.serve.rows import Answerer
+from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
 
 __all__ = ["main", "options"]
 
-DONE, USAGE = 0, 2
 OF_SOURCE = ["model", "constructor", "policy", "slo_ms", "workers", "threads_per_worker", "max_queue", "fair"]
-NOT_OF_TEXT = {*OF_SOURCE, "table", "worker_processes", "image_mean", "image_std", "max_pixels"} - {
-    "slo_ms",
-    "max_queue",
-}
+NOT_OF_TEXT = {*OF_SOURCE, "table", "worker_processes", "image_mean", "image_std"} - {"slo_ms", "max_queue"}
 """Options that say nothing about a language model."""
 MOST_BODY_MB = 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -73,7 +68,7 @@ class Backend:
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options that only this backend has."""
 
-    def open(self, args: argparse.Namespace, source: Source, stack: ExitStack) -> tuple[Any, Answerer]:
+    def open(self, args: argparse.Namespace, source: Source, stack: ExitStack) -> tuple[Any, Any]:
         """Return the engine and what answers requests; `stack` closes them after the server has ended."""
         del args
         engine = source.engine()
@@ -123,7 +118,6 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument_group("limits").add_argument
     add("--max-body-mb", type=float, help="of a request; default: 1 MB and 32 bytes per value")
     add("--max-connections", type=int, default=usual.connections, help="open at one time")
-    add("--max-pixels", type=int, default=usual.pixels, help="of an image, before it is decoded")
     add("--body-s", type=float, default=usual.body_s, help="for the body of a request")
     add("--idle-s", type=float, default=usual.idle_s, help="between two requests")
     return parser
@@ -138,37 +132,34 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
 
         with ExitStack() as stack:
             app = _open(args, stack, backend)
-            if not _is_loopback(args.host) and not _tokens(args):
-                print(
-                    f"{backend.command}: {args.host} may be reached from other machines, and no token is "
-                    "set; see --token-file",
-                    file=sys.stderr,
-                )
             run(app, args.host, args.port, args.grace_s)
-    except UserCodeError as error:
-        traceback.print_exception(error.__cause__)
-        print(f"{backend.command}: {error}", file=sys.stderr)
-        return USAGE
     except (SubnetActError, OSError) as error:
+        if isinstance(error, UserCodeError):
+            traceback.print_exception(error.__cause__)
         print(f"{backend.command}: {error}", file=sys.stderr)
-        return USAGE
-    return DONE
+        return 2
+    return 0
 
 
 def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
-    from subnetact.serve import build_app, build_text_app
+    from subnetact.serve import build_app, build_text_app, read_tokens
 
+    tokens = read_tokens(args.token_file) if args.token_file else {}
+    if own := os.environ.get("SUBNETACT_TOKEN"):
+        tokens = {own: "environment", **tokens}
+    if not tokens and not _is_loopback(args.host):
+        message = "may be reached from other machines, and no token is set; see --token-file"
+        print(f"{backend.command}: {args.host} {message}", file=sys.stderr)
     if args.max_body_mb is not None and not 0 < args.max_body_mb <= MOST_BODY_MB:
         raise ServeError(f"--max-body-mb: {args.max_body_mb} must be > 0 and at most {MOST_BODY_MB}")
     limits = Limits(
         body_bytes=None if args.max_body_mb is None else math.ceil(args.max_body_mb * 2**20),
         connections=args.max_connections,
-        pixels=args.max_pixels,
         body_s=args.body_s,
         idle_s=args.idle_s,
     )
-    common: Any = {"limits": limits, "tokens": _tokens(args), "allowed_hosts": _hosts(args)}
+    common: Any = {"limits": limits, "tokens": tokens, "allowed_hosts": _hosts(args)}
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
     if args.text:
@@ -179,7 +170,7 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
             if getattr(args, name) != parser.get_default(name):
                 raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
         from subnetact.generation.text import end_of_text
-        from subnetact.serve.text_model import prompt_tokenizer, text_generator
+        from subnetact.serve.text_codec import prompt_tokenizer, text_generator
 
         generator = text_generator(args.slo_ms, args.max_queue)
         stack.callback(generator.close, wait=False)
@@ -206,9 +197,3 @@ def _hosts(args: argparse.Namespace) -> list[str] | None:
 
 def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host in LOOPBACK
-
-
-def _tokens(args: argparse.Namespace) -> dict[str, str]:
-    tokens = read_tokens(args.token_file) if args.token_file else {}
-    own = os.environ.get("SUBNETACT_TOKEN", "")
-    return {own: "environment", **tokens} if own else tokens

@@ -1,13 +1,14 @@
-"""One exchange with a client: its headers, its body within the limits, and the reply."""
+"""One exchange with a client: its headers, what it asks for besides its input, its errors, and the reply."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from subnetact import errors
@@ -15,9 +16,14 @@ from subnetact.errors import InvalidRequest
 
 __all__ = [
     "ClientGone",
+    "CommonTerms",
     "Exchange",
     "Headers",
+    "Raw",
     "Refusal",
+    "Strict",
+    "Terms",
+    "header_values",
     "read_json",
     "refusal_of",
     "send_reply",
@@ -67,13 +73,13 @@ class Headers:
             most -= len(name) + len(value)
         if most < 0:
             raise Refusal(431, "TooLarge", "headers: more bytes than this server reads; send fewer")
-        length = values.get(b"content-length")
-        if length is not None and (
-            b"transfer-encoding" in values or not length.isdigit() or len(length) >= 20
+        length = values.get(b"content-length", b"0")
+        if not (length.isdigit() and len(length) < 20) or (
+            b"transfer-encoding" in values and b"content-length" in values
         ):
             message = "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
             raise Refusal(400, "InvalidRequest", message)
-        self._values, self.length = values, None if length is None else int(length)
+        self._values, self.length = values, int(length)
 
     def get(self, name: bytes) -> str | None:
         """Return the value of a header, or None if the request does not have it."""
@@ -90,6 +96,39 @@ class Exchange(NamedTuple):
     receive: Receive
     send: Send
     arrived_ms: float
+
+
+class Strict(BaseModel):
+    """A body, or a part of one: no truth value is a number, and no text either."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class CommonTerms(Strict):
+    """What every request may ask for; a name in a header is `x-deadline-ms` and so on."""
+
+    deadline_ms: float | None = Field(default=None, gt=0, description="time to the whole answer, in ms")
+    min_accuracy: float | None = Field(
+        default=None, ge=0, le=100, description="minimum accuracy of the answering subnet, in percent"
+    )
+
+
+class Terms(CommonTerms):
+    """What requests to networks may ask for."""
+
+    priority: int | None = Field(
+        default=None, gt=-(2**31), lt=2**31, description="requests of lower priority expire first"
+    )
+
+
+def header_values(model: type[BaseModel], headers: Headers) -> dict[str, str]:
+    """Return the fields of a model that are given as headers."""
+    return {name: text for name, key in _header_names(model) if (text := headers.get(key)) is not None}
+
+
+@cache
+def _header_names(model: type[BaseModel]) -> list[tuple[str, bytes]]:
+    return [(name, f"x-{name.replace('_', '-')}".encode()) for name in model.model_fields]
 
 
 def read_json(text: Raw) -> Any:

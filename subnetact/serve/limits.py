@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from subnetact.errors import ServeError
 
-__all__ = ["Limits"]
+__all__ = ["BYTES_PER_VALUE", "MEGABYTE", "Limits"]
 
 MEGABYTE = 2**20
 BYTES_PER_VALUE = 32
@@ -24,10 +24,8 @@ class Limits:
             refused with status 503.
         header_bytes: largest head of a request: names and values of its headers.
         rows: largest number of inputs in one request of the Open Inference Protocol.
-        pixels: largest number of pixels of an image, checked before the image is decoded.
         deadline_ms: longest deadline that a request may name, in ms.
         connections: largest number of open connections; requests of further ones get status 503.
-        streams: largest number of clients that watch the status page at the same time.
         body_s: time from the headers of a request to the end of its body, in s.
         idle_s: time that a connection may wait for its next request, in s.
 
@@ -39,10 +37,8 @@ class Limits:
     bodies_bytes: int = 512 * MEGABYTE
     header_bytes: int = 32 * 1024
     rows: int = 256
-    pixels: int = 4096 * 4096
     deadline_ms: float = 3_600_000.0
     connections: int = 1000
-    streams: int = 16
     body_s: float = 30.0
     idle_s: float = 60.0
 
@@ -52,11 +48,7 @@ class Limits:
             if value is None and field.name == "body_bytes":
                 continue
             whole = not field.name.endswith(("_s", "_ms"))
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                raise ServeError(f"{field.name}: {value!r} is no {'whole ' if whole else ''}number; give one")
-            if not 0 < value < math.inf:
-                raise ServeError(f"{field.name}: {value} must be finite and > 0")
-
-    def body_for(self, values: int) -> int:
-        """Return the largest body of a request, in bytes, whose inputs have `values` values each."""
-        return MEGABYTE + BYTES_PER_VALUE * values if self.body_bytes is None else self.body_bytes
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            if not number or not 0 < value < math.inf:
+                kind = "whole number" if whole else "number"
+                raise ServeError(f"{field.name}: got {value!r}; give a finite {kind} > 0")

@@ -1,43 +1,100 @@
-"""Inputs from bodies of requests: JSON, NumPy files, images. Claims are checked before memory is taken."""
+"""What an engine takes, and inputs from bodies of requests: JSON, NumPy files, images.
+
+Claims are checked before memory is taken.
+"""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 from pydantic import ConfigDict, Field, TypeAdapter
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.errors import InvalidRequest, MissingExtra, ServeError
 from subnetact.serve.exchange import Raw
-from subnetact.serve.signature import InputPart, Signature
 
 __all__ = [
+    "DATATYPES",
+    "NUMPY_MAGIC",
     "Images",
+    "InputPart",
+    "Signature",
     "fitted",
     "is_image",
-    "is_numpy",
+    "named_tensors",
     "numpy_input",
     "tensor_of",
     "values_input",
     "write_numpy",
 ]
 
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAMES = "BOOL UINT8 INT8 INT16 INT32 INT64 FP16 BF16 FP32 FP64"
+DATATYPES = dict(zip((*WHOLE, *FRACTIONS), NAMES.split(), strict=True))
+"""The names of the Open Inference Protocol."""
 NUMPY_MAGIC = b"\x93NUMPY"
 PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 LONGEST_NUMPY_HEADER = 1024
 
 
-def is_numpy(body: Raw) -> bool:
-    """Return whether a body is a NumPy file; its first bytes tell."""
-    return body.startswith(NUMPY_MAGIC)
+class InputPart(NamedTuple):
+    """One tensor of an input: its name on the wire, its shape without a batch dimension, and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+class Signature:
+    """The tensors of one input, and how they become an input of the engine again.
+
+    A single tensor is called `input`, the tensors of a tuple `input_0`, `input_1` and so on, and those of a
+    dictionary have its keys. The sample is one input, without batch axis; `parts` are its tensors in order.
+    """
+
+    def __init__(self, sample: Any) -> None:
+        if sample is None:
+            raise ServeError(
+                "engine: it has no example, so the shape of its inputs is not known; make it with "
+                "Engine(supernet, specs, example=x)"
+            )
+        self.single = isinstance(sample, Tensor)
+        self._tree = tree_flatten(sample)[1]
+        named = named_tensors(sample, "input")
+        self.parts = tuple(InputPart(name, tuple(t.shape), t.dtype) for name, t in named)
+        for part in self.parts:
+            if part.dtype not in DATATYPES:
+                raise ServeError(f"engine: input {part.name!r} is {part.dtype}, which no client can send")
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Any:
+        """Return one input of the engine from its tensors by name, one for each of `parts`."""
+        return tree_unflatten([tensors[part.name] for part in self.parts], self._tree)
+
+
+def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested tuples, lists and dictionaries; `name` is that of a single one."""
+    if isinstance(x, Tensor):
+        yield name, x
+    elif isinstance(x, (tuple, list)):
+        for i, part in enumerate(x):
+            yield from named_tensors(part, f"{name}_{i}")
+    elif isinstance(x, Mapping):
+        for key, part in x.items():
+            yield from named_tensors(part, str(key))
 
 
 def is_image(body: Raw) -> bool:
@@ -47,14 +104,12 @@ def is_image(body: Raw) -> bool:
 
 def values_input(values: Any, signature: Signature) -> Any:
     """Return one input of the engine from JSON: a list for a tensor, an object of lists for several."""
-    if signature.single():
+    if signature.single:
         return tensor_of(values, signature.parts[0], signature.parts[0].shape)
     if not isinstance(values, Mapping) or set(values) != {part.name for part in signature.parts}:
         names = ", ".join(part.name for part in signature.parts)
         raise InvalidRequest(f"input: give a JSON object with a list for each of {names}")
-    return signature.join(
-        {part.name: tensor_of(values[part.name], part, part.shape) for part in signature.parts}
-    )
+    return signature.join({p.name: tensor_of(values[p.name], p, p.shape) for p in signature.parts})
 
 
 def tensor_of(
@@ -76,7 +131,8 @@ def tensor_of(
             raise ValueError("another shape")
         tensor = torch.from_numpy(array).reshape(shape)
         found = fitted(tensor if declared is None else fitted(tensor, part._replace(dtype=dtype)), part)
-        if part.dtype.is_floating_point and bool(found.isinf().any()):
+        quick = kind is float and math.isfinite(found.sum())  # the sum may overflow, too
+        if not quick and part.dtype.is_floating_point and bool(found.isinf().any()):
             raise ValueError("a number that the dtype does not hold")
     except (ValueError, OverflowError):  # pydantic's ValidationError is a ValueError
         words: dict[type, str] = {float: "numbers", bool: "true or false", int: "whole numbers"}
@@ -98,7 +154,7 @@ def _numbers(kind: type, depth: int) -> TypeAdapter[Any]:
 
 def numpy_input(body: Raw, signature: Signature) -> Tensor:
     """Return one input of the engine from a NumPy file (`numpy.save`). Pickled objects are refused."""
-    if not signature.single():
+    if not signature.single:
         raise InvalidRequest("body: a NumPy file holds one tensor, and this input has several; send JSON")
     part, file = signature.parts[0], io.BytesIO(body)
     try:
@@ -145,48 +201,44 @@ class Images:
     Black is 0 and white 1, whatever the depth of the image; then (value - mean) / std per channel. 16-bit
     grey keeps its depth, and all other images are read with 8 bits per channel. Colours become grey by the
     weights of ITU-R 601, as in Pillow. Images with transparent pixels are refused, because what is behind
-    them is not known. The number of pixels is checked before an image is decoded.
+    them is not known. The size is checked before an image is decoded.
     """
 
-    def __init__(
-        self, signature: Signature, most_pixels: int, mean: Sequence[float], std: Sequence[float]
-    ) -> None:
+    def __init__(self, signature: Signature, mean: Sequence[float], std: Sequence[float]) -> None:
         part = signature.parts[0]
         channels = part.shape[0] if len(part.shape) == 3 else 1
-        fits = signature.single() and len(part.shape) in (2, 3) and channels in (1, 3)
+        fits = signature.single and len(part.shape) in (2, 3) and channels in (1, 3)
         self.served = fits and part.dtype.is_floating_point
         self._part = part
         self._mode = "RGB" if channels == 3 else "L"
-        self._most_pixels = most_pixels
         self._mean = torch.tensor(mean, dtype=torch.float32).reshape(-1, 1, 1)
         self._std = torch.tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
-        self._open: Callable[..., Any] | None = None
-        for name, values in (("mean", mean), ("std", std)):
-            fitting = len(values) in (1, channels) if fits else len(values) > 0
-            if not fitting or not all(math.isfinite(v) and (name == "mean" or v > 0) for v in values):
-                allowed = "finite numbers" if name == "mean" else "finite numbers above 0"
+        for name, values, above in (("mean", mean, -math.inf), ("std", std, 0.0)):
+            if len(values) not in (1, channels) or not all(above < value < math.inf for value in values):
                 raise ServeError(
-                    f"image_{name}: got {values}; give {allowed}, one for all channels or {channels}"
+                    f"image_{name}: got {values}; give finite numbers above {above:g}, one for all channels "
+                    f"or {channels}"
                 )
 
     def decode(self, body: Raw) -> Tensor:
         """Return an image as an input, or raise InvalidRequest. Call it in a thread."""
         if not self.served:
             raise InvalidRequest("body: the input of this engine is no image; send JSON or a NumPy file")
-        if self._open is None:
-            try:
-                self._open = import_module("PIL.Image").open
-            except ImportError:
-                raise MissingExtra("images need Pillow; install it beside the server") from None
+        try:
+            import PIL.Image
+        except ImportError:
+            raise MissingExtra("images need Pillow; install it beside the server") from None
         height, width = self._part.shape[-2:]
         try:
-            with self._open(io.BytesIO(body), formats=("PNG", "JPEG")) as image:
-                size, served = image.size, (width, height)
-                if size[0] * size[1] > self._most_pixels:
-                    raise InvalidRequest(f"body: {size} pixels, at most {self._most_pixels} are read")
-                if size != served:
-                    raise InvalidRequest(f"body: {size} pixels, this engine serves {served}; resize it")
-                if _has_transparency(image):
+            with PIL.Image.open(io.BytesIO(body), formats=("PNG", "JPEG")) as image:
+                if image.size != (width, height):
+                    raise InvalidRequest(
+                        f"body: {image.size} pixels, this engine serves {(width, height)}; resize it"
+                    )
+                keyed = "transparency" in image.info
+                if keyed and image.mode not in ("P", "LA", "RGBA"):  # one colour of all
+                    raise InvalidRequest("body: a colour that is transparent; send it on a background")
+                if keyed or image.mode in ("LA", "RGBA"):
                     image = image.convert("RGBA")
                     if image.getchannel("A").getextrema()[0] < 255:
                         raise InvalidRequest("body: transparent pixels; send the image on a background")
@@ -202,11 +254,3 @@ class Images:
         planes = torch.from_numpy(pixels).reshape(height, width, -1).permute(2, 0, 1)
         normalised = ((planes - self._mean) / self._std).to(self._part.dtype)
         return normalised.reshape(self._part.shape).contiguous()
-
-
-def _has_transparency(image: Any) -> bool:
-    """Return whether there may be transparent pixels; one colour of all pixels that is so is refused."""
-    keyed = "transparency" in image.info
-    if keyed and image.mode not in ("P", "LA", "RGBA"):
-        raise InvalidRequest("body: a colour that is transparent; send the image on a background")
-    return keyed or image.mode in ("LA", "RGBA")

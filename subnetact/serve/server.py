@@ -36,8 +36,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the grace period at the first signal; shut down at once at the second."""
-        service = self._app.service
-        again, service.closing = service.closing, True
+        again, self._app.closing = self._app.closing, True
         if again or not self._grace_s or self._loop is None:
             super().handle_exit(sig, frame)
         else:
@@ -70,7 +69,7 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
     if not 0 <= grace_s < math.inf:
         raise ServeError(f"grace_s: {grace_s} is no time to wait for; give a finite number of seconds")
-    limits = app.service.limits
+    limits = app.limits
     config = uvicorn.Config(
         app,
         host,
@@ -92,4 +91,4 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
     try:
         Server(config, app, grace_s).run()
     finally:
-        app.service.close(drain=False)
+        app.close(drain=False)

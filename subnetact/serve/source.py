@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,15 +10,14 @@ from typing import Any
 
 from subnetact.engine.bundle import BUNDLE, INDEX
 from subnetact.engine.engine import Engine
-from subnetact.errors import FileFormatError
+from subnetact.errors import FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.source import build_model
-from subnetact.serve.service import load_engine, scheduler_table
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import make_policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 
-__all__ = ["Source"]
+__all__ = ["BundleState", "Source", "bundle_state", "written_over"]
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,13 @@ class Source:
         return replace(self, checksum=_checksum(self.bundle))
 
     def engine(self, mapped: bool = False) -> Engine:
-        """Load the engine; if `mapped`, all processes of a machine share its weights in the bundle's file.
-
-        Raises:
-            SubnetActError: the bundle cannot be served.
-        """
+        """Load the engine; if `mapped`, all processes of a machine share its weights in the bundle's file."""
         if self.bundle is None:
             from subnetact.serve.digits_engine import digits_engine
 
             return digits_engine()
         supernet = build_model(self.model, dict(self.constructor)) if self.model else None
-        engine = load_engine(self.bundle, supernet, mapped=mapped)
+        engine = Engine.load(self.bundle, supernet=supernet, mapped=mapped)
         if self.checksum is not None and _checksum(self.bundle) != self.checksum:
             raise FileFormatError(
                 f"bundle {self.bundle}: it was replaced after the service began; start the service again"
@@ -75,12 +71,15 @@ class Source:
         return engine
 
     def latency_table(self, engine: Engine) -> LatencyTable:
-        """Return the table to schedule by; an engine that has none is profiled."""
-        table = scheduler_table(engine, self.table)
+        """Return the table to schedule by: a file, the bundle's `scheduler`, its first, or a profile."""
+        own = engine.tables.get("scheduler") or next(iter(engine.tables.values()), None)
+        table: LatencyTable | None = own if self.table is None else LatencyTable.load(self.table)
         if table is None:
             from subnetact.serve.digits_engine import profiled
 
             table = profiled(engine)
+        elif not all(map(math.isfinite, table.accuracy)):
+            raise TableError("table: it lacks accuracies, which policies need; give a --table that has them")
         return table
 
     def batcher(self, runners: Any | Sequence[Any], table: LatencyTable, **more: Any) -> Batcher:
@@ -100,3 +99,20 @@ class Source:
 
 def _checksum(bundle: str | None) -> str | None:
     return None if bundle is None else str(BUNDLE.read(Path(bundle) / INDEX)["checksum"])
+
+
+BundleState = dict[tuple[str, int], tuple[int, int]]
+
+
+def bundle_state(bundle: str) -> BundleState:
+    """Return size and time of change of a bundle's tensors, which stay mapped, by name and inode."""
+    try:
+        found = [(path.name, path.stat()) for path in Path(bundle).glob("*.safetensors")]
+    except OSError:  # The bundle is being replaced.
+        return {}
+    return {(name, stat.st_ino): (stat.st_size, stat.st_mtime_ns) for name, stat in found}
+
+
+def written_over(before: BundleState, now: BundleState) -> bool:
+    """Return whether tensors of a bundle were changed in place."""
+    return any(now.get(file, facts) != facts for file, facts in before.items())

@@ -22,9 +22,9 @@ __all__ = ["TextAnswer"]
 class Choice:
     """One of the answers to a request; what has come of it and was not taken yet is in its attributes."""
 
-    def __init__(self, index: int, completion: Completion, service: Any, body: TextBody) -> None:
+    def __init__(self, index: int, completion: Completion, app: Any, body: TextBody) -> None:
         self.index, self.completion = index, completion
-        self._write, self._ends = service.codec.writer(), service.stop
+        self._write, self._ends = app.codec.writer(), app.stop
         self._stops = [body.stop] if isinstance(body.stop, str) else body.stop
         self.tells = body.likely() is not None
         self.read = 0  # tokens
@@ -71,8 +71,8 @@ class Choice:
 class TextAnswer:
     """The answer to one request, whose `n` choices are requests of their own to the generator."""
 
-    def __init__(self, service: Any, body: TextBody, prompt: list[int], options: dict[str, Any]) -> None:
-        self._service, self._body, self._prompt = service, body, len(prompt)
+    def __init__(self, app: Any, body: TextBody, prompt: list[int], options: dict[str, Any]) -> None:
+        self._app, self._body, self._prompt = app, body, len(prompt)
         self._chat = isinstance(body, ChatBody)
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         kind = "chat.completion" if self._chat else "text_completion"
@@ -80,13 +80,13 @@ class TextAnswer:
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": f"{kind}.chunk" if self._chat and body.stream else kind,
             "created": int(time.time()),
-            "model": service.name,
+            "model": app.name,
         }
         self._choices: list[Choice] = []
         try:
             for index in range(body.n):
-                completion = service.generator.submit(prompt, **options)
-                self._choices.append(Choice(index, completion, service, body))
+                completion = app.generator.submit(prompt, **options)
+                self._choices.append(Choice(index, completion, app, body))
                 completion.listen(self._tell)
         except BaseException:
             self.cancel()
@@ -135,7 +135,7 @@ class TextAnswer:
         except RequestError as error:
             if not begun:
                 raise
-            yield _event(self._service.error_document(refusal_of(error), ""))
+            yield _event(self._app.error_document(refusal_of(error), ""))
         yield b"data: [DONE]\n\n"
 
     def _taken(self, choice: Choice, name: str, role: dict[str, str]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class TextAnswer:
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:
-            text = self._service.codec.text([token])
+            text = self._app.codec.text([token])
             return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
         tokens = [

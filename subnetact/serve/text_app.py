@@ -10,31 +10,78 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
-from subnetact.serve.ask import header_values, too_long
-from subnetact.serve.base_app import BaseApp, json_response
-from subnetact.serve.exchange import Exchange, Headers, Raw, Refusal, read_json, send_reply, validated
+from subnetact.serve.base_app import BaseApp, model_schema, operation
+from subnetact.serve.exchange import (
+    Exchange,
+    Headers,
+    Raw,
+    Refusal,
+    header_values,
+    read_json,
+    send_reply,
+    validated,
+)
 from subnetact.serve.limits import Limits
-from subnetact.serve.openapi import model_schema, operation
-from subnetact.serve.service import BaseService
 from subnetact.serve.text_answer import TextAnswer
 from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms
 from subnetact.serve.text_codec import TextCodec
 
-__all__ = ["TextApp", "TextService", "build_text_app"]
+__all__ = ["TextApp", "build_text_app"]
 
 COUNTERS = ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted")
 EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]  # nginx passes them on
+Asked = tuple[TextBody, list[int], dict[str, Any]]
 
 
-class TextService(BaseService):
-    """What the addresses of one text server share, as `build_text_app` takes it."""
+class TextApp(BaseApp):
+    """An application with the addresses of OpenAI's interface; `subnetact.serve.run` serves it.
+
+    `POST /v1/completions` and `POST /v1/chat/completions` answer whole or as a stream of events. Their
+    deadlines are fields of the body or headers: `x-slo-ttft-ms` (to the first token), `x-deadline-ms` (to the
+    last one) and `x-min-accuracy`. Chats go through the chat template of the tokenizer if it has one.
+    Otherwise every message becomes a line, `role: content`, and the last line is `assistant:`.
+
+    Args:
+        generator: generates tokens; the application closes it at its end.
+        tokenizer: the tokenizer of `tokenizers` or `transformers`, or another object with `encode(text)` and
+            `decode(tokens, skip_special_tokens=True)`. Texts of long requests are encoded on other threads,
+            so that nobody waits for them.
+        name: name of the model.
+        stop: tokens that end every answer.
+        limits: what clients may send. If None, the defaults.
+        tokens: the name of the client per bearer token. If None, no token is needed.
+        allowed_hosts: names by which clients may address the server. If None, any name.
+
+    Raises:
+        ServeError: a token is too short.
+
+    Example:
+        >>> app = build_text_app(generator, AutoTokenizer.from_pretrained("my-model"))
+        >>> subnetact.serve.run(app)
+    """
 
     def __init__(
-        self, generator: Generator, tokenizer: Any, name: str, stop: Sequence[int], **common: Any
+        self,
+        generator: Generator,
+        tokenizer: Any,
+        *,
+        name: str = "model",
+        stop: Sequence[int] = (),
+        limits: Limits | None = None,
+        tokens: Mapping[str, str] | None = None,
+        allowed_hosts: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(**common)
+        super().__init__(limits, tokens, allowed_hosts)
         self.generator, self.codec, self.name = generator, TextCodec(tokenizer), name
         self.stop = tuple(stop)
+        for path, summary, body in (
+            ("/v1/completions", "Continue a text", CompletionBody),
+            ("/v1/chat/completions", "Continue a chat", ChatBody),
+        ):
+            contents = {"application/json": model_schema(body, self.schemas)}
+            self.post(path, partial(self._complete, body), operation(summary, contents, TextTerms))
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
+        self.get("/v1/models", "Names of the models", lambda: (200, {"object": "list", "data": [model]}))
 
     def unready(self) -> str:
         """Return why the server should get no requests: a step that hangs is one reason."""
@@ -71,99 +118,30 @@ class TextService(BaseService):
         self.generator.close(wait=drain)
         super().close()
 
-
-def build_text_app(
-    generator: Generator,
-    tokenizer: Any,
-    *,
-    name: str = "model",
-    stop: Sequence[int] = (),
-    limits: Limits | None = None,
-    tokens: Mapping[str, str] | None = None,
-    allowed_hosts: Sequence[str] | None = None,
-) -> TextApp:
-    """Make an application with the addresses of OpenAI's interface; `subnetact.serve.run` serves it.
-
-    `POST /v1/completions` and `POST /v1/chat/completions` answer whole or as a stream of events. Their
-    deadlines are fields of the body or headers: `x-slo-ttft-ms` (to the first token), `x-deadline-ms` (to the
-    last one) and `x-min-accuracy`. Chats go through the chat template of the tokenizer if it has one.
-    Otherwise every message becomes a line, `role: content`, and the last line is `assistant:`.
-
-    Args:
-        generator: generates tokens; the application closes it at its end.
-        tokenizer: the tokenizer of `tokenizers` or `transformers`, or another object with `encode(text)` and
-            `decode(tokens, skip_special_tokens=True)`. Texts of long requests are encoded on other threads,
-            so that nobody waits for them.
-        name: name of the model.
-        stop: tokens that end every answer.
-        limits: what clients may send. If None, the defaults.
-        tokens: the name of the client per bearer token. If None, no token is needed.
-        allowed_hosts: names by which clients may address the server. If None, any name.
-
-    Returns:
-        The application.
-
-    Raises:
-        ServeError: a token is too short.
-
-    Example:
-        >>> app = build_text_app(generator, AutoTokenizer.from_pretrained("my-model"))
-        >>> subnetact.serve.run(app)
-    """
-    service = TextService(generator, tokenizer, name, stop, limits=limits, tokens=tokens)
-    return TextApp(service, allowed_hosts)
-
-
-class TextApp(BaseApp):
-    """The application of one text service: `/v1/completions`, `/v1/chat/completions` and `/v1/models`."""
-
-    service: TextService
-
-    def __init__(self, service: TextService, allowed_hosts: Sequence[str] | None = None) -> None:
-        super().__init__(service, allowed_hosts)
-        for path, summary, body in (
-            ("/v1/completions", "Continue a text", CompletionBody),
-            ("/v1/chat/completions", "Continue a chat", ChatBody),
-        ):
-            contents = {"application/json": {"schema": model_schema(body, self.schemas)}}
-            self.post(path, partial(self._complete, body), operation(summary, contents, TextTerms))
-        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "subnetact"}
-        models = {"object": "list", "data": [model]}
-        self.get("/v1/models", "Names of the models", lambda: json_response(models))
-
     async def _complete(self, body: type[TextBody], exchange: Exchange) -> None:
         read, send = partial(self._read, body, exchange.headers), partial(self._send, exchange)
-        await self.service.exchange(exchange, read, send)
+        await self.exchange(exchange, read, send)
 
-    def _read(
-        self, body: type[TextBody], headers: Headers, raw: Raw
-    ) -> tuple[TextBody, list[int], dict[str, Any]]:
+    def _read(self, body: type[TextBody], headers: Headers, raw: Raw) -> Asked:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
-        service = self.service
         read: Any = body.model_validate
         ask: TextBody = validated(read, read_json(raw))
         terms = validated(TextTerms.model_validate_strings, header_values(TextTerms, headers))
-        if ask.model not in (None, service.name):
-            raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")
-        options: dict[str, Any] = {
-            "max_new_tokens": ask.max_completion_tokens or ask.max_tokens,
-            "temperature": ask.temperature,
-            "top_p": ask.top_p,
-            "top_k": ask.top_k,
-            "stop": service.stop,
-        }
+        if ask.model not in (None, self.name):
+            raise Refusal(404, "model_not_found", f"model: this server has {self.name!r}")
+        options = {name: getattr(ask, name) for name in ("temperature", "top_p", "top_k")}
+        options |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
         for name in TextTerms.model_fields:
             value = getattr(terms, name) if getattr(ask, name) is None else getattr(ask, name)
-            if value is not None and value > service.limits.deadline_ms:
-                raise too_long(name, value, service.limits.deadline_ms)
             if value is not None:
+                self.require_short(name, value)
                 options["first_ms" if name == "slo_ttft_ms" else name] = value
         if ask.likely() is not None:
             options["logprobs"] = ask.likely()
-        return ask, ask.tokens(service.codec), options
+        return ask, ask.tokens(self.codec), options
 
-    async def _send(self, exchange: Exchange, asked: tuple[TextBody, list[int], dict[str, Any]]) -> None:
-        body, send, answer = asked[0], exchange.send, TextAnswer(self.service, *asked)
+    async def _send(self, exchange: Exchange, asked: Asked) -> None:
+        body, send, answer = asked[0], exchange.send, TextAnswer(self, *asked)
         try:
             if not body.stream:
                 return await send_reply(send, 200, await answer.whole())
@@ -176,3 +154,7 @@ class TextApp(BaseApp):
             return await send({"type": "http.response.body", "body": b""})
         finally:
             answer.cancel()
+
+
+build_text_app = TextApp
+"""Makes the application of a generator and its tokenizer."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from subnetact.errors import InvalidRequest
-from subnetact.serve.ask import Strict
+from subnetact.serve.exchange import CommonTerms, Strict
 from subnetact.serve.text_codec import TextCodec
 
 __all__ = ["NEUTRAL", "ChatBody", "CompletionBody", "TextBody", "TextTerms"]
@@ -47,14 +47,10 @@ class _Part(Strict):
         return given
 
 
-class TextTerms(Strict):
+class TextTerms(CommonTerms):
     """What may be given as headers, too: `x-slo-ttft-ms` and so on."""
 
     slo_ttft_ms: float | None = Field(default=None, gt=0, description="time to the first token, in ms")
-    deadline_ms: float | None = Field(default=None, gt=0, description="time to the last token, in ms")
-    min_accuracy: float | None = Field(
-        default=None, ge=0, le=100, description="minimum accuracy of the subnets, in percent"
-    )
 
 
 class StreamOptions(_Part):

@@ -1,13 +1,16 @@
-"""TextCodec: prompts and chats become tokens, and tokens become text as they come."""
+"""Texts and tokens: what a server does with a tokenizer, and the embedded model of `--text`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from subnetact.errors import InvalidRequest
+from subnetact.generation import Generator, profile_steps
+from subnetact.generation import text as embedded
 
-__all__ = ["TextCodec"]
+__all__ = ["TextCodec", "prompt_tokenizer", "text_generator"]
 
 UNFINISHED = "\ufffd"
 """What decoders write for bytes that are no character yet."""
@@ -72,3 +75,31 @@ class TextCodec:
             return piece
 
         return add
+
+
+def text_generator(token_ms: float, max_queue: int) -> Generator:
+    """Load the embedded language model and measure its steps on this machine.
+
+    The accuracy of a subnet is the share of next tokens of held-out docstrings that it predicts right.
+    """
+    supernet = embedded.load_text_supernet()
+    subnets = embedded.switchable_subnets(supernet)
+    known = {one["subnet"]: one["right_percent"] for one in embedded.text_facts()["held_out"]}
+    sizes: Any = {"sequences": (1, 4, 16), "contexts": (64, 256), "prompt_tokens": (8, 64, 256), "rounds": 2}
+    accuracy = [known[str(spec)] for spec in subnets]
+    table = profile_steps(supernet, subnets, **sizes, accuracy=accuracy, progress=False)
+    return Generator(supernet, subnets, table, token_ms=token_ms, max_queue=max_queue, allow_approximate=True)
+
+
+@lru_cache(maxsize=1)
+def prompt_tokenizer() -> Any:
+    """Return the tokenizer of the model, which puts the token that begins texts before each of them."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    end = embedded.END
+    found = Tokenizer.from_str(embedded.text_tokenizer().to_str())
+    found.post_processor = TemplateProcessing(
+        single=f"{end} $A", special_tokens=[(end, embedded.end_of_text())]
+    )
+    return found

@@ -832,7 +832,7 @@ SERVE = {
         (
             *("--table", "--policy", "--slo-ms", "--threads-per-worker", "--max-queue", "--name", "--host"),
             *("--port", "--allowed-hosts", "--token-file", "--grace-s", "--image-mean", "--image-std"),
-            *("--max-body-mb", "--max-connections", "--max-pixels", "--body-s", "--idle-s"),
+            *("--max-body-mb", "--max-connections", "--body-s", "--idle-s"),
             *("--write-s", "--constructor", "--model", "--workers"),
         ),
         1,

@@ -25,10 +25,10 @@ from subnetact.errors import (
     QueueFull,
     ServeError,
 )
-from subnetact.serve import Limits, plain, read_tokens
+from subnetact.serve import Limits, inference, read_tokens
 from subnetact.serve.access import Access
+from subnetact.serve.base_app import SHORT
 from subnetact.serve.exchange import Refusal, read_json, refusal_of
-from subnetact.serve.service import SHORT
 
 TOKEN = "a-token-of-many-characters"
 
@@ -67,10 +67,10 @@ def test_a_client_that_goes_away_takes_its_request_along(gated, post, wait_for, 
             assert (await second)[0] is None
             assert batcher.stats().queued == 0
             assert batcher.stats().cancelled == rows
-            assert app.service.held_bytes == len(json.dumps({"input": [1, 0, 0, 0]}))
+            assert app.held_bytes == len(json.dumps({"input": [1, 0, 0, 0]}))
             runner.gate.set()
             assert (await first)[0] == 200
-            assert app.service.held_bytes == 0
+            assert app.held_bytes == 0
 
     with caplog.at_level(logging.INFO, "subnetact"):
         asyncio.run(main())
@@ -158,7 +158,7 @@ def test_a_token_opens_everything_but_health(gated, post):
                 return got[0]
 
             basic = "Basic " + base64.b64encode(f"me:{TOKEN}".encode()).decode()
-            for path in ("/", "/metrics", "/openapi.json", "/v2", "/status/events", "/nothing"):
+            for path in ("/", "/metrics", "/openapi.json", "/v2", "/status", "/nothing"):
                 assert await status(path) == 401
                 assert await status(path, "Bearer wrong") == 401
             for path in ("/healthz", "/readyz", "/v2/health/live"):
@@ -192,7 +192,7 @@ def test_the_batcher_learns_whose_request_it_is(gated, post):
             headers = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"x-deadline-ms", b"50")]
             assert (await post(app, [0, 0, 0, 1], headers=headers))[0] == 429
             assert asked[0] == "alice"
-            app.service.access = Access({})
+            app.access = Access({})
             await post(app, [0, 0, 0, 1])
             assert asked[1] == "127.0.0.1"
 
@@ -243,7 +243,7 @@ def test_the_server_holds_no_more_bodies_than_it_may(gated, post, wait_for):
             assert (await first)[0] == 200
             assert (await post(app, None, raw=body))[0] == 200
             assert (await post(app, None, raw=b" " * 101))[0] == 413
-            assert app.service.held_bytes == 0
+            assert app.held_bytes == 0
 
     asyncio.run(main())
 
@@ -291,7 +291,35 @@ def test_a_slow_body_ends(gated):
             scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
             await app(scope, receive, send)
             assert sent[0]["status"] == 408
-            assert app.service.held_bytes == 0
+            assert app.held_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_with_a_slow_body_may_leave_after_it(gated):
+    async def main():
+        with gated(limits=Limits(body_s=60.0)) as (app, runner, batcher):
+            body, gone, sent = json.dumps({"input": [0, 0, 0, 1]}).encode(), asyncio.Event(), []
+            pieces = [{"type": "http.request", "body": bytes([byte]), "more_body": True} for byte in body]
+            pieces[-1]["more_body"] = False
+
+            async def receive():
+                if pieces:
+                    await asyncio.sleep(0.004)  # 0.1 s for all
+                    return pieces.pop(0)
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message):
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
+            task = asyncio.create_task(app(scope, receive, send))
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
+            gone.set()
+            await asyncio.wait_for(task, 60)
+            assert not sent
+            assert batcher.stats().cancelled == 1
 
     asyncio.run(main())
 
@@ -311,11 +339,11 @@ def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(gated, post, monkey
             if kind == "json":
                 long = b"[" + b" " * SHORT + b"]"
                 monkeypatch.setattr(
-                    plain, "read_json", lambda body: slow() if body == long else read_json(body)
+                    inference, "read_json", lambda body: slow() if body == long else read_json(body)
                 )
             else:
                 long = b"\x89PNG\r\n\x1a\n"
-                monkeypatch.setattr(app.service.images, "decode", slow)
+                monkeypatch.setattr(app.images, "decode", slow)
             waiting = asyncio.create_task(post(app, None, raw=long))
             assert await asyncio.to_thread(begun.wait, 60)
             assert (await post(app, [0, 0, 1, 0]))[0] == 200
@@ -367,9 +395,10 @@ def test_limits_are_positive_numbers(settings):
         Limits(**settings)
 
 
-def test_a_missing_extra_is_named():
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette", "orjson", "pydantic"])
+def test_a_missing_extra_is_named(missing):
     code = (
-        "import sys; sys.modules['uvicorn'] = None\n"
+        f"import sys; sys.modules['{missing}'] = None\n"
         "from subnetact.serve.cli import main\n"
         "raise SystemExit(main(['--demo']))"
     )

@@ -12,7 +12,6 @@ pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 from subnetact.serve import build_text_app
 from subnetact.serve.base_app import BaseApp
-from subnetact.serve.service import BaseService
 
 TOKEN = "a-token-of-the-tests"
 KNOWN = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"host", b"tiny.example:80")]
@@ -29,7 +28,7 @@ def guarded(request, gated):
     if request.param == "network":
         with gated(**GUARDS) as (app, _, batcher):
             batcher.prometheus = batcher.submit = broken
-            app.service._rows = broken
+            app._rows = broken
             yield app, "/infer"
     else:
         generator = SimpleNamespace(
@@ -77,7 +76,7 @@ def test_no_application_tells_why_it_failed(guarded, post, caplog):
 
 
 def test_an_error_in_the_middle_of_an_answer_begins_no_second_answer(post, caplog):
-    app = BaseApp(BaseService(None, None))
+    app = BaseApp()
     sent = []
 
     async def begin(exchange):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from subnetact import Engine, LatencyTable, calibrate
-from subnetact.digits import load_digits_supernet
-from subnetact.errors import FileFormatError, MissingExtra, ServeError, TableError
-from subnetact.serve import service
+from subnetact import LatencyTable
+from subnetact.errors import MissingExtra, ServeError, TableError
 from subnetact.serve.cli import main
-from subnetact.serve.payloads import Images, numpy_input, values_input
-from subnetact.serve.service import load_engine, scheduler_table
-from subnetact.serve.signature import Signature
+from subnetact.serve.payloads import Images, Signature, numpy_input, values_input
+from subnetact.serve.source import Source
 
 ROOT = Path(__file__).parents[2]
 OWN = """
@@ -73,64 +69,18 @@ def test_the_bundle_of_an_own_network_is_served(tmp_path, start, capsys):
         assert server.call("POST", "/infer", {"input": bad})[0] == 400
 
 
-@pytest.fixture
-def two_bundles(digits, tmp_path):
-    """Two bundles of the same subnets with other weights."""
-    first = tmp_path / "first"
-    shutil.copytree(digits[1], first)
-    supernet = load_digits_supernet()
-    with torch.no_grad():
-        supernet.network.classifier.bias.add_(1.0)
-    calibrate(supernet, digits[0].specs, [torch.rand(64, 1, 16, 16)])
-    engine = Engine(supernet, digits[0].specs, example=torch.zeros(1, 1, 16, 16), accuracy=[60.0, 72.0, 82.0])
-    return first, engine
-
-
-def test_a_bundle_that_changes_while_it_is_read_is_read_again(two_bundles, monkeypatch):
-    bundle, engine = two_bundles
-    load, calls = Engine.load, []
-
-    def changed_meanwhile(directory, **options):
-        loaded = load(directory, **options)
-        calls.append(loaded)
-        if len(calls) == 1:
-            engine.save(directory)
-        return loaded
-
-    monkeypatch.setattr(service.Engine, "load", changed_meanwhile)
-    found = load_engine(bundle)
-    assert len(calls) == 2
-    assert found is calls[1]
-    x = torch.rand(2, 1, 16, 16)
-    assert torch.allclose(found(x, 2), engine(x, 2), atol=1e-4)
-
-
-def test_a_bundle_that_always_changes_is_refused(two_bundles, monkeypatch):
-    bundle, engine = two_bundles
-    load = Engine.load
-
-    def changed(directory, **options):
-        loaded = load(directory, **options)
-        engine.save(directory)
-        return loaded
-
-    monkeypatch.setattr(service.Engine, "load", changed)
-    with pytest.raises(FileFormatError, match="changes while it is read"):
-        load_engine(bundle)
-
-
 def test_the_table_for_schedulers_is_preferred(digits, tmp_path):
     engine = digits[0]
     cpu = engine.tables["cpu"]
-    assert scheduler_table(engine) is cpu
+    assert Source().latency_table(engine) is cpu
     engine.tables["scheduler"] = cpu.monotone()
     try:
-        assert scheduler_table(engine) is engine.tables["scheduler"]
+        assert Source().latency_table(engine) is engine.tables["scheduler"]
     finally:
         del engine.tables["scheduler"]
     LatencyTable(engine.keys, [float("nan")] * 3, [1], [[1], [2], [3]]).save(tmp_path / "table.json")
     with pytest.raises(TableError, match="--table"):
-        scheduler_table(engine, tmp_path / "table.json")
+        Source(table=str(tmp_path / "table.json")).latency_table(engine)
 
 
 def test_what_inputs_may_be():
@@ -153,7 +103,7 @@ def test_what_inputs_may_be():
 
 
 def test_images_need_pillow(monkeypatch):
-    images = Images(Signature(torch.zeros(3, 4, 4)), 100, (0.0,), (1.0,))
+    images = Images(Signature(torch.zeros(3, 4, 4)), (0.0,), (1.0,))
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtra, match="Pillow"):
         images.decode(b"\x89PNG\r\n\x1a\n")
@@ -163,7 +113,7 @@ def test_images_are_normalised_per_channel():
     image_module = pytest.importorskip("PIL.Image")
     import io
 
-    images = Images(Signature(torch.zeros(3, 2, 5)), 100, (0.5, 0.25, 0.0), (0.5, 0.25, 1.0))
+    images = Images(Signature(torch.zeros(3, 2, 5)), (0.5, 0.25, 0.0), (0.5, 0.25, 1.0))
     file = io.BytesIO()
     image_module.new("RGB", (5, 2), (255, 0, 51)).save(file, "PNG")
     x = images.decode(file.getvalue())

@@ -362,17 +362,11 @@ def test_requests_far_ahead_of_the_answers_are_not_kept_behind_the_proxy(behind)
     assert memory_mb(strict) < before + 20
 
 
-@pytest.mark.parametrize("path", ["/status/events", "/infer"])
-def test_the_proxy_passes_streams_and_answers(behind, path):
-    with connected(behind[0]) as connection:
-        if path == "/infer":
-            connection.sendall(head(path, f"Content-Length: {len(GOOD)}") + GOOD)
+def test_the_proxy_passes_answers(behind):
+    for sent in (head("/infer", f"Content-Length: {len(GOOD)}") + GOOD, head("/status", method="GET")):
+        with connected(behind[0]) as connection:
+            connection.sendall(sent)
             assert statuses(connection.recv(65536)) == [200]
-        else:
-            connection.sendall(head(path, method="GET"))
-            received = b""
-            while b"event: status" not in received:
-                received += connection.recv(65536)
 
 
 def test_clients_that_leave_make_no_noise(strict):
@@ -384,8 +378,8 @@ def test_clients_that_leave_make_no_noise(strict):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     for _ in range(5):
         with connected(strict) as connection:
-            connection.sendall(head("/status/events", method="GET"))
-            assert b"event: facts" in connection.recv(65536) + connection.recv(65536)
+            connection.sendall(head("/status", method="GET"))
+            assert statuses(connection.recv(65536)) == [200]
     assert strict.infer(torch.zeros(256))[0] == 200
     # The fixture looks at the log.
 

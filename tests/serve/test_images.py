@@ -16,8 +16,7 @@ pytest.importorskip("PIL.Image")
 from PIL import Image
 
 from subnetact.errors import InvalidRequest
-from subnetact.serve.payloads import Images
-from subnetact.serve.signature import Signature
+from subnetact.serve.payloads import Images, Signature
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGB_ALPHA = 0, 2, 3, 4, 6
 CHANNELS = {GREY: 1, RGB: 3, PALETTE: 1, GREY_ALPHA: 2, RGB_ALPHA: 4}
@@ -50,7 +49,7 @@ def random_values(colour: int, depth: int) -> npt.NDArray[np.int64]:
 
 def reader(channels: int) -> Images:
     """Return what decodes images for a network of grey or coloured images."""
-    return Images(Signature(torch.zeros(channels, *SHAPE)), 1000, (0.0,), (1.0,))
+    return Images(Signature(torch.zeros(channels, *SHAPE)), (0.0,), (1.0,))
 
 
 def agree(found: torch.Tensor, colours: npt.NDArray[np.float64], tolerance: float) -> None:

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.errors import InvalidRequest
+from subnetact.serve.base_app import SHORT
 from subnetact.serve.exchange import read_json
-from subnetact.serve.payloads import values_input
-from subnetact.serve.service import SHORT
-from subnetact.serve.signature import Signature
+from subnetact.serve.payloads import Signature, values_input
 
 SQUARE = Signature(torch.zeros(1, 64, 64))
 TOKENS = (

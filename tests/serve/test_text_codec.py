@@ -12,8 +12,7 @@ pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 
 from subnetact.errors import InvalidRequest
 from subnetact.generation.text import text_tokenizer
-from subnetact.serve.text_codec import TextCodec
-from subnetact.serve.text_model import prompt_tokenizer
+from subnetact.serve.text_codec import TextCodec, prompt_tokenizer
 
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "größer?"}]
 TEMPLATE = (

@@ -46,7 +46,7 @@ def expected(prompt: str, count: int) -> str:
     import torch
 
     from subnetact.generation.text import load_text_supernet
-    from subnetact.serve.text_model import prompt_tokenizer
+    from subnetact.serve.text_codec import prompt_tokenizer
 
     supernet = load_text_supernet()
     view: Any = supernet.subnet(supernet.space.largest())
