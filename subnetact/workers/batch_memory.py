@@ -33,16 +33,17 @@ class BatchMemory:
         """Copy samples over those that were there, and return the layout, which `read` needs."""
         first = samples[0]
         if all(
-            isinstance(x, Tensor) and _plain(x) and x.shape == first.shape and x.dtype == first.dtype
+            isinstance(x, Tensor)
+            and _plain(x)
+            and (x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device)
             for x in samples
         ):
-            shape = len(samples), *first.shape
+            shape, rows = (len(samples), *first.shape), [x.detach() for x in samples]
             block = self._block(first.dtype, shape)
-            if all(x.device.type == "cpu" for x in samples):
-                torch.stack([x.detach() for x in samples], out=block)
+            if first.device.type == "cpu":
+                torch.stack(rows, out=block)
             else:
-                for row, x in zip(block, samples, strict=True):
-                    row.copy_(x.detach())
+                block.copy_(torch.stack(rows))
             return pickle.dumps((first.dtype, shape))
         file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         _Pickler(file, 5, buffer_callback=buffers.append).dump(list(samples))

@@ -169,15 +169,12 @@ class _Packer(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return the address of a storage on the CPU, and None for all other objects."""
-        if isinstance(value, TypedStorage):
-            storage, dtype = value._untyped_storage, value.dtype
-        elif isinstance(value, UntypedStorage):
-            storage, dtype = value, None
-        else:
+        if not isinstance(value, TypedStorage):
             return None
+        storage = value._untyped_storage
         if storage.device.type != "cpu" or not storage.nbytes():
             return None
-        return dtype, *self._address(storage), storage.nbytes()
+        return value.dtype, *self._address(storage), storage.nbytes()
 
     def reducer_override(self, value: Any) -> Any:
         """Take engines apart, and send tensors on a GPU as handles of CUDA (not seen on hardware yet)."""
@@ -218,28 +215,20 @@ class _Packer(pickle.Pickler):
         return placed
 
 
-class _Unpacker(pickle.Unpickler):
-    """Opens what `_Packer` has pickled."""
-
-    def __init__(self, package: Package) -> None:
-        self._segments = package.segments
-        self._storages: dict[tuple[int, int], UntypedStorage] = {}
-        super().__init__(io.BytesIO(package.data))
-
-    def persistent_load(self, address: Any) -> Any:
-        """Return the storage at an address."""
-        dtype, number, offset, size = address
-        storage = self._storages.get((number, offset))
-        if storage is None:
-            storage = self._storages[number, offset] = _storage(self._segments[number], offset, size)
-        if dtype is None:
-            return storage
-        return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-
 def unpack(package: Package) -> Any:
     """Return the objects of a package, in the process that it was sent to."""
-    return _Unpacker(package).load()
+    storages: dict[tuple[int, int], UntypedStorage] = {}
+
+    def load(address: Any) -> Any:
+        dtype, number, offset, size = address
+        if (number, offset) not in storages:
+            storages[number, offset] = _storage(package.segments[number], offset, size)
+        make: Any = TypedStorage
+        return make(wrap_storage=storages[number, offset], dtype=dtype, _internal=True)
+
+    unpickler: Any = pickle.Unpickler(io.BytesIO(package.data))
+    unpickler.persistent_load = load
+    return unpickler.load()
 
 
 def apply(part: int, package: Package, parts: Parts) -> None:

@@ -121,10 +121,7 @@ class WorkerProcess:
             return "closed its pipe"
         if status >= 0:
             return f"ended with status {status}"
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
+        return f"was killed by {next((s.name for s in signal.Signals if s == -status), f'signal {-status}')}"
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""
