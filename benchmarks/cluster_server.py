@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
@@ -25,19 +26,16 @@ MOST = 4
 def ours(args: argparse.Namespace) -> None:
     """Serve as `python -m subnetact.cluster` does."""
     from subnetact.cluster import Autoscaling
-    from subnetact.cluster.session import RaySession
+    from subnetact.cluster.session import open_replicas
     from subnetact.serve import build_app, run
 
     source = Source(bundle=args.bundle, slo_ms=args.slo_ms, workers=args.threads, policy=args.policy)
     scaling = None
     if args.floor is not None:
         scaling = Autoscaling(args.floor, most=args.replicas, patience_s=args.patience_s)
-    session = RaySession(source, 1 if scaling else args.replicas, scaling)
-    try:
-        app = build_app(session.client, session.engine, slo_ms=args.slo_ms, name="digits")
-        run(app, port=args.port)
-    finally:
-        session.close()
+    with ExitStack() as stack:
+        engine, client = open_replicas(source, 1 if scaling else args.replicas, stack, scaling)
+        run(build_app(client, engine, slo_ms=args.slo_ms, name="digits"), port=args.port)
 
 
 class FixedSubnet:

@@ -80,28 +80,17 @@ def build_app(
         max_queued_requests=source.max_queue,
         ray_actor_options={"num_cpus": 0},
     )
-    interface = {
-        "name": name or os.path.basename(str(source.bundle)),
-        "limits": limits or Limits(),
-        "tokens": tokens,
-        "allowed_hosts": allowed_hosts,
-    }
+    interface = {"limits": limits or Limits(), "tokens": tokens, "allowed_hosts": allowed_hosts}
+    interface["name"] = name or os.path.basename(str(source.bundle))
     return front.bind(replicas_of(source, replicas, autoscaling, cpus), source, interface)
 
 
 def app_from(args: dict[str, Any]) -> Any:
     """Make the application from a configuration file of Ray Serve, which names this function.
 
-    Args:
-        args: the arguments of `build_app`; `autoscaling` is an object with the attributes of `Autoscaling`.
-            Values that a command line gives as text are read as JSON.
-
-    Returns:
-        The application.
-
-    Raises:
-        ServeError: an argument is not known.
-        SubnetActError: as `build_app`.
+    `args` are the arguments of `build_app`; `autoscaling` and `limits` are objects with the attributes of
+    `Autoscaling` and `Limits`. Texts, as a command line gives them, are read as JSON. Raises as `build_app`,
+    and `ServeError` for an argument that is not known.
 
     Example:
         >>> # serve run subnetact.cluster.application:app_from bundle=/models/digits replicas=2
@@ -183,12 +172,7 @@ def client_of(
 
 
 class ReplicaCount:
-    """How many replicas run, asked for once per second in a thread.
-
-    Args:
-        application: name of the Ray Serve application.
-        wanted: number of replicas until Ray has answered.
-    """
+    """How many replicas of an application run, asked for once per second in a thread."""
 
     def __init__(self, application: str, wanted: int = 1) -> None:
         self._application = application
@@ -197,7 +181,7 @@ class ReplicaCount:
         threading.Thread(target=self._watch, name="subnetact-replicas", daemon=True).start()
 
     def __call__(self) -> tuple[int, int]:
-        """Return how many replicas run, and how many Ray has started or is starting."""
+        """Return how many replicas run, and how many Ray wants; what was given, before it has answered."""
         return self._counts
 
     def close(self) -> None:
@@ -218,13 +202,7 @@ class ReplicaCount:
 
 
 class Front:
-    """The HTTP interface of the application.
-
-    Args:
-        handle: Ray's handle of the replicas.
-        source: what is served.
-        interface: name, limits, tokens and hosts, as the arguments of `subnetact.serve.build_app`.
-    """
+    """The HTTP interface of the application; `interface` are arguments of `subnetact.serve.build_app`."""
 
     def __init__(self, handle: Any, source: Source, interface: dict[str, Any]) -> None:
         engine = source.engine(mapped=True)

@@ -49,14 +49,13 @@ class RayBackend(cli.Backend):
             raise ServeError("--accuracy-floor and --most-workers: one needs the other; give both or neither")
         if args.worker_processes:
             raise ServeError("--worker-processes: the replicas of Ray are processes already; leave it out")
-        from subnetact.cluster.session import RaySession  # The extra `ray` may be missing.
+        from subnetact.cluster.session import open_replicas  # The extra `ray` may be missing.
 
         floor, least = args.accuracy_floor, args.workers
         scaling = None if floor is None else Autoscaling(floor, least, args.most_workers)
-        session = RaySession(replace(source, workers=1), least, scaling, args.ray_address)
-        stack.callback(session.close)
+        opened = open_replicas(replace(source, workers=1), least, stack, scaling, args.ray_address)
         signal.signal(signal.SIGTERM, _terminate)  # uvicorn raises the signal again after it has closed
-        return session.engine, session.client
+        return opened
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

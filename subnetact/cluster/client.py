@@ -16,8 +16,7 @@ from subnetact.serving.live.stats import BatcherStats, Counters
 
 __all__ = ["ReplicaClient"]
 
-LATE_MS = 1000.0
-"""How long after its deadline the answer to a request is waited for, in ms."""
+LATE_MS = 1000.0  # how long after its deadline the answer to a request is waited for
 DRAIN_S = 30.0
 OUTCOMES = {
     QueueFull: "refused",
@@ -35,15 +34,10 @@ class ReplicaClient:
     Every request has one outcome: an answer or a typed error. If the replica of a request dies, the request
     is sent once more, with the time that it has left.
 
-    Args:
-        call: sends the rows of one request to a replica, as `EngineReplica.answer` takes them.
-        accuracy: profiled accuracy per subnet id, in percent.
-        died: the exceptions that say that the replica is lost.
-        full: the exceptions that say that no replica can take the request now.
-        check: refuses inputs that no replica could run; otherwise the replicas do.
-        replicas: returns how many replicas run, and how many should.
-        max_per_replica: number of inputs without an answer per replica beyond which further requests are
-            refused.
+    `call` sends the rows of one request to a replica, as `EngineReplica.answer` takes them; the exceptions
+    `died` say that it is lost, and `full` that none can take the request now. `accuracy` is in percent by
+    subnet id. `check` refuses inputs that no replica could run. `replicas` returns how many run, and how many
+    should; more than `max_per_replica` inputs without an answer for each are refused.
     """
 
     def __init__(
@@ -64,37 +58,11 @@ class ReplicaClient:
         self._outstanding, self._closed, self._counters = 0, False, Counters()
         self._counts: Counter[str] = Counter()
 
-    async def infer_rows(
-        self,
-        xs: Sequence[Any],
-        deadline_ms: float,
-        min_accuracy: float | None = None,
-        priority: int | None = None,
-        client: str = "",
-    ) -> Sequence[Answer]:
-        """Send the rows of one request to one replica and wait for the answers.
-
-        Args:
-            xs: the inputs, without a batch dimension.
-            deadline_ms: time that the request is given from now, in ms.
-            min_accuracy: minimum accuracy of the answering subnets, in percent. If None, any may answer.
-            priority: the higher, the more important.
-            client: name of the client.
-
-        Returns:
-            The answers in order.
-
-        Raises:
-            InvalidRequest: the request is malformed.
-            QueueFull: too many requests wait; retry later.
-            DeadlinePassed: the deadline passed.
-            BatchFailed: the network failed on the request, or two replicas died with it.
-            BatcherClosed: the client is closed.
-        """
+    async def infer_rows(self, xs: Sequence[Any], deadline_ms: float, **ask: Any) -> Sequence[Answer]:
+        """Return the answers to the rows of one request, in order; see `subnetact.serve.rows.infer_rows`."""
         counters, count = self._counters, len(xs)
         try:
-            asked = {"min_accuracy": min_accuracy, "priority": priority, "client": client}
-            answers = await self._send(xs, deadline_ms, **asked)
+            answers = await self._send(xs, deadline_ms, ask)
         except BaseException as error:
             outcome = OUTCOMES.get(type(error), "failed")
             if outcome == "refused":
@@ -114,7 +82,7 @@ class ReplicaClient:
             counters.accuracy_sum += answer.accuracy * answer.met
         return answers
 
-    async def _send(self, xs: Sequence[Any], deadline_ms: float, **asked: Any) -> list[Answer]:
+    async def _send(self, xs: Sequence[Any], deadline_ms: float, ask: dict[str, Any]) -> list[Answer]:
         """Return the answers, or raise the error of the request."""
         started = time.perf_counter()
         if self._closed:
@@ -125,7 +93,7 @@ class ReplicaClient:
             raise QueueFull(f"{self._outstanding} inputs wait for answers; retry later")
         self._outstanding += len(xs)
         try:
-            reply = await self._reply([to_arrays(x) for x in xs], started, deadline_ms, **asked)
+            reply = await self._reply([to_arrays(x) for x in xs], started, deadline_ms, ask)
         finally:
             self._outstanding -= len(xs)
         if isinstance(reply, Exception):
@@ -135,13 +103,13 @@ class ReplicaClient:
         answers = [Answer(*fields) for fields in reply]
         return [answer._replace(output=to_tensors(answer.output), **own) for answer in answers]
 
-    async def _reply(self, xs: list[Any], started: float, deadline_ms: float, **asked: Any) -> Reply:
+    async def _reply(self, xs: list[Any], started: float, deadline_ms: float, ask: dict[str, Any]) -> Reply:
         """Return the reply of a replica, or of another one if the first one dies."""
         for last in (False, True):
             left_ms = deadline_ms - (time.perf_counter() - started) * 1e3
             if left_ms <= 0.0:
                 raise DeadlinePassed("the replica of the request died, and no time is left for another one")
-            sent = self._call(xs=xs, left_ms=left_ms, due_ms=unix_ms() + left_ms, **asked)
+            sent = self._call(xs=xs, left_ms=left_ms, due_ms=unix_ms() + left_ms, **ask)
             try:
                 return await asyncio.wait_for(sent, (left_ms + LATE_MS) * 1e-3)
             except asyncio.TimeoutError:
@@ -167,11 +135,7 @@ class ReplicaClient:
         return Collector(self).text()
 
     def close(self, drain: bool = True) -> None:
-        """Refuse new requests.
-
-        Args:
-            drain: whether to wait until every request has its outcome. The event loop must run elsewhere.
-        """
+        """Refuse new requests; with `drain`, wait for the others, whose event loop must run elsewhere."""
         self._closed = True
         end = time.monotonic() + DRAIN_S
         while drain and self._outstanding and time.monotonic() < end:

@@ -54,11 +54,8 @@ def to_tensors(x: Any) -> Any:
 class EngineReplica:
     """Loads a bundle, whose weights all replicas of a machine share, and answers requests.
 
-    Errors of requests are returned, not raised, so that Ray neither logs nor wraps them.
-
-    Args:
-        source: what to serve; it must name a bundle.
-        input_ms: time per input that stands for the load of a replica, see `Autoscaling`, in ms.
+    An input stands for `input_ms` in the load of a replica, see `Autoscaling`. Errors of requests are
+    returned, not raised, so that Ray neither logs nor wraps them.
     """
 
     def __init__(self, source: Source, input_ms: float = 0.0) -> None:
@@ -71,34 +68,18 @@ class EngineReplica:
         self._input_ms, self._arrived, self._since_s = input_ms, 0, time.monotonic()
         self.batcher = source.batcher(self.engine, table)
 
-    async def answer(
-        self,
-        xs: Sequence[Any],
-        left_ms: float,
-        due_ms: float,
-        min_accuracy: float | None = None,
-        priority: int | None = None,
-        client: str = "",
-    ) -> Reply:
-        """Answer the rows of one request, or return its error.
+    async def answer(self, xs: Sequence[Any], left_ms: float, due_ms: float, **ask: Any) -> Reply:
+        """Answer the rows of one request, arrays, or return its error.
 
-        Args:
-            xs: the inputs as arrays.
-            left_ms: time that the request had when it was sent, in ms. It has no more now, whatever the time
-                of this machine.
-            due_ms: when the answer is due, in ms since 1970. The clocks of the machines must agree.
-            min_accuracy: minimum accuracy of the answering subnets, in percent. If None, any may answer.
-            priority: the higher, the more important.
-            client: name of the client.
+        The answers are due at `due_ms`, in ms since 1970, and in `left_ms` at the latest, whatever time it is
+        on this machine.
         """
         self._arrived += len(xs)
         left_ms = min(left_ms, due_ms - unix_ms())
         try:
             if left_ms <= 0.0:
                 raise DeadlinePassed("the deadline passed on the way")
-            rows = [to_tensors(x) for x in xs]
-            wishes = {"priority": priority, "client": client}
-            answers = await infer_rows(self.batcher, rows, left_ms, min_accuracy=min_accuracy, **wishes)
+            answers = await infer_rows(self.batcher, [to_tensors(x) for x in xs], left_ms, **ask)
         except RequestError as error:
             return error
         return [tuple(answer._replace(output=to_arrays(answer.output))) for answer in answers]
@@ -112,13 +93,7 @@ class EngineReplica:
         return {"load": load}
 
     def check_health(self) -> None:
-        """Raise if no worker is up or the mapped weights were overwritten, so that Ray replaces the replica.
-
-        Raises:
-            FileFormatError: the file of the weights, which the replica reads while it serves, was changed in
-                place. Replicas that start later refuse the bundle.
-            RuntimeError: no worker is up.
-        """
+        """Raise if no worker is up or the mapped weights were written over, so that Ray starts another."""
         if written_over(self._files, bundle_state(self._bundle)):
             raise FileFormatError(
                 f"bundle {self._bundle}: it was written over while it is served; save it to a new folder, or "

@@ -9,90 +9,70 @@ from dataclasses import replace
 
 from subnetact.cluster.application import ReplicaCount, client_of, replicas_of
 from subnetact.cluster.autoscaler import Autoscaling
+from subnetact.cluster.client import ReplicaClient
 from subnetact.cluster.ray_serve import ray, serve
+from subnetact.engine.engine import Engine
 from subnetact.errors import ServeError
 from subnetact.serve.source import Source
 
-__all__ = ["RaySession"]
+__all__ = ["open_replicas"]
 
 APPLICATION = "subnetact"
 STORE_BYTES = 256 * 2**20
 
 
-class RaySession:
-    """Starts replicas on Ray, on this machine or on a cluster, and ends them.
+def open_replicas(
+    source: Source,
+    replicas: int,
+    stack: ExitStack,
+    autoscaling: Autoscaling | None = None,
+    address: str | None = None,
+) -> tuple[Engine, ReplicaClient]:
+    """Start replicas on Ray, on the cluster at `address` or else on this machine, until the stack is closed.
 
-    The HTTP server stays in this process, with its limits on connections, and calls the replicas directly;
-    Ray's HTTP proxy is not started.
-
-    Args:
-        source: what to serve.
-        replicas: number of replicas, unless `autoscaling` is given.
-        autoscaling: how the number of replicas follows the load.
-        address: address of a running cluster. If None, Ray is started on this machine and ended by `close`.
-
-    Attributes:
-        engine: the engine, loaded in this process too.
-        client: what the server has in place of a batcher.
-
-    Raises:
-        ServeError: the replicas do not start.
-        SubnetActError: the source cannot be served.
+    Return the engine, loaded here too, and what the server has in place of a batcher. The HTTP server stays
+    in this process, with its limits on connections, and calls the replicas; Ray's proxy is not started.
     """
+    source = _on_disk(source, stack).pinned()
+    app = replicas_of(source, replicas, autoscaling, None)
+    engine = source.engine(mapped=True)
+    most = replicas if autoscaling is None else autoscaling.most
+    stack.callback(_end, address)
+    _start(address, most * source.workers * source.threads_per_worker)
+    try:
+        handle = serve.run(app, name=APPLICATION, route_prefix=None)
+    except RuntimeError as error:
+        raise ServeError(f"backend: the replicas do not start on Ray; {error}") from error
+    count = ReplicaCount(APPLICATION, replicas)
+    stack.callback(count.close)
+    return engine, client_of(handle, source, engine, count)
 
-    def __init__(
-        self,
-        source: Source,
-        replicas: int,
-        autoscaling: Autoscaling | None = None,
-        address: str | None = None,
-    ) -> None:
-        with ExitStack() as stack:
-            source = self._on_disk(source, stack).pinned()
-            app = replicas_of(source, replicas, autoscaling, None)
-            self.engine = source.engine(mapped=True)
-            most = replicas if autoscaling is None else autoscaling.most
-            stack.callback(self._end, address)
-            self._start(address, most * source.workers * source.threads_per_worker)
-            try:
-                handle = serve.run(app, name=APPLICATION, route_prefix=None)
-            except RuntimeError as error:
-                raise ServeError(f"backend: the replicas do not start on Ray; {error}") from error
-            count = ReplicaCount(APPLICATION, replicas)
-            stack.callback(count.close)
-            self.client = client_of(handle, source, self.engine, count)
-            self._open = stack.pop_all()
 
-    def close(self) -> None:
-        """End the replicas, and Ray if this object started it. A second call does nothing."""
-        self._open.close()
+def _on_disk(source: Source, stack: ExitStack) -> Source:
+    """Return the source with a bundle on the disk that has a latency table: replicas load it."""
+    if source.bundle is not None and (source.table is not None or source.engine(mapped=True).tables):
+        return source
+    engine = source.engine()
+    engine.tables["scheduler"] = source.latency_table(engine)
+    parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="subnetact-"))
+    folder = os.path.join(parent, os.path.basename(source.bundle or "digits"))
+    engine.save(folder)
+    return replace(source, bundle=folder, table=None)
 
-    @staticmethod
-    def _on_disk(source: Source, stack: ExitStack) -> Source:
-        """Return the source with a bundle on the disk that has a latency table: replicas load it."""
-        if source.bundle is not None and (source.table is not None or source.engine(mapped=True).tables):
-            return source
-        engine = source.engine()
-        engine.tables["scheduler"] = source.latency_table(engine)
-        parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="subnetact-"))
-        folder = os.path.join(parent, os.path.basename(source.bundle or "digits"))
-        engine.save(folder)
-        return replace(source, bundle=folder, table=None)
 
-    @staticmethod
-    def _start(address: str | None, cpus: int) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        own = {"num_cpus": cpus + 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-        try:
-            quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-            ray.init(address or "local", **quiet, **(own if address is None else {}))
-        except ConnectionError as error:
-            raise ServeError(f"backend: no Ray cluster answers at {address}; {error}") from error
-        serve.start(proxy_location="Disabled")
+def _start(address: str | None, cpus: int) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    own = {"num_cpus": cpus + 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    try:
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        ray.init(address or "local", **quiet, **(own if address is None else {}))
+    except ConnectionError as error:
+        raise ServeError(f"backend: no Ray cluster answers at {address}; {error}") from error
+    serve.start(proxy_location="Disabled")
 
-    @staticmethod
-    def _end(address: str | None) -> None:
-        if ray.is_initialized():
-            with suppress(Exception):  # whatever of Ray has ended already
-                serve.shutdown() if address is None else serve.delete(APPLICATION)
-            ray.shutdown()
+
+def _end(address: str | None) -> None:
+    if ray.is_initialized():
+        with suppress(Exception):  # whatever of Ray has ended already
+            serve.shutdown() if address is None else serve.delete(APPLICATION)
+        ray.shutdown()

@@ -13,6 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -40,35 +41,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of candidates, requests and arrivals")
     args = parser.parse_args(arguments)
-    folders = [path.parent for path in (args.out, args.json) if path is not None]
-    times = (args.seconds, args.profile_ms)
-    if (
-        not all(folder.is_dir() for folder in folders)
-        or not all(0 < time < math.inf for time in times)
-        or args.candidates < 2
-    ):
+    folders = all(path is None or path.parent.is_dir() for path in (args.out, args.json))
+    times = all(0 < time < math.inf for time in (args.seconds, args.profile_ms))
+    if not folders or not times or args.candidates < 2:
         parser.error(
             "--out and --json need folders that exist, --seconds and --profile-ms finite numbers above 0, "
             "--candidates at least 2"
         )
-    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
-    torch.set_num_threads(1)
-    sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
     log = logging.getLogger("subnetact.serving")
-    level = log.level
-    log.setLevel(logging.ERROR)  # a machine that changed its speed gets a note at the end
-    try:
-        if args.text:
-            from subnetact.demo.text_demo import demonstrate_text  # The extra `hf` may be missing.
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        stack.callback(log.setLevel, log.level)
+        torch.set_num_threads(1)
+        sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
+        log.setLevel(logging.ERROR)  # a machine that changed its speed gets a note at the end
+        try:
+            if args.text:
+                from subnetact.demo.text_demo import demonstrate_text  # The extra `hf` may be missing.
 
-            demonstrate_text(args)
-        else:
-            demonstrate_digits(args)
-    except SubnetActError as error:
-        print(f"subnetact.demo: {error}", file=sys.stderr)
-        return USAGE
-    finally:
-        log.setLevel(level)
-        torch.set_num_threads(threads)
-        sys.setswitchinterval(interval)
+                demonstrate_text(args)
+            else:
+                demonstrate_digits(args)
+        except SubnetActError as error:
+            print(f"subnetact.demo: {error}", file=sys.stderr)
+            return USAGE
     return 0

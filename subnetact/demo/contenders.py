@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,16 +53,11 @@ class Run:
         return {"in time": in_time, "profiled": promised, **self.more, "right and in time": score}
 
     @property
-    def late_p99_ms(self) -> float:
-        """How late the client sent the latest 1 % of the requests, in ms."""
-        return float(np.percentile(self.late_ms, 99))
-
-    @property
     def figures(self) -> dict[str, Any]:
         """The run as numbers that JSON can hold."""
         shares = {name.replace(" ", "_"): share for name, share in self.shares.items()}
         known = {"name": self.name, "items": len(self.in_time), "slowdown": self.slowdown}
-        return {**known, **shares, "late_p99_ms": self.late_p99_ms}
+        return {**known, **shares, "late_p99_ms": float(np.percentile(self.late_ms, 99))}
 
 
 @dataclass(frozen=True)
@@ -143,20 +139,13 @@ def machine_notes(runs: Sequence[Run], share: Sequence[float], slo_ms: float) ->
             f"the machine changed its speed after it was profiled: {run.slowdown:.2f} times the profiled "
             f"latency while '{run.name}' was served, so the contenders did not have the same machine."
         )
-    late_ms = max(run.late_p99_ms for run in runs)
+    late_ms = max(run.figures["late_p99_ms"] for run in runs)
     if late_ms > slo_ms / 4:
         found.append(
             f"the client itself was late: 1 % of the requests were sent more than {late_ms:.0f} ms after "
             "they were due, so the load was burstier than intended."
         )
     return found
-
-
-def _figure_class() -> Any:
-    try:
-        return import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise MissingExtra("figures need matplotlib: pip install 'subnetact[plot]'") from error
 
 
 def compare(
@@ -166,7 +155,8 @@ def compare(
 
     The contender with all subnets, the largest and the smallest one come first.
     """
-    _figure_class()  # before the work is done
+    if find_spec("matplotlib") is None:  # before the work is done
+        raise MissingExtra("figures need matplotlib: pip install 'subnetact[plot]'")
     share, runs = [share_of_core()], []
     gc.collect()
     gc.freeze()  # a full collection that visits all objects of torch would stop the server for tens of ms
@@ -193,7 +183,7 @@ def compare(
 
 def draw(path: Path, runs: Sequence[Run], trace: Trace, title: str) -> None:
     """Draw what was asked for, and for every contender accuracy and misses, per bin."""
-    figure: Any = _figure_class()(figsize=(9, 7.5), layout="constrained")
+    figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 7.5), layout="constrained")
     asked, accuracy, missed = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2, 1.3))
     edges = np.arange(0, trace.due_ms.max() + trace.bin_ms, trace.bin_ms)
     counts = np.histogram(trace.due_ms, edges)[0]
@@ -206,14 +196,11 @@ def draw(path: Path, runs: Sequence[Run], trace: Trace, title: str) -> None:
         total = np.histogram(trace.due_ms, edges, weights=np.nan_to_num(run.accuracy))[0]
         share = np.where(counts > 0, 100 * (1 - met / np.maximum(counts, 1)), np.nan)
         mean = np.where(met > 0, total / np.maximum(met, 1), np.nan)
-        accuracy.plot(middle, mean, color=color, lw=1.5, label=run.name)
-        missed.plot(middle, share, color=color, lw=1.5)
-    asked.set_ylabel("asked for\nper second")
-    accuracy.set_ylabel("accuracy of what was\nanswered in time (%)")
-    missed.set_ylabel("missed (%)")
-    missed.set_xlabel("seconds")
-    if trace.sustained:
-        asked.legend(loc="upper right", fontsize=8)
-    accuracy.legend(loc="lower right", fontsize=8)
-    asked.set_title(title, fontsize=9)
+        accuracy.plot(middle, mean, color=color, label=run.name)
+        missed.plot(middle, share, color=color)
+    asked.set(ylabel="asked for\nper second", title=title)
+    accuracy.set(ylabel="accuracy of what was\nanswered in time (%)")
+    missed.set(ylabel="missed (%)", xlabel="seconds")
+    for axes in (asked, accuracy) if trace.sustained else (accuracy,):
+        axes.legend()
     figure.savefig(path, dpi=110)

@@ -30,10 +30,8 @@ from subnetact.supernet.supernet import Supernet
 __all__ = ["demonstrate_digits"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
-SUBNETS = 8
-"""Pareto-optimal subnets that are served."""
-PROFILE_MS = 300.0
-"""Time spent on every cell of the latency table, in ms, so that slow phases of the machine are seen too."""
+SUBNETS = 8  # Pareto-optimal ones that are served
+PROFILE_MS = 300.0  # per cell of the latency table, so that slow phases of the machine are seen too
 
 
 def demonstrate_digits(args: Namespace) -> None:
@@ -68,14 +66,14 @@ def demonstrate_digits(args: Namespace) -> None:
         f"\nServing {len(trace.due_ms):,} digit images live, SLO {trace.slo_ms:.0f} ms. Burst: {burst:.0f}/s;"
         f" the largest subnet alone sustains {trace.sustained['largest']:.0f}/s."
     )
-    policies: list[tuple[str, Policy]] = [
-        ("HullFit, all subnets", HullFit(table, slo_ms=trace.slo_ms)),
-        ("fixed, largest subnet", Fixed(table, len(front) - 1)),
-        ("fixed, smallest subnet", Fixed(table, 0)),
-    ]
+    policies: dict[str, Policy] = {
+        "HullFit, all subnets": HullFit(table, slo_ms=trace.slo_ms),
+        "fixed, largest subnet": Fixed(table, len(front) - 1),
+        "fixed, smallest subnet": Fixed(table, 0),
+    }
     known = {"machine": facts, "seed": seed, "slo_ms": trace.slo_ms, "burst_qps": burst}
     known["capacity_qps"] = trace.sustained["largest"]
-    serve = [partial(_serve, *one, engine, test, trace.due_ms, trace.slo_ms) for one in policies]
+    serve = [partial(_serve, *one, engine, test, trace.due_ms, trace.slo_ms) for one in policies.items()]
     compare(serve, trace, args.out, args.json, known)
     print(
         "in time: share of all requests that were answered within the SLO (SLO attainment). profiled: mean\n"

@@ -37,24 +37,14 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["demonstrate_text", "prompt_trace"]
 
-PROMPT = (64, 128)
-"""Shortest and longest prompt, in tokens."""
-ANSWER = 8
-"""Tokens of every answer."""
-SEQUENCES = 8
-"""Sequences that are active at the same time."""
-CONTEXT = (sum(PROMPT) + ANSWER) // 2
-"""Usual number of tokens of a sequence: the prompt and half of the answer."""
-LULL, BURST = 0.7, 0.95
-"""Load of the lulls as a share of what the largest subnet sustains, and of the burst, of the smallest's."""
-SATURATED = 128
-"""Prompts that are sent at once to see how many tokens per second a subnet sustains."""
-PARTS = (0.375, 0.25, 0.375)
-"""Shares of the trace: a lull, the burst, a lull."""
-SLACK = 1.5
-"""Time per token, as a multiple of what the largest subnet takes with all places taken."""
-FIRST = 5.0
-"""Time to the first token, as a multiple of the time per token."""
+PROMPT, ANSWER = (64, 128), 8  # tokens of the shortest and the longest prompt, and of every answer
+SEQUENCES = 8  # that are active at the same time
+CONTEXT = (sum(PROMPT) + ANSWER) // 2  # usual number of tokens: the prompt and half of the answer
+LULL, BURST = 0.7, 0.95  # of what the largest subnet sustains, and of what the smallest does
+SATURATED = 128  # prompts that are sent at once to see how many tokens per second a subnet sustains
+PARTS = (0.375, 0.25, 0.375)  # of the trace: a lull, the burst, a lull
+SLACK = 1.5  # time per token, as a multiple of what the largest subnet takes with all places taken
+FIRST = 5.0  # time to the first token, as a multiple of the time per token
 
 
 def demonstrate_text(args: Namespace) -> None:

@@ -30,7 +30,7 @@ from subnetact.serving.simulation.datasets import TRACES
 
 __all__ = ["main"]
 
-DONE, USAGE = 0, 2
+USAGE = 2
 RANDOM_INPUTS = 64
 BINS = 60
 
@@ -39,8 +39,8 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     """Shows defaults, and the description as written."""
 
 
-def options() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the options of `sys.argv` if None are given; return the exit status, 2 if the test cannot run."""
     name = "python -m subnetact.loadtest"
     parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=_Formatter)
     parser.add_argument("url", help="address of the server, for example http://127.0.0.1:8000")
@@ -58,16 +58,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of random traces and inputs")
     parser.add_argument("--inputs", type=Path, help="inputs as a NumPy file (N, ...)")
     parser.add_argument("--labels", type=Path, help="the right classes as a NumPy file (N,)")
-    parser.add_argument("--body", choices=sorted(BODIES), default="npy", help="how inputs travel")
+    parser.add_argument("--body", choices=BODIES, default="npy", help="how inputs travel")
     parser.add_argument("--token", help="token of the server")
     parser.add_argument("--out", type=Path, help="write the report to this file, as JSON")
     parser.add_argument("--plot", type=Path, help="draw the run to this file")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the options of `sys.argv` if None are given; return the exit status, 2 if the test cannot run."""
-    args = options().parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
         _run(args)
     except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
@@ -75,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SubnetActError, OSError) as error:
         print(f"subnetact.loadtest: {error}", file=sys.stderr)
         return USAGE
-    return DONE
+    return 0
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -86,18 +81,8 @@ def _run(args: argparse.Namespace) -> None:
         raise ServeError("the trace is empty; give a higher --rate or more --seconds")
     inputs, labels = _inputs(args)
     with tqdm(total=len(arrivals), disable=None, leave=False, unit=" requests") as line:
-        asked = ask_server(
-            args.url,
-            list(inputs),
-            arrivals,
-            args.slo_ms,
-            args.min_accuracy,
-            args.reserve_ms,
-            args.body,
-            args.token,
-            lambda _: line.update(),
-        )
-        sent = asyncio.run(asked)
+        wishes = args.slo_ms, args.min_accuracy, args.reserve_ms, args.body, args.token
+        sent = asyncio.run(ask_server(args.url, inputs, arrivals, *wishes, lambda _: line.update()))
     found = summary(sent, [-2] if labels is None else labels, args.slo_ms)
     if labels is None:  # Nobody knows which answers are right.
         del found["measured_accuracy"], found["effective_accuracy"]
@@ -111,7 +96,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _plot(arrivals_ms: npt.NDArray[Any], sent: Sequence[Sent], report: dict[str, Any], path: Path) -> None:
-    """Draw arrivals, the accuracy of the answers in time, and missed requests over time."""
+    """Draw arrivals, the accuracy of the answers in time, and misses."""
     from subnetact.demo.contenders import Run, Trace, draw  # The extra `plot` may be missing.
 
     slo_ms = report["slo_ms"]
@@ -129,7 +114,7 @@ def _inputs(args: argparse.Namespace) -> tuple[npt.NDArray[Any], list[int] | Non
     if args.inputs is None:
         if args.labels is not None:
             raise ServeError("labels: give --inputs too, whose classes they are")
-        name, shape, dtype = asyncio.run(served_input(args.url, args.token))
+        name, shape, dtype = served_input(args.url, args.token)
         if name == "digits":
             from subnetact.serve.digits_engine import unseen_digits
 
@@ -151,9 +136,8 @@ def _inputs(args: argparse.Namespace) -> tuple[npt.NDArray[Any], list[int] | Non
     return inputs, labels.tolist()
 
 
-def _array(path: Path) -> npt.NDArray[Any]:
+def _array(path: Path) -> Any:
     try:
-        found: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        return np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ServeError(f"{path}: not a NumPy file of numbers ({error})") from error
-    return found

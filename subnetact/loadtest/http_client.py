@@ -35,9 +35,8 @@ class HttpClient:
             raise ServeError(f"url: {url!r} is not http://host:port/path, or the token is not one word")
         self._host, self._port = host, port
         access = f"Authorization: Bearer {token}\r\n" if token else ""
-        self._common = f" HTTP/1.1\r\nHost: {parts.netloc}\r\n{access}"
         path = parts.path if parts.path not in ("", "/") else "/infer"
-        self._post = f"POST {path}{self._common}Content-Length: "
+        self._post = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{access}Content-Length: "
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def open(self, count: int) -> None:
@@ -50,16 +49,9 @@ class HttpClient:
 
         A connection that breaks is a ConnectionError, an answer that is no HTTP a ValueError.
         """
-        return await self._exchange(f"{self._post}{len(body)}\r\n{headers}\r\n".encode() + body)
-
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Ask for one address; return the status and body of the answer, with the errors of `post`."""
-        return await self._exchange(f"GET {path}{self._common}\r\n".encode())
-
-    async def _exchange(self, request: bytes) -> tuple[int, bytes]:
         reader, writer = self._waiting() or await asyncio.open_connection(self._host, self._port)
         try:
-            writer.write(request)
+            writer.write(f"{self._post}{len(body)}\r\n{headers}\r\n".encode() + body)
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
             length = int(head.partition("\r\ncontent-length:")[2].partition("\r\n")[0])
             if not 0 <= length <= LONGEST_ANSWER:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urljoin
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 import numpy.typing as npt
@@ -20,44 +23,35 @@ CONNECTIONS = 16
 """Connections that are opened in advance."""
 
 
-def json_body(x: npt.NDArray[Any]) -> bytes:
-    """Return an input as the JSON of `/infer`, with four digits behind the point."""
-    return json.dumps({"input": [round(value, 4) for value in x.flatten().tolist()]}).encode()
+BODIES = ("json", "npy")
+"""How inputs travel: as the JSON of `/infer`, with four digits behind the point, or as NumPy files."""
 
 
-def numpy_body(x: npt.NDArray[Any]) -> bytes:
-    """Return an input as a NumPy file."""
+def _body(x: npt.NDArray[Any], kind: str) -> bytes:
+    if kind == "json":
+        return json.dumps({"input": [round(value, 4) for value in x.flatten().tolist()]}).encode()
     file = io.BytesIO()
     np.save(file, x, allow_pickle=False)
     return file.getvalue()
 
 
-BODIES: dict[str, Callable[[npt.NDArray[Any]], bytes]] = {"npy": numpy_body, "json": json_body}
-"""How inputs travel, by name."""
-
-
-async def served_input(url: str, token: str | None = None) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
+def served_input(url: str, token: str | None = None) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
     """Return the name of the model of a server, and the shape and dtype of its one input."""
-    client = HttpClient(url, token)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    opener = build_opener(ProxyHandler({}))
+
+    def get(path: str) -> Any:
+        with opener.open(Request(urljoin(url, path), headers=headers)) as answer:
+            return json.load(answer)
+
     try:
-        names = await _get(client, "/v2/models")
-        model = await _get(client, f"/v2/models/{names['models'][0]}")
+        model = get(f"/v2/models/{get('/v2/models')['models'][0]}")
         [part] = model["inputs"]
-        dtype = np.dtype(NUMPY_NAMES[part["datatype"]])
-        return str(model["name"]), tuple(part["shape"][1:]), dtype
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+        return str(model["name"]), tuple(part["shape"][1:]), np.dtype(NUMPY_NAMES[part["datatype"]])
+    except (ValueError, KeyError, IndexError, TypeError, HTTPError) as error:
         raise ServeError(
             f"url: {url} describes no model with one tensor as its input ({error}); give --inputs FILE.npy"
         ) from error
-    finally:
-        client.close()
-
-
-async def _get(client: HttpClient, path: str) -> Any:
-    status, text = await client.get(path)
-    if status != 200:
-        raise ValueError(f"{path} returned status {status}: {refusal(status, text)}")
-    return json.loads(text)
 
 
 NUMPY_NAMES = {"BOOL": "bool", "FP16": "float16", "BF16": "float32", "FP32": "float32", "FP64": "float64"}
@@ -67,7 +61,7 @@ NUMPY_NAMES |= {f"{k.upper()}{n}": f"{k}{n}" for k in ("int", "uint") for n in (
 
 async def ask_server(
     url: str,
-    inputs: Sequence[npt.NDArray[Any]],
+    inputs: Iterable[npt.NDArray[Any]],
     arrivals_ms: Sequence[float],
     slo_ms: float,
     min_accuracy: float | None = None,
@@ -81,7 +75,7 @@ async def ask_server(
     Request i has `inputs[i % len(inputs)]` and `slo_ms` from its time in the trace, of which the server is
     told `reserve_ms` less, for the network. `tell` is called with what became of a request.
     """
-    bodies = [BODIES[body](x) for x in inputs]
+    bodies = [_body(x, body) for x in inputs]
     floor = "" if min_accuracy is None else f"x-min-accuracy: {min_accuracy}\r\n"
     client = HttpClient(url, token)
 

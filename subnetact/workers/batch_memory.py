@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,94 +22,75 @@ ALIGNMENT = 64
 class BatchMemory:
     """Writes samples into shared memory in one process, and reads them in another.
 
-    Tensors and arrays are copied into the memory, which grows if a batch needs more, and those of samples
-    that are alike as one block. Everything else of a sample travels in the layout, with their places.
+    Samples that are alike are one block in the memory. Tensors and arrays in others are buffers there, out of
+    the band of pickle. The memory grows if a batch needs more.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
-        self._end = 0
 
     def write(self, samples: Sequence[Any]) -> bytes:
         """Copy samples over those that were there, and return the layout, which `read` needs."""
-        self._end = 0
         first = samples[0]
         if all(
-            isinstance(x, Tensor) and _plain(x) and x.shape == first.shape and x.dtype == first.dtype
+            isinstance(x, Tensor)
+            and _plain(x)
+            and (x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device)
             for x in samples
         ):
-            place, block = self._take(first.dtype, (len(samples), *first.shape))
-            if all(x.device.type == "cpu" for x in samples):
-                torch.stack([x.detach() for x in samples], out=block)
+            shape, rows = (len(samples), *first.shape), [x.detach() for x in samples]
+            block = self._block(first.dtype, shape)
+            if first.device.type == "cpu":
+                torch.stack(rows, out=block)
             else:
-                for row, x in zip(block, samples, strict=True):
-                    row.copy_(x.detach())
-            return pickle.dumps(place)
-        file = io.BytesIO()
-        _Writer(file, self).dump(list(samples))
-        return file.getvalue()
+                block.copy_(torch.stack(rows))
+            return pickle.dumps((first.dtype, shape))
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        _Pickler(file, 5, buffer_callback=buffers.append).dump(list(samples))
+        raw, places, end = [buffer.raw() for buffer in buffers], [], 0
+        for part in raw:
+            places.append((end, end + part.nbytes))
+            end = -(-(end + part.nbytes) // ALIGNMENT) * ALIGNMENT
+        self._grow(end)
+        for (start, stop), part in zip(places, raw, strict=True):
+            self.memory[start:stop] = part
+        return pickle.dumps((file.getvalue(), places))
 
     def read(self, layout: bytes, copy: bool) -> list[Any]:
         """Return the samples of a layout; without `copy`, they are valid until the next `write`."""
-        reader = _Reader(io.BytesIO(layout), self, copy)
-        found = reader.load()
-        if isinstance(found, list):
-            return found
-        rows = self._block(*found).unbind(0)
-        return [row.clone() for row in rows] if copy else list(rows)
+        kind, rest = pickle.loads(layout)
+        if isinstance(kind, torch.dtype):
+            rows = self._block(kind, rest).unbind(0)
+            return [row.clone() for row in rows] if copy else list(rows)
+        self._grow(rest[-1][1] if rest else 0)
+        memory = memoryview(self.memory)
+        parts = (memory[start:stop] for start, stop in rest)
+        found: list[Any] = pickle.loads(kind, buffers=map(bytearray, parts) if copy else parts)
+        return found
 
-    def _take(self, dtype: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, tuple[int, ...], int], Any]:
-        """Return a place in the free bytes, and the tensor or array there."""
-        place = dtype, shape, self._end
-        block = self._block(*place)
-        self._end = -(-(self._end + block.nbytes) // ALIGNMENT) * ALIGNMENT
-        return place, block
+    def _block(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        self._grow(size)
+        return torch.frombuffer(self.memory, dtype=torch.uint8)[:size].view(dtype).view(shape)
 
-    def _block(self, dtype: Any, shape: tuple[int, ...], offset: int) -> Any:
-        """Return the tensor or array of a place."""
-        count = math.prod(shape)
-        tensor = isinstance(dtype, torch.dtype)
-        if not count:
-            return torch.empty(shape, dtype=dtype) if tensor else np.empty(shape, dtype)
-        self.memory.grow(offset + count * dtype.itemsize)
-        if tensor:
-            return torch.frombuffer(self.memory.map, dtype=dtype, count=count, offset=offset).view(shape)
-        return np.frombuffer(self.memory.map, dtype, count, offset).reshape(shape)
+    def _grow(self, size: int) -> None:
+        if size > len(self.memory):
+            self.memory = SharedMemory(size, os.dup(self.memory.descriptor))
 
 
-class _Writer(pickle.Pickler):
-    """Pickles samples; tensors and arrays in them are places in the memory."""
+class _Pickler(pickle.Pickler):
+    """Takes the values of tensors, as those of arrays, out of the band."""
 
-    def __init__(self, file: io.BytesIO, memory: BatchMemory) -> None:
-        self._take = memory._take
-        super().__init__(file, protocol=5)
-
-    def persistent_id(self, value: Any) -> Any:
-        """Copy a tensor or an array into the memory, and return its place; None for other objects."""
-        if isinstance(value, Tensor) and _plain(value):
-            place, block = self._take(value.dtype, tuple(value.shape))
-            block.copy_(value.detach())
-        elif type(value) is np.ndarray and not value.dtype.hasobject:
-            place, block = self._take(value.dtype, value.shape)
-            block[...] = value
-        else:
-            return None
-        return place
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor is made of an array."""
+        if not isinstance(value, Tensor) or not _plain(value):
+            return NotImplemented
+        flat = value.detach().cpu().contiguous().view(-1)
+        return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
 
 
-class _Reader(pickle.Unpickler):
-    """Reads what `_Writer` has pickled."""
-
-    def __init__(self, file: io.BytesIO, memory: BatchMemory, copy: bool) -> None:
-        self._block, self._copy = memory._block, copy
-        super().__init__(file)
-
-    def persistent_load(self, place: Any) -> Any:
-        """Return the tensor or array of a place."""
-        block = self._block(*place)
-        if not self._copy:
-            return block
-        return block.clone() if isinstance(block, Tensor) else block.copy()
+def _tensor(array: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(array).view(dtype).view(shape)
 
 
 def _plain(x: Tensor) -> bool:

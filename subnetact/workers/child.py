@@ -11,24 +11,26 @@ import faulthandler
 import gc
 import os
 import pickle
-import runpy
 import select
 import signal
 import sys
 import threading
 import traceback
-import types
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from typing import TYPE_CHECKING, Any, NamedTuple
+from multiprocessing.spawn import prepare
+from typing import TYPE_CHECKING, Any
 
 from subnetact.errors import failure_text
 
 if TYPE_CHECKING:
+    from subnetact.workers.batch_memory import BatchMemory
     from subnetact.workers.engine_snapshot import Parts
     from subnetact.workers.memory import SharedMemory
 
-__all__ = ["CHANGE", "DONE", "FAILED", "RUN", "StartMessage", "is_worker", "main"]
+__all__ = ["CHANGE", "DONE", "FAILED", "RUN", "is_worker", "main"]
 
 RUN, CHANGE, DONE, FAILED = b"r", b"c", b"d", b"f"
 """The first byte of a message says its kind. File descriptors follow a change."""
@@ -38,48 +40,29 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _worker = False
 
 
-class StartMessage(NamedTuple):
-    """What a worker process needs to start.
-
-    `main` says where the main program of the parent is, if the runner needs it: `("module", name)` or
-    `("path", file)`. `niceness` is how far the start gives way to other processes. Memories are descriptors
-    and sizes; those of the runner's `segments` have numbers.
-    """
-
-    path: list[str]
-    main: tuple[str, str] | None
-    threads: int
-    niceness: int
-    batch_sizes: tuple[int, ...]
-    requests: tuple[int, int]
-    answers: tuple[int, int]
-    segments: dict[int, tuple[int, int]]
-    data: bytes
-
-
 def is_worker() -> bool:
     """Return whether this process is a worker process."""
     return _worker
 
 
-def main(channel: int, message: int, size: int, parent: int) -> None:
-    """Run the program, given descriptors of the socket and of the start message; it does not return."""
+def main() -> None:
+    """Run the program, which standard input describes as `WorkerProcess` wrote it; it does not return."""
     global _worker
     _worker = True
     for ignored in (signal.SIGINT, signal.SIGTERM):  # The parent decides when its processes end.
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    channel, parent, threads, *rest = pickle.load(sys.stdin.buffer)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     pipe = Connection(channel)
     _end_with(parent, pipe)
     faulthandler.enable()
-    started: list[Any] = []
-    starter = threading.Thread(target=_start, args=(message, size, started))
-    starter.start()  # On Linux niceness belongs to threads; this one may be nice, and the others are not.
-    starter.join()
-    parts, requests, answers, threads = started or [None] * 4
     status = 1
-    if isinstance(parts, BaseException) or parts is None:
-        pipe.send_bytes(FAILED + _pickled(parts or RuntimeError("the start failed")))
+    try:  # On Linux niceness belongs to threads; the one that starts may be nice, and the others are not.
+        with ThreadPoolExecutor(1) as starter:
+            parts, requests, answers = starter.submit(_start, threads, *rest).result()
+    except BaseException as error:
+        pipe.send_bytes(FAILED + _pickled(error))
     else:
         import torch
 
@@ -93,39 +76,35 @@ def main(channel: int, message: int, size: int, parent: int) -> None:
     os._exit(status)
 
 
-def _start(message: int, size: int, started: list[Any]) -> None:
+def _start(
+    threads: int,
+    niceness: int,
+    batch_sizes: Sequence[int],
+    main_program: dict[str, Any],
+    memories: Sequence[tuple[int, int]],
+    numbers: Sequence[int],
+    data: bytes,
+) -> tuple[Parts, BatchMemory, BatchMemory]:
     """Import the package, unpack the runner and warm up."""
-    try:
-        import mmap
+    if niceness and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    import torch
 
-        with mmap.mmap(message, size, prot=mmap.PROT_READ) as text:
-            content = StartMessage(*pickle.loads(text[:size]))
-        os.close(message)
-        if content.niceness and sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), content.niceness)
-        import torch
+    from subnetact.workers.batch_memory import BatchMemory
+    from subnetact.workers.engine_snapshot import Package, Parts, unpack
+    from subnetact.workers.memory import SharedMemory
 
-        from subnetact.workers.batch_memory import BatchMemory
-        from subnetact.workers.engine_snapshot import Package, Parts, unpack
-        from subnetact.workers.memory import SharedMemory
-
-        torch.set_num_threads(content.threads)
-        if content.main is not None:
-            _run_main(*content.main)
-        segments = {number: _opened(place) for number, place in content.segments.items()}
-        parts = Parts(*unpack(Package(content.data, segments)))
-        for engine in parts.engines:
-            engine.warm_up(content.batch_sizes, WARM_UP_S)
-        requests, answers = (
-            BatchMemory(SharedMemory(size, descriptor))
-            for descriptor, size in (content.requests, content.answers)
-        )
-        started[:] = [parts, requests, answers, content.threads]
-    except BaseException as error:
-        started[:] = [error, None, None, None]
+    torch.set_num_threads(threads)
+    prepare(main_program)  # It runs under another name, for the classes and functions that it defines.
+    requests, answers = (BatchMemory(SharedMemory(size, descriptor)) for descriptor, size in memories[:2])
+    segments = dict(zip(numbers, map(_opened, memories[2:]), strict=True))
+    parts = Parts(*unpack(Package(data, segments)))
+    for engine in parts.engines:
+        engine.warm_up(batch_sizes, WARM_UP_S)
+    return parts, requests, answers
 
 
-def _serve(pipe: Connection, parts: Parts, requests: Any, answers: Any) -> int:
+def _serve(pipe: Connection, parts: Parts, requests: BatchMemory, answers: BatchMemory) -> int:
     """Run batches until the parent closes the pipe."""
     run = parts.runner.run
     while True:
@@ -154,12 +133,11 @@ def _as_list(outputs: Any) -> list[Any]:
     return list(outputs)
 
 
-def _follow(content: tuple[str, int, bytes, dict[int, int]], pipe: Connection, parts: Parts) -> None:
-    from subnetact.workers.engine_snapshot import Change, Package, apply
+def _follow(content: tuple[int, bytes, dict[int, int]], pipe: Connection, parts: Parts) -> None:
+    from subnetact.workers.engine_snapshot import Package, apply
 
-    kind, number, data, sizes = content
-    segments = {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}
-    apply(Change(kind, number, Package(data, segments)), parts)
+    part, data, sizes = content
+    apply(part, Package(data, {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}), parts)
 
 
 def _opened(place: tuple[int, int]) -> SharedMemory:
@@ -167,19 +145,8 @@ def _opened(place: tuple[int, int]) -> SharedMemory:
 
     descriptor, size = place
     memory = SharedMemory(size, descriptor)
-    memory.close()  # What is mapped needs no descriptor.
+    memory.close_descriptor()  # What is mapped needs no descriptor.
     return memory
-
-
-def _run_main(kind: str, name: str) -> None:
-    """Run the parent's main program under another name, for the classes and functions that it defines."""
-    if kind == "module":
-        content = runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
-    else:
-        content = runpy.run_path(name, run_name="__mp_main__")
-    module = types.ModuleType("__mp_main__")
-    module.__dict__.update(content)
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 
 def _end_with(parent: int, pipe: Connection) -> None:

@@ -10,11 +10,9 @@ before the batch, so that no batch runs on a mixture of former and new weights.
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from operator import attrgetter
 from threading import RLock
 from typing import Any, NamedTuple
@@ -31,16 +29,17 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
 
-__all__ = ["Change", "EngineSnapshot", "Package", "Parts", "States", "apply", "unpack"]
+__all__ = ["EngineSnapshot", "Package", "Parts", "States", "apply", "unpack"]
 
 ALIGNMENT = 64
-States = tuple[int, ...]
-"""One number per supernet for its structure, one for its values, and one per engine for its subnets."""
+States = tuple[Any, ...]
+"""What stands for the present supernets, then for the engines: see `_Followed.state`, `Engine.changes`."""
 
 _version = attrgetter("_version")
-_segment_numbers = itertools.count()
 _TRIES = 10
 """How often weights are copied again because they changed meanwhile."""
+_segments: WeakValueDictionary[int, SharedMemory] = WeakValueDictionary()
+"""All shared memory of weights of this process, by its address; the tensors in it keep it."""
 
 
 class Package(NamedTuple):
@@ -48,18 +47,6 @@ class Package(NamedTuple):
 
     data: bytes
     segments: Mapping[int, SharedMemory]
-
-
-class Change(NamedTuple):
-    """What a process does to follow its parent.
-
-    A `supernet` has another state, `values` were changed in place, or an engine has other `subnets`. The
-    number says which supernet or engine, and the package holds the new state if it needs one.
-    """
-
-    kind: str
-    number: int
-    package: Package
 
 
 class Parts(NamedTuple):
@@ -70,283 +57,203 @@ class Parts(NamedTuple):
     supernets: list[Supernet]
 
 
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """Where a storage is in shared memory."""
-
-    number: int
-    segment: SharedMemory
-    offset: int
-
-
-_places: WeakValueDictionary[int, _Place] = WeakValueDictionary()
-"""All storages that snapshots of this process have moved, by their address. Snapshots share them."""
-
-
 class EngineSnapshot:
     """A runner as other processes need it, and what has changed since they got it. Threads may share it."""
 
     def __init__(self, runner: Any) -> None:
         self._lock = RLock()
-        self._shared: dict[int, _Place] = {}
-        found = _Finder()
-        _dump(found, runner, runner)
-        self._parts = Parts(runner, found.engines, found.supernets)
-        for engine in found.engines:
+        finder = _Packer()
+        _dump(finder, runner, runner)
+        self._parts = Parts(runner, finder.engines, finder.supernets)
+        for engine in finder.engines:
             engine.sample  # noqa: B018 - it raises if there is none, and without one no process can warm up
-        self._followed = [_Followed(supernet) for supernet in found.supernets]
-        self._registered = [engine.changes for engine in found.engines]
-        self._states = [0] * (2 * len(found.supernets) + len(found.engines))
-        self._whole: Package | None = None
-        self._packed: dict[int, Package] = {}
-        self.whole()
+        self._followed = [_Followed(supernet) for supernet in finder.supernets]
+        self._packed: dict[int, tuple[Package, States]] = {}
+        self._whole = self._pack(lambda: tuple(self._parts), finder.supernets)
 
     def whole(self) -> tuple[Package, States]:
         """Return the whole runner as it is now, for a new process, and the states of its parts."""
         with self._lock:
-            self._look()
-            if self._whole is None:
-                self._whole = self._pack(tuple(self._parts), self._parts.supernets)
-            return self._whole, tuple(self._states)
+            if not self.is_current(self._whole[1]):
+                self._whole = self._pack(lambda: tuple(self._parts), self._parts.supernets)
+            return self._whole
 
     def is_current(self, states: States) -> bool:
         """Tell whether a process with these states is up to date; this takes microseconds."""
-        return states == tuple(self._states) and not self._changed()
+        return states == self._states()
 
-    def changes(self, states: States) -> tuple[list[Change], States]:
-        """Return what a process with these states has to do to be up to date, and its states afterwards."""
+    def changes(self, states: States) -> tuple[list[tuple[int, Package]], States]:
+        """Return what a process with these states has to `apply`, by part, and its states afterwards."""
         with self._lock:
-            self._look()
-            found, supernets = [], len(self._followed)
-            for place, (known, now) in enumerate(zip(states, self._states, strict=True)):
+            found, after = [], list(self._states())
+            for part, (known, now) in enumerate(zip(states, after, strict=True)):
                 if known == now:
                     continue
-                if place < supernets:
-                    if place not in self._packed:
-                        supernet = self._parts.supernets[place]
-                        self._packed[place] = self._pack(supernet.__getstate__, [supernet])
-                    found.append(Change("supernet", place, self._packed[place]))
-                elif place < 2 * supernets:
-                    if states[place - supernets] == self._states[place - supernets]:
-                        found.append(Change("values", place - supernets, Package(b"", {})))
-                else:
-                    number = place - 2 * supernets
-                    package = Package(pickle.dumps(self._parts.engines[number].config), {})
-                    found.append(Change("subnets", number, package))
-            return found, tuple(self._states)
+                package = Package(b"", {})
+                if part >= len(self._followed):
+                    engine = self._parts.engines[part - len(self._followed)]
+                    package = Package(pickle.dumps(engine.config), {})
+                elif known[0] != now[0] or not self._followed[part].is_shared():
+                    if part not in self._packed or self._packed[part][1][part] != now:
+                        supernet = self._parts.supernets[part]
+                        self._packed[part] = self._pack(supernet.__getstate__, [supernet])
+                    package, packed = self._packed[part]
+                    after[part] = packed[part]
+                found.append((part, package))
+            return found, tuple(after)
 
-    def _changed(self) -> bool:
-        if any(followed.moved() or followed.touched() for followed in self._followed):
-            return True
-        return [engine.changes for engine in self._parts.engines] != self._registered
+    def _states(self) -> States:
+        with self._lock:
+            return (*(f.state() for f in self._followed), *(engine.changes for engine in self._parts.engines))
 
-    def _look(self) -> None:
-        """Count what has changed, and forget what was packed before."""
-        for place, followed in enumerate(self._followed):
-            if followed.moved():
-                self._count(place)
-                self._packed.pop(place, None)
-                followed.note()
-            elif followed.touched():
-                visible = followed.storages() <= self._shared.keys()
-                if not visible:
-                    self._packed.pop(place, None)
-                self._count(place + len(self._followed) if visible else place)
-                followed.note()
-        for number, engine in enumerate(self._parts.engines):
-            now = engine.changes
-            if now != self._registered[number]:
-                self._registered[number] = now
-                self._count(number + 2 * len(self._followed))
-
-    def _count(self, place: int) -> None:
-        self._states[place] += 1
-        self._whole = None
-
-    def _pack(self, what: Any, supernets: Sequence[Supernet]) -> Package:
-        """Pickle objects, and move the tensors of supernets to the shared memory that the objects need."""
+    def _pack(self, what: Callable[[], Any], supernets: Sequence[Supernet]) -> tuple[Package, States]:
+        """Pickle objects of one moment, when the tensors of supernets are in shared memory."""
+        moved = False
         with ExitStack() as stack:
             for supernet in supernets:
                 stack.enter_context(supernet.generation.lock)
-            packer = _Packer()
-            objects = what() if callable(what) else what
-            data = _dump(packer, objects, self._parts.runner)
             for _ in range(_TRIES):
-                before = [supernet.generation.moment() for supernet in supernets]
+                packer, states = _Packer(), self._states()
+                try:
+                    data = _dump(packer, what(), self._parts.runner)
+                except StaleWeights:
+                    continue
                 placed = packer.finish()
-                if before == [supernet.generation.moment() for supernet in supernets]:
-                    break
-            else:
-                raise StaleWeights(
-                    "the weights are changed in place faster than they can be copied to the memory that "
-                    "worker processes share; start the processes between two steps of the training"
-                )
-            for supernet in supernets:
-                if not placed.keys().isdisjoint(map(storage_id, supernet.tensors())):
+                if self._states() != states:
+                    continue
+                own = [s for s in supernets if not placed.keys().isdisjoint(map(storage_id, s.tensors()))]
+                if moved or not own:
+                    return Package(data, packer.segments), states
+                for supernet in own:
                     supernet.exchange_storage(placed)
-            _places.update(packer.addresses)
-            used = {storage for followed in self._followed for storage in followed.storages()}
-            places = ((address, _places.get(address)) for address in used)
-            self._shared = {address: place for address, place in places if place is not None}
-            for followed in self._followed:
-                if followed.supernet in supernets:
-                    followed.note()
-        return Package(data, packer.segments)
+                moved = True  # Some tensors may have to stay where they are.
+        raise StaleWeights(
+            "the weights are changed in place faster than they can be copied to the memory that worker "
+            "processes share; start the processes between two steps of the training"
+        )
 
 
 class _Followed:
-    """A supernet, and what it was when it was packed."""
+    """A supernet, and how often its tensors were seen to be other ones."""
 
     def __init__(self, supernet: Supernet) -> None:
-        self.supernet = supernet
-        self.note()
+        self._supernet = supernet
+        self._seen: tuple[Any, Any] = None, None
+        self._count = 0
 
-    def note(self) -> None:
-        """Remember what the supernet is now."""
-        self._generation = self.supernet.generation.number
-        self._rows = self.supernet.norms.rows
-        self._tensors = [t for t in self.supernet.tensors() if not t.is_inference()]
-        self._versions = sum(map(_version, self._tensors))
+    def state(self) -> tuple[int, int]:
+        """Return a number that grows when tensors are replaced, and one that grows as values change."""
+        number, rows = self._supernet.generation.number, self._supernet.norms.rows
+        if number != self._seen[0] or rows is not self._seen[1]:
+            self._seen = number, rows
+            self._tensors = [t for t in self._supernet.tensors() if not t.is_inference()]
+            self._count += 1
+        return self._count, sum(map(_version, self._tensors))
 
-    def moved(self) -> bool:
-        """Tell whether weights or statistics were replaced."""
-        supernet = self.supernet
-        return self._generation != supernet.generation.number or self._rows is not supernet.norms.rows
-
-    def touched(self) -> bool:
-        """Tell whether values were changed in place."""
-        return bool(sum(map(_version, self._tensors)) != self._versions)
-
-    def storages(self) -> set[int]:
-        """Return the addresses of all weights and statistics."""
-        return {t.untyped_storage().data_ptr() for t in self.supernet.tensors()}
-
-
-class _Finder(pickle.Pickler):
-    """Finds the engines and supernets that an object holds."""
-
-    def __init__(self) -> None:
-        self.engines: list[Engine] = []
-        self.supernets: list[Supernet] = []
-        super().__init__(io.BytesIO(), protocol=5)
-
-    def persistent_id(self, value: Any) -> Any:
-        """Note engines and supernets, and pass over them and all tensors."""
-        if isinstance(value, Engine):
-            if value not in self.engines:
-                self.engines.append(value)
-            self.persistent_id(value.supernet)
-        elif isinstance(value, Supernet):
-            if not any(value is known for known in self.supernets):
-                self.supernets.append(value)
-        elif not isinstance(value, Tensor | TypedStorage | UntypedStorage):
-            return None
-        return 0
+    def is_shared(self) -> bool:
+        """Tell whether other processes see the values of all tensors."""
+        return all(_segment_of(t.untyped_storage()) for t in self._supernet.tensors())
 
 
 class _Packer(pickle.Pickler):
-    """Pickles objects and plans one segment of shared memory for the tensors that are in none yet."""
+    """Pickles objects, and plans one segment for the tensors that are in none; it finds engines as well."""
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
+        self.engines: list[Engine] = []
+        self.supernets: list[Supernet] = []
         self.segments: dict[int, SharedMemory] = {}
-        self.addresses: dict[int, _Place] = {}
-        self._number = next(_segment_numbers)
         self._new: dict[int, tuple[UntypedStorage, int]] = {}
         self._size = 0
         super().__init__(self.file, protocol=5)
 
     def persistent_id(self, value: Any) -> Any:
         """Return the address of a storage on the CPU, and None for all other objects."""
-        if isinstance(value, TypedStorage):
-            storage, dtype = value._untyped_storage, value.dtype
-        elif isinstance(value, UntypedStorage):
-            storage, dtype = value, None
-        else:
+        if not isinstance(value, TypedStorage):
             return None
+        storage = value._untyped_storage
         if storage.device.type != "cpu" or not storage.nbytes():
             return None
-        return dtype, *self._address(storage), storage.nbytes()
+        return value.dtype, *self._address(storage), storage.nbytes()
 
     def reducer_override(self, value: Any) -> Any:
         """Take engines apart, and send tensors on a GPU as handles of CUDA (not seen on hardware yet)."""
         if isinstance(value, Engine):
+            self.engines.append(value)
             return Engine.from_config, (value.supernet, value.config)
+        if isinstance(value, Supernet):
+            self.supernets.append(value)
         if isinstance(value, Tensor) and value.is_cuda:
             return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
         return NotImplemented
 
     def _address(self, storage: UntypedStorage) -> tuple[int, int]:
-        known = _places.get(storage.data_ptr())
-        if known is not None:
-            self.segments[known.number] = known.segment
-            return known.number, known.offset
+        """Return a segment, 0 for the planned one, and the offset there."""
+        number = _segment_of(storage)
+        if number:
+            self.segments[number] = _segments[number]
+            return number, storage.data_ptr() - number
         if storage.is_shared():
             raise EngineError(
                 "a tensor is in shared memory already (share_memory_()), where other processes may change "
                 "it; give the engine weights of its own, for example by supernet.load_state_dict on a copy"
             )
-        place = self._new.get(storage._cdata)
-        if place is None:
-            place = self._new[storage._cdata] = storage, self._size
+        if storage._cdata not in self._new:
+            self._new[storage._cdata] = storage, self._size
             self._size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        return self._number, place[1]
+        return 0, self._new[storage._cdata][1]
 
     def finish(self) -> dict[int, UntypedStorage]:
         """Copy the new tensors into a segment, and return their storage there by `storage_id`."""
         placed: dict[int, UntypedStorage] = {}
         if self._new:
-            segment = self.segments.get(self._number) or SharedMemory(self._size)
-            self.segments[self._number] = segment
+            segment = self.segments[0] = SharedMemory(self._size)
+            _segments[torch.frombuffer(segment, dtype=torch.uint8).data_ptr()] = segment
             for number, (storage, offset) in self._new.items():
-                copy = _storage(segment, offset, storage.nbytes())
-                copy.copy_(storage)
-                placed[number] = copy
-                self.addresses[copy.data_ptr()] = _Place(self._number, segment, offset)
+                placed[number] = _storage(segment, offset, storage.nbytes())
+                placed[number].copy_(storage)
         return placed
-
-
-class _Unpacker(pickle.Unpickler):
-    """Opens what `_Packer` has pickled."""
-
-    def __init__(self, package: Package) -> None:
-        self._segments = package.segments
-        self._storages: dict[tuple[int, int], UntypedStorage] = {}
-        super().__init__(io.BytesIO(package.data))
-
-    def persistent_load(self, address: Any) -> Any:
-        """Return the storage at an address."""
-        dtype, number, offset, size = address
-        storage = self._storages.get((number, offset))
-        if storage is None:
-            storage = self._storages[number, offset] = _storage(self._segments[number], offset, size)
-        if dtype is None:
-            return storage
-        return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def unpack(package: Package) -> Any:
     """Return the objects of a package, in the process that it was sent to."""
-    return _Unpacker(package).load()
+    storages: dict[tuple[int, int], UntypedStorage] = {}
+
+    def load(address: Any) -> Any:
+        dtype, number, offset, size = address
+        if (number, offset) not in storages:
+            storages[number, offset] = _storage(package.segments[number], offset, size)
+        make: Any = TypedStorage
+        return make(wrap_storage=storages[number, offset], dtype=dtype, _internal=True)
+
+    unpickler: Any = pickle.Unpickler(io.BytesIO(package.data))
+    unpickler.persistent_load = load
+    return unpickler.load()
 
 
-def apply(change: Change, parts: Parts) -> None:
-    """Follow a change of the parent."""
-    if change.kind == "supernet":
-        parts.supernets[change.number].__setstate__(unpack(change.package))
-    elif change.kind == "values":
-        parts.supernets[change.number].refresh()
+def apply(part: int, package: Package, parts: Parts) -> None:
+    """Follow a change of the parent: an engine has other subnets, or a supernet other tensors or values."""
+    if part >= len(parts.supernets):
+        parts.engines[part - len(parts.supernets)].follow(unpack(package))
+    elif package.data:
+        parts.supernets[part].__setstate__(unpack(package))
     else:
-        parts.engines[change.number].follow(pickle.loads(change.package.data))
+        parts.supernets[part].refresh()
+
+
+def _segment_of(storage: UntypedStorage) -> int:
+    """Return the address of the segment that a storage is in, or 0."""
+    at = storage.data_ptr()
+    return next((n for n, segment in list(_segments.items()) if n <= at < n + len(segment)), 0)
 
 
 def _storage(segment: SharedMemory, offset: int, size: int) -> UntypedStorage:
-    return torch.frombuffer(segment.map, dtype=torch.uint8, count=size, offset=offset).untyped_storage()
+    return torch.frombuffer(segment, dtype=torch.uint8, count=size, offset=offset).untyped_storage()
 
 
-def _dump(pickler: Any, objects: Any, runner: Any) -> bytes:
+def _dump(packer: _Packer, objects: Any, runner: Any) -> bytes:
     try:
-        pickler.dump(objects)
+        packer.dump(objects)
     except SubnetActError:
         raise
     except Exception as error:
@@ -355,4 +262,4 @@ def _dump(pickler: Any, objects: Any, runner: Any) -> bytes:
             "define its classes and functions at the top of a module (not as a lambda, nor inside a "
             "function), or run threads: process=False"
         ) from error
-    return bytes(pickler.file.getvalue()) if isinstance(pickler, _Packer) else b""
+    return packer.file.getvalue()

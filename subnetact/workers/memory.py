@@ -6,55 +6,48 @@ import mmap
 import os
 import tempfile
 
-__all__ = ["SharedMemory"]
+__all__ = ["SharedMemory", "new_file"]
 
 STEP = mmap.ALLOCATIONGRANULARITY
 
 
-class SharedMemory:
+class SharedMemory(mmap.mmap):
     """Bytes that several processes map. They are in no folder, so that nothing is left of them after a crash.
 
-    Another process maps the same memory by its file `descriptor`. Tensors made of `map` keep the bytes
-    mapped. A MemoryError says that there is no room for so many bytes.
+    Another process maps the same memory by its file `descriptor`. Tensors made of the memory keep it. A
+    MemoryError says that there is no room for so many bytes.
     """
 
-    def __init__(self, size: int, descriptor: int | None = None) -> None:
-        self.descriptor = -1
-        self.descriptor = _new_file() if descriptor is None else descriptor
-        self.size = 0
-        self.map: mmap.mmap
-        try:
-            self.grow(max(1, size))
-        except BaseException:
-            self.close()
-            raise
+    descriptor: int
 
-    def grow(self, size: int) -> None:
-        """Map at least this many bytes. What is there stays; tensors on the former map keep it."""
-        if size <= self.size:
-            return
-        size = -(-size // STEP) * STEP
+    def __new__(cls, size: int, descriptor: int | None = None) -> SharedMemory:
+        """Make the memory, or map that of a descriptor, which belongs to this object then."""
+        size = -(-max(1, size) // STEP) * STEP
         if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             raise MemoryError(f"{size} bytes of shared memory are more than this machine has")
+        file = new_file() if descriptor is None else descriptor
         try:
-            if os.fstat(self.descriptor).st_size < size:
-                os.ftruncate(self.descriptor, size)
-            self.map = mmap.mmap(self.descriptor, size)
+            if os.fstat(file).st_size < size:
+                os.ftruncate(file, size)
+            memory = super().__new__(cls, file, size)
         except (OSError, ValueError, OverflowError) as error:
+            os.close(file)
             raise MemoryError(f"no room for {size} bytes of shared memory: {error}") from error
-        self.size = size
+        memory.descriptor = file
+        return memory
 
     def __del__(self) -> None:
-        self.close()
+        self.close_descriptor()
 
-    def close(self) -> None:
+    def close_descriptor(self) -> None:
         """Close the descriptor. The bytes stay as long as something maps them."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _new_file() -> int:
+def new_file() -> int:
+    """Return the descriptor of a file in memory, or of one that is in no folder."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("subnetact", os.MFD_CLOEXEC)
     descriptor, path = tempfile.mkstemp(prefix="subnetact-")

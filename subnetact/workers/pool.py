@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import selectors
 import signal
 import threading
 import time
@@ -23,9 +21,10 @@ __all__ = ["ProcessPool", "ProcessRunner"]
 
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 5.0
-TICK_S = 0.2
+TICK_S = 0.05
 NICENESS = 5
-LONGEST_PAUSE_S = 60.0
+PAUSE_S = 30.0
+"""Time until a process that nobody waits for is started again, after one did not start."""
 _log = logging.getLogger("subnetact.workers")
 
 
@@ -102,7 +101,8 @@ class ProcessPool:
         self._batch_sizes = tuple(batch_sizes)
         self._workers, self._spares = workers, spares
         self._changed = threading.Condition()
-        self._starting: dict[WorkerProcess, tuple[float, int]] = {}
+        self._wake = threading.Event()
+        self._starting: dict[WorkerProcess, float] = {}
         self._ready: list[WorkerProcess] = []
         self._serving: set[WorkerProcess] = set()
         self._waiting = workers
@@ -110,12 +110,7 @@ class ProcessPool:
         self._failures = 0
         self._failure: BaseException | None = None
         self._next_start = 0.0
-        self._opened = self._closed = False
-        self._selector = selectors.DefaultSelector()
-        self._wake_out, self._wake_in = os.pipe()
-        os.set_blocking(self._wake_in, False)
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
-        self._watched: dict[WorkerProcess, int] = {}
+        self._closed = False
         self._keeper = threading.Thread(target=self._keep, name="subnetact-worker-processes", daemon=True)
         self._keeper.start()
         try:
@@ -124,24 +119,26 @@ class ProcessPool:
         except BaseException:
             self.close()
             raise
-        with self._changed:
-            self._opened = True
-        self._wake()
+        self._wake.set()
 
     def take(self) -> WorkerProcess:
         """Wait for a process that has nothing to do; raise what the runner raised while it started."""
         with self._changed:
             self._waiting += 1
             failures = self._failures
-        self._wake()
+        self._wake.set()
         return self._wait(failures)
 
     def take_spare(self) -> WorkerProcess | None:
         """Return a process that has nothing to do, or None if there is none now."""
+        self._wake.set()
         with self._changed:
-            process = self._pop_ready()
-        self._wake()
-        return process
+            while self._ready:
+                process = self._ready.pop(0)
+                if process.ended is None:
+                    self._serving.add(process)
+                    return process
+        return None
 
     def has_spare(self) -> bool:
         """Return, without the lock, whether a process lives that has nothing to do."""
@@ -157,63 +154,47 @@ class ProcessPool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._wake()
+        self._wake.set()
         if threading.current_thread() is not self._keeper:
             self._keeper.join()
 
     def _wait(self, failures: int) -> WorkerProcess:
         with self._changed:
             try:
-                while True:
-                    process = self._pop_ready()
-                    if process is not None:
-                        return process
+                while (process := self.take_spare()) is None:
                     if self._closed:
                         raise EngineError("the worker processes were stopped; open another batcher")
                     if self._failures > failures and self._failure is not None:
                         raise self._failure
                     self._changed.wait()
+                return process
             finally:
                 self._waiting -= 1
-
-    def _pop_ready(self) -> WorkerProcess | None:
-        while self._ready:
-            process = self._ready.pop(0)
-            if process.ended is None:
-                self._serving.add(process)
-                return process
-        return None
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # It is awake already, or has ended.
-            os.write(self._wake_in, b".")
 
     # -- the keeper's thread ----------------------------------------------------------------------
 
     def _keep(self) -> None:
         if hasattr(signal, "pthread_sigmask"):  # Processes inherit this until they ignore these signals.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            while not self._closed:
-                try:
-                    self._start_missing()
-                    self._watch()
-                except Exception:
-                    _log.exception("the worker processes are kept although an error was raised")
-                    time.sleep(TICK_S)
-        finally:
-            self._end_all()
+        while not self._closed:
+            try:
+                self._start_missing()
+                self._look()
+            except Exception:
+                _log.exception("the worker processes are kept although an error was raised")
+            self._wake.wait(TICK_S)
+            self._wake.clear()
+        self._end_all()
 
     def _start_missing(self) -> None:
         with self._changed:
             missing = self._workers - len(self._ready) - len(self._serving)
             niceness = 0
             if missing > 0:  # A spare that is just starting gives way to others, so it is no replacement.
-                missing -= sum(not nice for _, nice in self._starting.values())
-            elif self._opened:  # Spares do not slow down the start of what is waited for.
+                missing -= sum(not process.niceness for process in self._starting)
+            elif not self._waiting:  # Spares do not slow down the start of what is waited for.
                 missing, niceness = missing + self._spares - len(self._starting), NICENESS
-            now = time.monotonic()
-            if missing <= 0 or (not self._waiting and now < self._next_start):
+            if not self._waiting and time.monotonic() < self._next_start:
                 return
         for _ in range(missing):
             try:
@@ -222,77 +203,50 @@ class ProcessPool:
             except Exception as error:
                 self._failed(error)
                 return
-            self._starting[process] = time.monotonic() + START_LIMIT_S, niceness
-            self._selector.register(process.pipe, selectors.EVENT_READ, process)
-            if hasattr(os, "pidfd_open"):
-                self._watched[process] = os.pidfd_open(process.pid)
-                self._selector.register(self._watched[process], selectors.EVENT_READ)
+            self._starting[process] = time.monotonic() + START_LIMIT_S
 
-    def _watch(self) -> None:
-        everyone = (*self._starting, *self._ready, *self._serving)
-        patient = not self._starting and all(process in self._watched for process in everyone)
-        pause = max(0.0, self._next_start - time.monotonic())
-        events = self._selector.select(TICK_S if not patient else (pause or None))
-        for key, _ in events:
-            if key.fd == self._wake_out:
-                os.read(self._wake_out, 4096)
-            elif key.data in self._starting:
-                self._started(key.data)
-        for process in everyone:
-            if process.poll():
-                self._lost(process)
-        for process, (limit, _) in list(self._starting.items()):
-            if time.monotonic() > limit:
+    def _look(self) -> None:
+        """See which processes have started or ended."""
+        for process, limit in list(self._starting.items()):
+            if process.pipe.poll():
+                self._started(process)
+            elif time.monotonic() > limit:
                 process.kill()
+        for process in (*self._starting, *self._ready, *self._serving):
+            if process.ended is not None:
+                process.stop()  # A program that it started may hold the other end of its pipe.
+                if process not in self._starting:  # Whoever starts one reads its message, or that it ended.
+                    with self._changed:
+                        self._ready = [one for one in self._ready if one is not process]
+                        self._serving.discard(process)
+                    _log.warning("worker process %d %s", process.pid, process.reason())
 
     def _started(self, process: WorkerProcess) -> None:
-        self._selector.unregister(process.pipe)
-        process.poll()
         try:
             process.wait_until_ready()
         except Exception as error:
-            self._starting.pop(process)
             self._serving.add(process)  # until it has ended
+            del self._starting[process]
             process.kill()
             self._failed(error)
             return
         with self._changed:
-            self._starting.pop(process)
+            del self._starting[process]
             self._ready.append(process)
-            self._failures, self._next_start = 0, 0.0
+            self._next_start = 0.0
             self._changed.notify_all()
 
     def _failed(self, error: BaseException) -> None:
         with self._changed:
             self._failures += 1
             self._failure = error
-            pause = min(LONGEST_PAUSE_S, 2.0 ** min(self._failures, 10))
-            self._next_start = time.monotonic() + pause
+            self._next_start = time.monotonic() + PAUSE_S
             if not self._waiting:
-                _log.warning("a spare worker process does not start, next try in %.0f s: %s", pause, error)
+                _log.warning("a spare worker process does not start, next try in %d s: %s", PAUSE_S, error)
             self._changed.notify_all()
 
-    def _lost(self, process: WorkerProcess) -> None:
-        with self._changed:
-            started = self._starting.pop(process, None)
-            if process in self._ready:
-                self._ready.remove(process)
-            self._serving.discard(process)
-        if started is not None:
-            self._selector.unregister(process.pipe)
-            self._failed(EngineError(f"a worker process ended while it started: it {process.reason()}"))
-        self._forget(process)
-        _log.warning("worker process %d %s", process.pid, process.reason())
-
-    def _forget(self, process: WorkerProcess) -> None:
-        watched = self._watched.pop(process, None)
-        if watched is not None:
-            self._selector.unregister(watched)
-            os.close(watched)
-
     def _end_all(self) -> None:
-        with self._changed:
-            everyone = [*self._starting, *self._ready, *self._serving]
+        everyone = [*self._starting, *self._ready, *self._serving]
         for process in everyone:
             process.stop()
         limit = time.monotonic() + STOP_LIMIT_S
@@ -300,15 +254,8 @@ class ProcessPool:
             if process in self._starting:
                 process.kill()
             process.wait(max(0.0, limit - time.monotonic()))
-            self._forget(process)
-        self._selector.close()
-        os.close(self._wake_out)
-        idle = [*self._starting, *self._ready, *(runner.process for runner in self.runners)]
-        for process in filter(None, idle):  # A thread may still wait for the answer of an abandoned one.
-            process.close()
         with self._changed:
-            os.close(self._wake_in)
-            self._wake_in = -1
-            self._starting.clear()
-            self._ready.clear()
-            self._serving.clear()
+            for runner in self.runners:
+                runner.process = None  # Descriptors and memory are closed with the last reference.
+            for processes in (self._starting, self._ready, self._serving):
+                processes.clear()

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 from multiprocessing.reduction import send_handle
-from multiprocessing.spawn import get_executable
+from multiprocessing.spawn import get_executable, get_preparation_data
 from typing import Any
 
 from subnetact.errors import EngineError, WorkerDied, failure_text
 from subnetact.workers.batch_memory import BatchMemory
-from subnetact.workers.child import CHANGE, FAILED, RUN, StartMessage
-from subnetact.workers.engine_snapshot import Change, Package, States
-from subnetact.workers.memory import SharedMemory
+from subnetact.workers.child import CHANGE, FAILED, RUN
+from subnetact.workers.engine_snapshot import Package, States
+from subnetact.workers.memory import SharedMemory, new_file
 
 __all__ = ["WorkerProcess"]
 
 FIRST_BYTES = 2**16
 _PROGRAM = (
-    "import json, sys; arguments = json.loads(sys.argv[1]); sys.path[:] = arguments.pop(); "
-    "from subnetact.workers.child import main; main(*arguments)"
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from subnetact.workers.child import main; main()"
 )
 _processes: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 
@@ -42,65 +40,44 @@ class WorkerProcess:
     """A process with an interpreter of its own that runs batches, one at a time.
 
     The thread that makes this object must live as long as the process: Linux ends the process with it.
-    `states` are those of the runner's parts; `ended` is as `subprocess.Popen.returncode`.
+    `states` are those of the runner's parts.
     """
 
     def __init__(
-        self,
-        package: Package,
-        states: States,
-        threads: int,
-        niceness: int,
-        batch_sizes: Sequence[int],
+        self, package: Package, states: States, threads: int, niceness: int, batch_sizes: Sequence[int]
     ) -> None:
-        self.states = states
-        self.ended: int | None = None
-        self._over = threading.Event()
+        self.states, self.niceness = states, niceness
         self._requests = BatchMemory(SharedMemory(FIRST_BYTES))
         self._answers = BatchMemory(SharedMemory(FIRST_BYTES))
-        memories = {"requests": self._requests.memory, "answers": self._answers.memory}
-        message = pickle.dumps(
-            tuple(
-                StartMessage(
-                    path=list(sys.path),
-                    main=_main_program() if b"__main__" in package.data else None,
-                    threads=threads,
-                    niceness=niceness,
-                    batch_sizes=tuple(batch_sizes),
-                    requests=(memories["requests"].descriptor, FIRST_BYTES),
-                    answers=(memories["answers"].descriptor, FIRST_BYTES),
-                    segments={n: (s.descriptor, s.size) for n, s in package.segments.items()},
-                    data=package.data,
-                )
-            )
-        )
-        self._popen = self._start(message, [*memories.values(), *package.segments.values()], threads)
-        self.pid = self._popen.pid
-        _processes.add(self)
-
-    def _start(
-        self, message: bytes, memories: Sequence[SharedMemory], threads: int
-    ) -> subprocess.Popen[bytes]:
+        memories = [self._requests.memory, self._answers.memory, *package.segments.values()]
         self.pipe, theirs = Pipe()
-        written = SharedMemory(len(message))
-        written.map[: len(message)] = message
-        arguments = [theirs.fileno(), written.descriptor, len(message), os.getpid(), sys.path]
-        count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        content = (
+            *(theirs.fileno(), os.getpid(), threads, niceness, tuple(batch_sizes)),
+            _main_program(package.data),
+            *([(m.descriptor, len(m)) for m in memories], list(package.segments), package.data),
+        )
         try:
-            return subprocess.Popen(
-                [os.fsdecode(get_executable()), "-c", _PROGRAM, json.dumps(arguments)],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **count},
-                pass_fds=[theirs.fileno(), written.descriptor, *(m.descriptor for m in memories)],
-            )
+            with theirs, os.fdopen(new_file(), "w+b") as written:
+                written.write(pickle.dumps(list(sys.path)) + pickle.dumps(content))
+                written.seek(0)
+                self._popen = subprocess.Popen(
+                    [os.fsdecode(get_executable()), "-c", _PROGRAM],
+                    stdin=written,
+                    env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+                    pass_fds=[theirs.fileno(), *(m.descriptor for m in memories)],
+                )
         except (OSError, TypeError) as error:
             self.pipe.close()
             raise EngineError(
                 f"a worker process cannot be started: {error}; run threads instead: process=False"
             ) from error
-        finally:
-            theirs.close()
-            written.close()
+        self.pid = self._popen.pid
+        _processes.add(self)
+
+    @property
+    def ended(self) -> int | None:
+        """How the process has ended, as `subprocess.Popen.returncode`."""
+        return self._popen.poll()
 
     def wait_until_ready(self) -> None:
         """Read the first message, in the thread that started the process; raise what the start raised."""
@@ -117,11 +94,11 @@ class WorkerProcess:
         answer = self._ask(RUN + pickle.dumps((subnet, batch_size, layout)))
         return self._answers.read(answer, copy=True)
 
-    def follow(self, changes: Sequence[Change], states: States) -> None:
+    def follow(self, changes: Sequence[tuple[int, Package]], states: States) -> None:
         """Apply changes of the runner; a process in which one fails ends."""
-        for kind, number, package in changes:
-            sizes = {n: segment.size for n, segment in package.segments.items()}
-            content = pickle.dumps((kind, number, package.data, sizes))
+        for part, package in changes:
+            sizes = {n: len(segment) for n, segment in package.segments.items()}
+            content = pickle.dumps((part, package.data, sizes))
             self._ask(CHANGE + content, [segment.descriptor for segment in package.segments.values()])
         self.states = states
 
@@ -137,32 +114,23 @@ class WorkerProcess:
 
     def reason(self) -> str:
         """Return how the process has ended, in words; wait for a moment until that is known."""
-        self._over.wait(2.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(2.0)
         status = self.ended
         if status is None:
             return "closed its pipe"
         if status >= 0:
             return f"ended with status {status}"
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
-
-    def poll(self) -> bool:
-        """Return whether the process has ended; the thread that started the process asks this."""
-        if self.ended is None and self._popen.poll() is not None:
-            self.ended = self._popen.returncode
-            self._over.set()
-            self._shut()
-        return self.ended is not None
+        return f"was killed by {next((s.name for s in signal.Signals if s == -status), f'signal {-status}')}"
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""
         self._popen.kill()
 
     def stop(self) -> None:
-        """Let the process end when it has finished its batch."""
-        self._shut()
+        """Let the process end when it has finished its batch, and nobody wait for one that has ended."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)  # The other end may have closed it.
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the process has ended, and kill it after the timeout."""
@@ -171,56 +139,38 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             self._popen.wait()
-        self.poll()
 
     def close(self) -> None:
-        """Close the descriptors of a process that has ended. No thread may wait for its answer any more."""
+        """Close the descriptors, in a process that was forked from this one."""
         self.pipe.close()
         for memory in (self._requests.memory, self._answers.memory):
-            memory.close()
-
-    def _shut(self) -> None:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as pipe:
-            pipe.shutdown(socket.SHUT_RDWR)  # The other end may have closed it.
+            memory.close_descriptor()
 
 
-def _main_program() -> tuple[str, str]:
-    """Return how a worker process finds the classes that the main program defines.
-
-    Raises:
-        EngineError: the main program is no file.
-    """
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return "module", spec.name
-    path = getattr(main, "__file__", None)
-    if path is None:
+def _main_program(data: bytes) -> dict[str, Any]:
+    """Return how a worker process finds the classes that the main program defines, if the data need it."""
+    facts = get_preparation_data("subnetact") if b"__main__" in data else {"init_main": None}
+    found = {name: value for name, value in facts.items() if name.startswith("init_main")}
+    if not found:
         raise EngineError(
             "the engine needs a class or function of the interactive session, which a worker process does "
             "not have; define it in a module"
         )
-    return "path", os.path.abspath(path)
+    return found
 
 
 def _content(answer: bytes) -> bytes:
     """Return what an answer has behind its first byte, or raise the error that it is."""
-    if answer[:1] == FAILED:
-        raise _error(answer[1:])
-    return answer[1:]
-
-
-def _error(data: bytes) -> BaseException:
+    if answer[:1] != FAILED:
+        return answer[1:]
     try:
-        error, trace = pickle.loads(data)
+        error, trace = pickle.loads(answer[1:])
     except Exception as failure:
         text = failure_text(failure)
-        return RuntimeError(f"a worker process failed, and its error cannot be read here: {text}")
+        raise RuntimeError(f"a worker process failed, and its error cannot be read here: {text}") from None
     if not isinstance(error, Exception):
         error = EngineError(f"in a worker process: {failure_text(error)}")
-    error.__cause__ = RemoteTraceback(trace)
-    found: BaseException = error
-    return found
+    raise error from RemoteTraceback(trace)
 
 
 def _note_fork() -> None:

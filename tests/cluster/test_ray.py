@@ -246,7 +246,7 @@ def test_replicas_follow_the_load(nodes, deployed, slow_bundle):
     async def ask(deadline_ms, least=None):
         outcomes["sent"] += 1
         try:
-            assert len(await client.infer_rows(images, deadline_ms, least)) == 8
+            assert len(await client.infer_rows(images, deadline_ms, min_accuracy=least)) == 8
             outcomes["answered"] += 1
         except (QueueFull, DeadlinePassed):
             outcomes["refused"] += 1
