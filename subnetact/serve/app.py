@@ -123,13 +123,13 @@ class ServeApp(BaseApp):
         return str(self.batcher.prometheus())
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:
-        """Return what a client is told in JSON; the Open Inference Protocol has a form of its own."""
+        """Return in JSON what a client of the address `path` is told of a `refusal`."""
         if path.startswith("/v2"):
             return {"error": f"{refusal.kind}: {refusal}"}
         return super().error_document(refusal, path)
 
     def close(self, drain: bool = True) -> None:
-        """Finish or drop accepted requests, refuse new ones, and end the threads."""
+        """Finish accepted requests, or without `drain` drop them; refuse new ones, and end the threads."""
         self.closing = True
         self.batcher.close(drain=drain)
         super().close()
@@ -150,7 +150,11 @@ class ServeApp(BaseApp):
     async def infer(
         self, exchange: Exchange, decode: Callable[[Raw], Decoded[Asked]]
     ) -> tuple[Asked, Sequence[Answer], dict[str, Any]]:
-        """Answer one request, whose time counts from its arrival; return facts for the reply, too."""
+        """Answer one request of an `exchange`, whose time counts from its arrival.
+
+        Returns:
+            What `decode` made of the body, the answers, and facts for the reply.
+        """
 
         async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
             _, rows, ask = found

@@ -156,11 +156,11 @@ class BaseApp:
         raise NotImplementedError
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
-        """Return what a client of an address is told of a refusal, in JSON."""
+        """Return in JSON what a client of the address `path` is told of a `refusal`."""
         return {"error": refusal.kind, "message": str(refusal)}
 
     def close(self, drain: bool = True) -> None:  # noqa: ARG002
-        """Finish or drop accepted requests, and refuse new ones. A second call does nothing."""
+        """Finish accepted requests, or without `drain` drop them. A second call does nothing."""
         self.closing = True
         self._threads.shutdown()
 

@@ -104,7 +104,7 @@ class TextApp(BaseApp):
         yield GaugeMetricFamily(f"{prefix}up", "Whether steps are computed, and none hangs.", stats.up)
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
-        """Return what a client is told in JSON, as OpenAI's interface has it."""
+        """Return what a client of the address `path` is told of a `refusal`, as OpenAI's interface has it."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = "invalid_request_error" if refusal.status < 500 else "server_error"
         name = str(refusal).partition(":")[0].partition(".")[0]
@@ -113,7 +113,7 @@ class TextApp(BaseApp):
         return {"error": {**error, "param": name if known else None, "code": refusal.kind}}
 
     def close(self, drain: bool = True) -> None:
-        """Finish or drop accepted requests, and refuse new ones."""
+        """Finish accepted requests, or without `drain` drop them, and refuse new ones."""
         self.closing = True
         self.generator.close(wait=drain)
         super().close()
