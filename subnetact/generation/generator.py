@@ -23,10 +23,8 @@ from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import Event, Fits, Step, StepRequest, StepScheduler, TokenCame
 from subnetact.generation.step_table import StepTable
 from subnetact.insertion.key_value_cache import cache_relation
-from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.interpreter_exit import computing
 from subnetact.serving.scheduling.checks import check_count, check_deadline
-from subnetact.serving.scheduling.context import Policy
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -60,7 +58,6 @@ class GeneratorStats:
         steps: id of a subnet -> how many steps it ran.
         active: requests under way.
         slowdown: how long steps take, as a multiple of the table's latency.
-        choosing_us: mean time of deciding what a step computes and with which subnet, in microseconds.
         up: whether steps are computed: the generator's thread lives, and no step hangs.
     """
 
@@ -75,7 +72,6 @@ class GeneratorStats:
     steps: dict[int, int]
     active: int
     slowdown: float
-    choosing_us: float
     up: bool
 
 
@@ -96,8 +92,6 @@ class Generator:
             continue on each other's key-value cache (`cache_relation`).
         table: the latencies of steps, measured with `profile_steps`, with the accuracy of every subnet.
         token_ms: the usual time from one token to the next, in ms.
-        policy: makes a policy from the table of a context bucket, which may ask for less accuracy than the
-            deadlines permit; see `StepPolicy`. If None, the most accurate subnet in time is taken.
         allow_approximate: whether a subnet may continue on keys and values that another one wrote and that
             differ from its own. Without this, the subnets must agree exactly.
         max_sequences: the largest number of active sequences.
@@ -139,7 +133,6 @@ class Generator:
         table: StepTable,
         *,
         token_ms: float,
-        policy: Callable[[LatencyTable], Policy] | None = None,
         allow_approximate: bool = False,
         max_sequences: int = 16,
         max_queue: int = 1000,
@@ -156,7 +149,7 @@ class Generator:
         decoder = ElasticDecoder(supernet, self.subnets, allow_approximate)
         self.table = table
         self._scheduler = StepScheduler(
-            StepPolicy(table, token_ms, policy),
+            StepPolicy(table, token_ms),
             places=max_sequences,
             step_tokens=step_tokens,
             expired=expired,
@@ -190,7 +183,6 @@ class Generator:
         self.max_length = min(self._loop.longest, longest)
         self._lock = threading.Lock()  # of the scheduler
         self._news = threading.Event()
-        self._choosing_s = 0.0
         name = "subnetact-generator"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name=f"{name}-watchdog", daemon=True)
@@ -277,7 +269,6 @@ class Generator:
                 steps={i: count for i, count in enumerate(scheduler.steps) if count},
                 active=len(scheduler.requests),
                 slowdown=scheduler.policy.slowdown,
-                choosing_us=1e6 * self._choosing_s / max(sum(scheduler.steps), 1),
                 up=self._thread.is_alive() and scheduler.closed is None and not self._hangs(),
             )
 
@@ -349,10 +340,7 @@ class Generator:
 
     def _plan(self, fits: Fits) -> Step | None:
         with self._lock:
-            begun = time.perf_counter()
-            step = self._scheduler.next_step(self._now_ms(), fits)
-            self._choosing_s += time.perf_counter() - begun
-        return step
+            return self._scheduler.next_step(self._now_ms(), fits)
 
     def _pushed_out(self, request: StepRequest) -> None:
         with self._lock:

@@ -1,10 +1,10 @@
-"""simulate_generation: predicts what a policy does with a trace of prompts (no torch)."""
+"""simulate_generation: predicts which tokens of a trace of prompts come in time (no torch)."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -14,8 +14,6 @@ from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import Event, StepRequest, StepScheduler, TokenCame
 from subnetact.generation.step_table import StepTable
-from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
 
@@ -44,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SimulatedGeneration:
-    """What a policy did.
+    """What came of a trace.
 
     Attributes:
         tokens: how many tokens were asked for.
@@ -80,7 +78,6 @@ def simulate_generation(
     table: StepTable,
     *,
     token_ms: float,
-    policy: Callable[[LatencyTable], Policy] | None = None,
     max_sequences: int = 16,
     step_tokens: int = 512,
     expired: str = "drop",
@@ -93,7 +90,6 @@ def simulate_generation(
         prompts: the trace, in any order.
         table: the latencies of steps.
         token_ms: the usual time from one token to the next, in ms.
-        policy: as for `StepPolicy`.
         max_sequences: the largest number of active sequences.
         step_tokens: the largest number of tokens that one step computes.
         expired: `drop` or `serve`, as for `Generator`.
@@ -108,20 +104,21 @@ def simulate_generation(
         InvalidRequest: no subnet is as accurate as a request demands.
         TableError: the accuracy of a subnet is not known.
     """
-    chooser = StepPolicy(table, token_ms, policy)
+    chooser = StepPolicy(table, token_ms)
     scheduler = StepScheduler(chooser, places=max_sequences, step_tokens=step_tokens, expired=expired)
     trace = deque(sorted(map(_checked, prompts), key=lambda one: one.arrival_ms))
     asked = sum(one.answer for one in trace)
     in_time, accuracy, now = 0, 0.0, 0.0
-    first_ms: dict[StepRequest, float] = {}
+    first_ms: list[float] = []
     for now, event in replay(trace, scheduler):  # noqa: B007
         if isinstance(event, TokenCame):
-            first_ms.setdefault(event.request, event.request.first_ms)
+            if len(event.request.tokens) == 1:
+                first_ms.append(event.request.first_ms)
             if not event.late:
                 in_time += 1
                 accuracy += table.accuracy[event.subnet]
     dropped, steps = scheduler.counts["expired"], sum(scheduler.steps)
-    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms.values()))
+    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms))
 
 
 def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[float, Event]]:
@@ -135,10 +132,12 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
             request = StepRequest(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, owner=one)
             scheduler.submit(request, one.arrival_ms)
         scheduler.prepare(now)
-        yield from ((now, event) for event in scheduler.tick(now))
+        for event in scheduler.tick(now):
+            yield now, event
         if step := scheduler.next_step(now):
-            now += scheduler.policy.table.latency_ms(step.subnet, *step.size)
-            yield from ((now, event) for event in scheduler.step_done([0] * len(step.answered), now))
+            now += step.tabled_ms
+            for event in scheduler.step_done([0] * len(step.answered), now):
+                yield now, event
 
 
 def _checked(prompt: Prompt) -> Prompt:
