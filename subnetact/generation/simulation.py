@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ class SimulatedGeneration:
         accuracy_in_time: sum of the accuracies of the subnets that generated those, in percent.
         dropped: requests whose first token could not come in time.
         steps: how many steps were computed.
-        ended_ms: when the last step ended.
         first_ms: time from the arrival to the first token of every request that got one, in ms.
     """
 
@@ -59,7 +57,6 @@ class SimulatedGeneration:
     accuracy_in_time: float
     dropped: int
     steps: int
-    ended_ms: float
     first_ms: tuple[float, ...] = ()
 
     @property
@@ -82,17 +79,12 @@ def simulate_generation(
     step_tokens: int = 512,
     expired: str = "drop",
 ) -> SimulatedGeneration:
-    """Predict which tokens of a trace come in time, with the rules of `Generator`.
-
-    Every step takes exactly the time that the table says.
+    """Predict which tokens of a trace come in time, if every step takes exactly the time of the table.
 
     Args:
         prompts: the trace, in any order.
         table: the latencies of steps.
-        token_ms: the usual time from one token to the next, in ms.
-        max_sequences: the largest number of active sequences.
-        step_tokens: the largest number of tokens that one step computes.
-        expired: `drop` or `serve`, as for `Generator`.
+        token_ms, max_sequences, step_tokens, expired: as for `Generator`, whose rules hold.
 
     Returns:
         Counts of tokens and steps.
@@ -107,10 +99,9 @@ def simulate_generation(
     chooser = StepPolicy(table, token_ms)
     scheduler = StepScheduler(chooser, places=max_sequences, step_tokens=step_tokens, expired=expired)
     trace = deque(sorted(map(_checked, prompts), key=lambda one: one.arrival_ms))
-    asked = sum(one.answer for one in trace)
-    in_time, accuracy, now = 0, 0.0, 0.0
+    asked, in_time, accuracy = sum(one.answer for one in trace), 0, 0.0
     first_ms: list[float] = []
-    for now, event in replay(trace, scheduler):  # noqa: B007
+    for _, event in replay(trace, scheduler):
         if isinstance(event, TokenCame):
             if len(event.request.tokens) == 1:
                 first_ms.append(event.request.first_ms)
@@ -118,7 +109,7 @@ def simulate_generation(
                 in_time += 1
                 accuracy += table.accuracy[event.subnet]
     dropped, steps = scheduler.counts["expired"], sum(scheduler.steps)
-    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms))
+    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, tuple(first_ms))
 
 
 def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[float, Event]]:
@@ -149,9 +140,8 @@ def _checked(prompt: Prompt) -> Prompt:
                 f"give whole numbers from 1 to {MOST_TOKENS:,}"
             )
     for name, low, high in (("arrival_ms", -LATEST_MS, LATEST_MS), ("min_accuracy", 0.0, 100.0)):
-        value = getattr(prompt, name)
-        number: Any = value if isinstance(value, Real) else math.nan
-        if not low <= number <= high:
+        value: Any = getattr(prompt, name)
+        if not isinstance(value, Real) or not low <= value <= high:  # type: ignore[operator]
             raise TraceError(
                 f"a request has {name} {value!r:.40}; allowed are numbers from {low:g} to {high:g}"
             )

@@ -32,7 +32,6 @@ class StepPolicy:
         margin: share by which steps are assumed to be longer than expected.
 
     Attributes:
-        table: as given.
         slowdown: how long steps take, as a multiple of the table's latency.
         lifted: whether the floor made the last choice more accurate than it would have been without.
         tabled_ms: latency of the last step that was chosen, by the table.

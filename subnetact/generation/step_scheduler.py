@@ -58,9 +58,9 @@ class StepRequest:
 
     def generated(self, now_ms: float, finish: str) -> Generated:
         """Return the answer if it ends now."""
-        tokens, subnets, found = tuple(self.tokens), tuple(self.subnets), tuple(self.found)
+        lists = tuple(self.tokens), tuple(self.subnets)
         total_ms = now_ms - self.accepted_ms
-        return Generated(tokens, subnets, self.late, self.first_ms, total_ms, finish, found)
+        return Generated(*lists, self.late, self.first_ms, total_ms, finish, tuple(self.found))
 
 
 @dataclass(slots=True)
@@ -236,10 +236,10 @@ class StepScheduler:
                 continue
             if not request.tokens:
                 request.first_ms = now_ms - request.accepted_ms
+            if found is not None:
+                request.found.append(found)  # first, as clients on other threads read it behind the token
             request.tokens.append(token)
             request.subnets.append(step.subnet)
-            if found is not None:
-                request.found.append(found)
             late, count = now_ms > request.due_ms, len(request.tokens)
             request.late += late
             self.counts["tokens"] += 1
@@ -271,7 +271,12 @@ class StepScheduler:
             overdue += [one for one in active if one not in in_step]
         else:
             return []
-        return [self._end(one, _too_late(one), "expired") for one in overdue]
+        ended: list[Event] = []
+        for one in overdue:
+            token, due_ms = len(one.tokens) + 1, one.due_ms - one.accepted_ms
+            error = DeadlinePassed(f"token {token} was due after {due_ms:.0f} ms, and did not come")
+            ended.append(self._end(one, error, "expired"))
+        return ended
 
     def hangs(self, now_ms: float) -> bool:
         """Return whether what runs takes too long."""
@@ -280,8 +285,7 @@ class StepScheduler:
     def close(self, reason: str = "", error: RequestError | None = None) -> list[Event]:
         """Accept no further request, and end those under way if there is an error for them."""
         self.closed = self.closed or reason
-        ended = list(self.requests.values()) if error is not None else []
-        return [self._end(request, error, "failed") for request in ended if error is not None]
+        return [self._end(one, error, "failed") for one in list(self.requests.values()) if error is not None]
 
     def _choose(self, step: Step) -> None:
         """Choose the subnet for the most demanding request of the step and the most urgent one."""
@@ -313,8 +317,3 @@ class StepScheduler:
         if self._active.pop(request.number, None) is None:
             del self._waiting[bisect_left(self._waiting, (request.due_ms, request.number))]
         return RequestEnded(request, outcome)
-
-
-def _too_late(request: StepRequest) -> DeadlinePassed:
-    due_ms, tokens = request.due_ms - request.accepted_ms, len(request.tokens)
-    return DeadlinePassed(f"token {tokens + 1} was due after {due_ms:.0f} ms, and did not come")

@@ -25,6 +25,7 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.generation import Completion, Generator, StepTable, TokenDeadlines, profile_steps
+from subnetact.generation.step_scheduler import StepRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -497,13 +498,16 @@ def test_a_deadline_for_the_whole_answer_is_spread_over_its_tokens() -> None:
 
 
 def test_listeners_hear_of_every_token_and_of_the_end() -> None:
-    completion, heard = Completion(lambda: None), []
+    request = StepRequest([1], 9, TokenDeadlines(1.0, 1.0))
+    completion, heard = Completion(request, lambda: None), []
     completion.listen(lambda: heard.append(len(completion.tokens())))
-    completion._add(3)
-    completion._add(4)
+    for token in (3, 4):
+        request.tokens.append(token)
+        completion._tell()
     with pytest.raises(TimeoutError):
         completion.result(0.0)
-    completion._end(BatcherClosed("closed"))
+    completion._tell(BatcherClosed("closed"))
+    completion._tell()
     assert heard == [1, 2, 2]
     assert completion.tokens(1) == (4,)
     with pytest.raises(BatcherClosed):
@@ -513,7 +517,8 @@ def test_listeners_hear_of_every_token_and_of_the_end() -> None:
 
 
 def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
-    completion, heard = Completion(lambda: None), []
+    request = StepRequest([1], 9, TokenDeadlines(1.0, 1.0))
+    completion, heard = Completion(request, lambda: None), []
 
     def broken() -> None:
         heard.append(len(completion.tokens()))
@@ -521,7 +526,7 @@ def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
 
     completion.listen(broken)
     completion.listen(lambda: heard.append(-1))
-    completion._add(3)
-    completion._add(4)
+    for token in (3, 4):
+        request.tokens.append(token)
+        completion._tell()
     assert heard == [1, -1, -1]
-    assert completion.tokens() == (3, 4)
