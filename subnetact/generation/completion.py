@@ -6,13 +6,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from subnetact.errors import RequestError
 from subnetact.serving.scheduling.checks import check_positive
-
-if TYPE_CHECKING:
-    from subnetact.generation.step_scheduler import StepRequest
 
 __all__ = ["Completion", "Generated", "TokenDeadlines", "TokenLogprobs"]
 
@@ -95,15 +92,15 @@ class Completion:
     Every completion ends exactly once: with a `Generated`, or with a typed error.
     """
 
-    def __init__(self, request: StepRequest, cancel: Callable[[], None]) -> None:
-        self._request, self._cancel = request, cancel
+    def __init__(self, tokens: list[int], logprobs: list[TokenLogprobs], cancel: Callable[[], None]) -> None:
+        self._tokens, self._logprobs, self._cancel = tokens, logprobs, cancel  # the lists grow
         self._changed = threading.Condition()
         self._outcome: Generated | RequestError | None = None
         self._listeners: list[Callable[[], Any]] = []
 
     def __iter__(self) -> Iterator[int]:
         """Yield the tokens as they come; a request that fails raises its RequestError behind them."""
-        position, made = 0, self._request.tokens
+        position, made = 0, self._tokens
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: position < len(made) or self._outcome is not None)  # noqa: B023
@@ -122,11 +119,11 @@ class Completion:
 
     def tokens(self, first: int = 0) -> Sequence[int]:
         """Return the tokens so far, from a position on."""
-        return tuple(self._request.tokens[first:])
+        return tuple(self._tokens[first:])
 
     def logprobs(self, first: int = 0) -> Sequence[TokenLogprobs]:
         """Return the log-probabilities of the tokens so far, from a position on, if they were asked for."""
-        return tuple(self._request.found[first:])
+        return tuple(self._logprobs[first:])
 
     def result(self, timeout_s: float | None = None) -> Generated:
         """Wait for the end of the request, for so many seconds or without limit, and return the answer.
@@ -155,7 +152,7 @@ class Completion:
         """
         with self._changed:
             self._listeners = [*self._listeners, listener]
-        if self._request.tokens or self._outcome is not None:
+        if self._tokens or self._outcome is not None:
             listener()
 
     def _tell(self, outcome: Generated | RequestError | None = None) -> None:

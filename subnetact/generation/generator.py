@@ -242,7 +242,7 @@ class Generator:
             _sampling(temperature, top_k, top_p, self._vocabulary),
         )
         cancel = lambda: self._do(self._scheduler.cancel, request, self._now_ms())  # noqa: E731
-        completion = request.owner = Completion(request, cancel)
+        completion = request.owner = Completion(request.tokens, request.found, cancel)
         with self._lock:
             self._scheduler.submit(request, self._now_ms())
         self._news.set()

@@ -25,7 +25,6 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.generation import Completion, Generator, StepTable, TokenDeadlines, profile_steps
-from subnetact.generation.step_scheduler import StepRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -498,11 +497,11 @@ def test_a_deadline_for_the_whole_answer_is_spread_over_its_tokens() -> None:
 
 
 def test_listeners_hear_of_every_token_and_of_the_end() -> None:
-    request = StepRequest([1], 9, TokenDeadlines(1.0, 1.0))
-    completion, heard = Completion(request, lambda: None), []
+    tokens, heard = list[int](), list[int]()
+    completion = Completion(tokens, [], lambda: None)
     completion.listen(lambda: heard.append(len(completion.tokens())))
     for token in (3, 4):
-        request.tokens.append(token)
+        tokens.append(token)
         completion._tell()
     with pytest.raises(TimeoutError):
         completion.result(0.0)
@@ -517,8 +516,8 @@ def test_listeners_hear_of_every_token_and_of_the_end() -> None:
 
 
 def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
-    request = StepRequest([1], 9, TokenDeadlines(1.0, 1.0))
-    completion, heard = Completion(request, lambda: None), []
+    tokens, heard = list[int](), list[int]()
+    completion = Completion(tokens, [], lambda: None)
 
     def broken() -> None:
         heard.append(len(completion.tokens()))
@@ -527,6 +526,6 @@ def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
     completion.listen(broken)
     completion.listen(lambda: heard.append(-1))
     for token in (3, 4):
-        request.tokens.append(token)
+        tokens.append(token)
         completion._tell()
     assert heard == [1, -1, -1]
