@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from subnetact import HullFit, LatencyTable, SlackFit, SubnetSpec, Supernet, insert_
+from subnetact import LatencyTable, SubnetSpec, Supernet, insert_
 from subnetact.device import machine
 from subnetact.errors import DeadlinePassed
 from subnetact.generation import (
@@ -40,7 +40,7 @@ from subnetact.generation import (
     profile_steps,
     simulate_generation,
 )
-from subnetact.serving import Fixed, Policy
+from subnetact.generation.step_scheduler import StepRequest, StepScheduler
 
 ACCURACY = (60.0, 66.0, 70.0)
 SHARES = (0.25, 0.5, 1.0)
@@ -205,7 +205,6 @@ def compare(supernet: Supernet, specs: list[SubnetSpec], seeds: int, seconds: fl
                         "dropped": predicted.dropped,
                     },
                     "slowdown": stats.slowdown,
-                    "choosing_us": stats.choosing_us,
                 }
             )
     return {
@@ -241,13 +240,7 @@ def computing(seeds: int, seconds: float) -> dict[str, Any]:
 
 
 def choosing(seeds: int, seconds: float) -> dict[str, Any]:  # noqa: ARG001
-    """Measure the choice of a subnet, with and without a policy that limits the accuracy."""
-    policies: dict[str, Callable[[LatencyTable], Policy] | None] = {
-        "deadlines only": None,
-        "SlackFit": lambda table: SlackFit(table, 100.0),
-        "HullFit": lambda table: HullFit(table, 100.0),
-        "Fixed": lambda table: Fixed(table, 0),
-    }
+    """Measure the choice of a subnet."""
     rows = []
     for subnets in (3, 10, 30):
         keys = [str(i) for i in range(subnets)]
@@ -257,51 +250,40 @@ def choosing(seeds: int, seconds: float) -> dict[str, Any]:  # noqa: ARG001
         prompt = [[(5 + i) * (1 + 0.02 * n) for n in tokens] for i in range(subnets)]
         decode = LatencyTable(keys, accuracy, sizes, step)
         table = StepTable({64: decode, 256: decode.scaled(1.3)}, LatencyTable(keys, accuracy, tokens, prompt))
-        for name, policy in policies.items():
-            for sequences in (1, 16):
-                chooser, rng = StepPolicy(table, 100.0, policy), random.Random(0)
-                cases = [[rng.uniform(0.0, 80.0) for _ in range(sequences)] for _ in range(300)]
-                taken = []
-                for due in cases:
-                    begun = time.perf_counter()
-                    chooser.choose(0.0, due, sequences=sequences, context=100.0, prompt_tokens=8)
-                    taken.append(1e6 * (time.perf_counter() - begun))
-                rows.append(
-                    {
-                        "policy": name,
-                        "subnets": subnets,
-                        "sequences": sequences,
-                        "median_us": statistics.median(taken),
-                        "p99_us": statistics.quantiles(taken, n=100)[-1],
-                    }
-                )
-    return {"rows": rows, "waiting": waiting()}
+        for sequences in (1, 16):
+            chooser, rng, taken = StepPolicy(table, 100.0), random.Random(0), []
+            for slack in [rng.uniform(0.0, 80.0) for _ in range(300)]:
+                begun = time.perf_counter()
+                chooser.choose(slack, sequences=sequences, context=100.0, prompt_tokens=8)
+                taken.append(1e6 * (time.perf_counter() - begun))
+            rows.append(
+                {
+                    "subnets": subnets,
+                    "sequences": sequences,
+                    "median_us": statistics.median(taken),
+                    "p99_us": statistics.quantiles(taken, n=100)[-1],
+                }
+            )
+    return {"rows": rows, "waiting": waiting(table)}
 
 
-def waiting() -> list[dict[str, Any]]:
-    """Measure the choice inside of a generator that has more requests than places."""
-    supernet, specs = llama(16, 1)
-    table = profile_steps(supernet, specs, sequences=(1, 16), contexts=(64,), prompt_tokens=(16,), rounds=1)
+def waiting(table: StepTable) -> list[dict[str, Any]]:
+    """Measure a scheduler that has more requests than its 16 places: beginning a step, and its end."""
     found = []
     for number in (16, 100, 1000):
-        with Generator(
-            supernet,
-            specs,
-            table.with_accuracy(ACCURACY),
-            token_ms=100.0,
-            allow_approximate=True,
-            max_sequences=16,
-        ) as generator:
-            for _ in range(number):
-                generator.submit([1, 2, 3], max_new_tokens=500, first_ms=60_000.0)
-            before = generator.stats()
-            time.sleep(0.5)
-            after = generator.stats()
-            counts = [sum(stats.steps.values()) for stats in (before, after)]
-            spent = after.choosing_us * counts[1] - before.choosing_us * counts[0]
-            us = spent / (counts[1] - counts[0])
-            found.append({"requests": number, "under_way": after.active, "choosing_us": us})
-            generator.close(wait=False)
+        scheduler = StepScheduler(StepPolicy(table, 100.0), places=16, step_tokens=512)
+        for _ in range(number):
+            scheduler.submit(StepRequest([1, 2, 3], 500, TokenDeadlines(60_000.0, 100.0)), 0.0)
+        times = []
+        for now in range(400):
+            begun = time.perf_counter()
+            step = scheduler.next_step(float(now))
+            chosen = time.perf_counter()
+            assert step is not None
+            scheduler.step_done([0] * len(step.answered), now + 0.5)
+            times.append((1e6 * (chosen - begun), 1e6 * (time.perf_counter() - chosen)))
+        begin_us, end_us = (statistics.median(column) for column in zip(*times, strict=True))
+        found.append({"requests": number, "begin_us": begin_us, "end_us": end_us})
     return found
 
 

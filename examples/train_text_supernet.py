@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from subnetact.device import machine
 from subnetact.generation import text
+from subnetact.insertion.key_value_cache import switch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 from subnetact.training import sandwich_step
@@ -57,6 +58,42 @@ def next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def tokens(texts: list[str]) -> torch.Tensor:
+    """Return the tokens of texts in a row, each behind an end-of-text token, of shape (tokens,)."""
+    found: list[int] = []
+    for encoding in text.text_tokenizer().encode_batch(texts):
+        found.append(text.end_of_text())
+        found.extend(encoding.ids)
+    return torch.tensor(found)
+
+
+@torch.inference_mode()
+def next_token_quality(
+    supernet: Supernet, spec: SubnetSpec, stream: torch.Tensor, written_by: SubnetSpec | None = None
+) -> tuple[float, float]:
+    """Return the mean loss of a subnet in nats per token, and the percentage of next tokens predicted right.
+
+    The tokens are cut into pieces of half the model's context. If `written_by` computes the keys and values
+    of the first half of every piece, the subnet continues on them, and only the second half is predicted.
+    """
+    length = text.CONTEXT // 2
+    pieces = stream[: len(stream) // (length + 1) * (length + 1)].view(-1, length + 1)
+    first = 0 if written_by is None else length // 2
+    loss, right, seen = 0.0, 0, 0
+    for piece in torch.split(pieces, 8):
+        given, wanted = piece[:, first:-1], piece[:, first + 1 :]
+        if written_by is None:
+            logits = supernet.subnet(spec)(given, use_cache=False).logits
+        else:
+            cache = supernet.subnet(written_by)(piece[:, :first], use_cache=True).past_key_values
+            view = switch(supernet, cache, spec, allow_approximate=True)
+            logits = view(given, past_key_values=cache, use_cache=True).logits
+        loss += float(F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
+        right += int((logits.argmax(-1) == wanted).sum())
+        seen += wanted.numel()
+    return loss / seen, 100 * right / seen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=DATA / text.WEIGHTS)
@@ -72,7 +109,7 @@ def main() -> None:
     training = text.read_text(held_out=False)
     if not (DATA / text.TOKENIZER).exists():
         train_tokenizer(training, DATA / text.TOKENIZER)
-    stream, unseen = text.tokens(training), text.tokens(text.read_text(held_out=True))
+    stream, unseen = tokens(training), tokens(text.read_text(held_out=True))
     print(f"{len(stream)} tokens of training, {len(unseen)} held out")
     supernet = text.new_text_supernet()
     optimizer = torch.optim.AdamW(supernet.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.1)
@@ -126,12 +163,11 @@ def main() -> None:
         for width in text.FFN
     ]
     for spec in tqdm(uniform, desc="held-out loss"):
-        loss, right = text.next_token_quality(supernet, spec, unseen)
+        loss, right = next_token_quality(supernet, spec, unseen)
         figures.append({"subnet": str(spec), "loss": round(loss, 4), "right_percent": round(right, 3)})
     sample = unseen[:SAMPLE]
     quick = {
-        str(spec): round(text.next_token_quality(supernet, spec, sample)[0], 4)
-        for spec in (largest, smallest)
+        str(spec): round(next_token_quality(supernet, spec, sample)[0], 4) for spec in (largest, smallest)
     }
     facts: dict[str, Any] = {
         "seed": args.seed,

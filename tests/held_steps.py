@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from subnetact.generation import Generator
+from subnetact.generation import Generator, StepPolicy
 
 
 class Clock:
@@ -41,3 +42,13 @@ class Gate:
         """Wait until a number of steps have begun."""
         with self.changed:
             assert self.changed.wait_for(lambda: self.entered >= steps, 60)
+
+
+def steer(policy: StepPolicy, choose: Callable[[], int]) -> None:
+    """Let a function choose the subnet of every step."""
+
+    def chosen(slack_ms: float, **facts: Any) -> int:
+        policy.lifted, policy.tabled_ms = False, 1.0
+        return choose()
+
+    policy.choose = chosen  # type: ignore[method-assign, assignment]

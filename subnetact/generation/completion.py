@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from subnetact.errors import InvalidRequest, RequestError
+from subnetact.errors import RequestError
 from subnetact.serving.scheduling.checks import check_positive
 
 __all__ = ["Completion", "Generated", "TokenDeadlines", "TokenLogprobs"]
@@ -47,11 +47,11 @@ class TokenDeadlines:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of one position of an answer, before temperature, `top_k` and `top_p` change them.
+    """Log-probabilities at one position of an answer, before temperature, `top_k` and `top_p` change them.
 
     Attributes:
         own: of the generated token.
-        likely: of the most likely tokens (token, log-probability), the likeliest first.
+        likely: the most likely tokens with theirs, the likeliest first.
     """
 
     own: float
@@ -68,8 +68,7 @@ class Generated:
         late: how many tokens came after they were due.
         first_ms: time from the submission to the first token, in ms; 0 if there is none.
         total_ms: time from the submission to the end, in ms.
-        finish: "stop" (a stop token came), "length" (the largest number of tokens was reached) or
-            "cancelled".
+        finish: "stop" (by a stop token), "length" (by the largest number of tokens) or "cancelled".
         logprobs: log-probabilities of each token, if the request asked for them.
     """
 
@@ -93,26 +92,22 @@ class Completion:
     Every completion ends exactly once: with a `Generated`, or with a typed error.
     """
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        """Make the completion of a request that `cancel` stops."""
-        self._cancel = cancel
+    def __init__(self, tokens: list[int], logprobs: list[TokenLogprobs], cancel: Callable[[], None]) -> None:
+        self._tokens, self._logprobs, self._cancel = tokens, logprobs, cancel  # the lists grow
         self._changed = threading.Condition()
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
         self._outcome: Generated | RequestError | None = None
         self._listeners: list[Callable[[], Any]] = []
 
     def __iter__(self) -> Iterator[int]:
         """Yield the tokens as they come; a request that fails raises its RequestError behind them."""
-        position = 0
+        position, made = 0, self._tokens
         while True:
             with self._changed:
-                while position >= len(self._tokens) and self._outcome is None:
-                    self._changed.wait()
-                tokens, outcome = self._tokens[position:], self._outcome
+                self._changed.wait_for(lambda: position < len(made) or self._outcome is not None)  # noqa: B023
+            outcome, tokens = self._outcome, made[position:]
             yield from tokens
             position += len(tokens)
-            if outcome is not None and position >= len(self._tokens):
+            if outcome is not None:
                 if isinstance(outcome, RequestError):
                     raise outcome
                 return
@@ -124,13 +119,11 @@ class Completion:
 
     def tokens(self, first: int = 0) -> Sequence[int]:
         """Return the tokens so far, from a position on."""
-        with self._changed:
-            return tuple(self._tokens[first:])
+        return tuple(self._tokens[first:])
 
     def logprobs(self, first: int = 0) -> Sequence[TokenLogprobs]:
         """Return the log-probabilities of the tokens so far, from a position on, if they were asked for."""
-        with self._changed:
-            return tuple(self._logprobs[first:])
+        return tuple(self._logprobs[first:])
 
     def result(self, timeout_s: float | None = None) -> Generated:
         """Wait for the end of the request, for so many seconds or without limit, and return the answer.
@@ -140,13 +133,12 @@ class Completion:
             TimeoutError: the request has not ended yet.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._outcome is not None, timeout_s):
-                raise TimeoutError(f"no end after {timeout_s} s; wait longer, or cancel the request")
-            outcome = self._outcome
-        if isinstance(outcome, RequestError):
-            raise outcome
-        assert outcome is not None
-        return outcome
+            self._changed.wait_for(lambda: self._outcome is not None, timeout_s)
+        if self._outcome is None:
+            raise TimeoutError(f"no end after {timeout_s} s; wait longer, or cancel the request")
+        if isinstance(self._outcome, RequestError):
+            raise self._outcome
+        return self._outcome
 
     def cancel(self) -> None:
         """Stop the request. Its result has the tokens so far; nothing happens if it has ended."""
@@ -160,51 +152,19 @@ class Completion:
         """
         with self._changed:
             self._listeners = [*self._listeners, listener]
-            something = bool(self._tokens) or self._outcome is not None
-        if something:
+        if self._tokens or self._outcome is not None:
             listener()
 
-    def _add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
+    def _tell(self, outcome: Generated | RequestError | None = None) -> None:
+        """Tell clients of a new token or of the end; nothing is told behind the end."""
         with self._changed:
-            if self._outcome is not None:  # cancelled since this token came, which is in its answer
+            if self._outcome is not None:
                 return
-            self._tokens.append(token)
-            if logprobs is not None:
-                self._logprobs.append(logprobs)
-            self._changed.notify_all()
-        self._tell()
-
-    def _end(self, outcome: Generated | RequestError) -> None:
-        with self._changed:
-            if isinstance(outcome, Generated):
-                self._tokens, self._logprobs = list(outcome.tokens), list(outcome.logprobs)
             self._outcome = outcome
             self._changed.notify_all()
-        self._tell()
-
-    def _tell(self) -> None:
         for listener in self._listeners:
             try:
                 listener()
             except Exception:
                 logger.exception("a listener of a completion raised, and hears no more; the answer goes on")
                 self._listeners = [one for one in self._listeners if one is not listener]
-
-
-def check_prompt(prompt: Any, vocabulary: int) -> list[int]:
-    """Return the tokens of a prompt as a list, or raise InvalidRequest if the model cannot know one."""
-    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-        raise InvalidRequest(
-            f"prompt: expected a list of token ids, got {type(prompt).__name__}; encode text with a tokenizer"
-        )
-    if not given:
-        raise InvalidRequest(
-            "prompt: it is empty; give at least one token, such as the one that begins texts"
-        )
-    for position, token in enumerate(given):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-            raise InvalidRequest(
-                f"prompt: token {position} is {token!r}; the model knows the tokens 0 to {vocabulary - 1}"
-            )
-    return list(given)

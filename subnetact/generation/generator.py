@@ -8,25 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from subnetact.errors import (
-    BatcherClosed,
-    BatchFailed,
-    CacheMismatch,
-    InvalidRequest,
-    PolicyError,
-    ProfileMismatch,
-)
-from subnetact.generation.completion import Completion, TokenDeadlines, check_prompt
+from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
+from subnetact.generation.completion import Completion, TokenDeadlines
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import Event, Fits, Step, StepRequest, StepScheduler, TokenCame
 from subnetact.generation.step_table import StepTable
-from subnetact.insertion.key_value_cache import cache_relation
-from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.interpreter_exit import computing
 from subnetact.serving.scheduling.checks import check_count, check_deadline
-from subnetact.serving.scheduling.context import Policy
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -55,12 +46,11 @@ class GeneratorStats:
         failed: requests whose step raised.
         tokens: generated tokens.
         late: tokens that came after they were due.
-        lifted: steps of sequences with different minimum accuracies that ran a more accurate subnet than the
-            deadlines alone chose, because one of the sequences demands it.
+        lifted: steps with a more accurate subnet than the deadlines alone chose, because one sequence demands
+            it and others do not.
         steps: id of a subnet -> how many steps it ran.
         active: requests under way.
         slowdown: how long steps take, as a multiple of the table's latency.
-        choosing_us: mean time of deciding what a step computes and with which subnet, in microseconds.
         up: whether steps are computed: the generator's thread lives, and no step hangs.
     """
 
@@ -75,7 +65,6 @@ class GeneratorStats:
     steps: dict[int, int]
     active: int
     slowdown: float
-    choosing_us: float
     up: bool
 
 
@@ -84,11 +73,10 @@ class Generator:
 
     All active sequences share a step, and a step runs one subnet. The next step may run another one: the keys
     and values that earlier subnets wrote stay in use. The subnet of a step satisfies the most demanding of
-    its sequences: a step of its own for each minimum accuracy would read the weights once more for all.
-    `GeneratorStats.lifted` counts these steps. Batching, paging and sampling are those of the continuous
-    batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with a typed
-    error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue. Use a
-    generator as a context manager.
+    its sequences; `GeneratorStats.lifted` counts when this costs the others time. Batching, paging and
+    sampling are transformers' own. Every accepted request ends exactly once: with a `Generated`, or with a
+    typed error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue.
+    Use a generator as a context manager.
 
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
@@ -96,8 +84,6 @@ class Generator:
             continue on each other's key-value cache (`cache_relation`).
         table: the latencies of steps, measured with `profile_steps`, with the accuracy of every subnet.
         token_ms: the usual time from one token to the next, in ms.
-        policy: makes a policy from the table of a context bucket, which may ask for less accuracy than the
-            deadlines permit; see `StepPolicy`. If None, the most accurate subnet in time is taken.
         allow_approximate: whether a subnet may continue on keys and values that another one wrote and that
             differ from its own. Without this, the subnets must agree exactly.
         max_sequences: the largest number of active sequences.
@@ -108,14 +94,12 @@ class Generator:
         expired: what becomes of a request whose first token cannot come in time any more: `drop` (it ends
             with `DeadlinePassed`) or `serve`.
         seed: seed of the sampling. If None, a random one.
-        watchdog_ms: time after which a step is taken to hang, in ms; inf turns the watchdog off. If None, 20
-            times the expected latency, but at least 10 s, and at least 30 s if a subnet runs for the first
-            time.
+        watchdog_ms: time after which a step is taken to hang, in ms; inf: never. If None, 20 times the
+            expected latency, but at least 10 s, and at least 30 s if a subnet runs for the first time.
         clock_ms: returns the time in ms. If None, the monotonic clock of the process.
 
     Attributes:
-        table: as given.
-        subnets: as given.
+        table, subnets: as given.
         max_length: the largest number of tokens of a prompt and its answer.
 
     Raises:
@@ -139,7 +123,6 @@ class Generator:
         table: StepTable,
         *,
         token_ms: float,
-        policy: Callable[[LatencyTable], Policy] | None = None,
         allow_approximate: bool = False,
         max_sequences: int = 16,
         max_queue: int = 1000,
@@ -156,7 +139,7 @@ class Generator:
         decoder = ElasticDecoder(supernet, self.subnets, allow_approximate)
         self.table = table
         self._scheduler = StepScheduler(
-            StepPolicy(table, token_ms, policy),
+            StepPolicy(table, token_ms),
             places=max_sequences,
             step_tokens=step_tokens,
             expired=expired,
@@ -165,7 +148,6 @@ class Generator:
         )
         if tuple(map(str, self.subnets)) != table.subnets:
             raise ProfileMismatch("table: it is of other subnets; measure one of these with profile_steps")
-        _check_caches(supernet, self.subnets, allow_approximate)
         if clock_ms is not None and not callable(clock_ms):
             raise PolicyError(f"clock_ms: {clock_ms!r} is no function; give one that returns the time in ms")
         self._now_ms = clock_ms or (lambda: time.perf_counter_ns() / 1e6)
@@ -174,7 +156,7 @@ class Generator:
         self._loop = StepLoop(
             decoder,
             plan=self._plan,
-            pushed_out=self._pushed_out,
+            pushed_out=partial(self._do, self._scheduler.push_out),
             sequences=max_sequences,
             cache_tokens=check_count(cache_tokens, "cache_tokens"),
             step_tokens=step_tokens,
@@ -190,7 +172,6 @@ class Generator:
         self.max_length = min(self._loop.longest, longest)
         self._lock = threading.Lock()  # of the scheduler
         self._news = threading.Event()
-        self._choosing_s = 0.0
         name = "subnetact-generator"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name=f"{name}-watchdog", daemon=True)
@@ -223,26 +204,25 @@ class Generator:
             token_ms: time from one token to the next, in ms. If None, the generator's.
             deadline_ms: time to the last token, in ms; instead of `first_ms` and `token_ms`.
             stop: tokens that end the answer.
-            temperature: divides the logits before a token is drawn. If it is less than 1e-6, or if it is
-                None and `top_k` and `top_p` are None, the most likely token is taken. If only the temperature
-                is None, it is 1.0.
+            temperature: divides the logits before a token is drawn. If it is less than 1e-6, or if it,
+                `top_k` and `top_p` are None, the most likely token is taken. Otherwise, None is 1.0.
             top_k: a token is drawn from this number of most likely ones. If None, from all.
             top_p: a token is drawn from the most likely ones that together have this probability.
             min_accuracy: minimum accuracy of the subnets that generate this answer, in percent.
-            logprobs: tell the log-probability of every generated token, and those of this number of most
-                likely tokens, from 0 to 20. If None, none are told.
+            logprobs: tell the log-probability of every generated token, and of this number of the most likely
+                ones, from 0 to 20. If None, none are told.
 
         Returns:
             The completion: iterate over it, or wait for its result.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long, or has unknown tokens, a time is not finite or not
-                above 0, or another argument is out of its range.
+            InvalidRequest: the prompt is empty, too long, or has unknown tokens, or an argument is out of
+                range.
             QueueFull: too many requests are under way.
             BatcherClosed: the generator is closed.
         """
-        tokens = check_prompt(prompt, self._vocabulary)
-        count = _whole(max_new_tokens, "max_new_tokens", 1)
+        tokens = _prompt(prompt, self._vocabulary)
+        count = _checked(max_new_tokens, "max_new_tokens", 1)
         if len(tokens) + count > self.max_length:
             raise InvalidRequest(
                 f"prompt: {len(tokens)} tokens and an answer of {count} are more than {self.max_length}, "
@@ -250,19 +230,19 @@ class Generator:
             )
         if not isinstance(stop, Iterable):
             raise InvalidRequest(f"stop: {stop!r} is no list of tokens; give [] for none")
-        if logprobs is not None and _whole(logprobs, "logprobs", 0) > MOST_LOGPROBS:
-            raise InvalidRequest(f"logprobs: {logprobs} must be a whole number from 0 to {MOST_LOGPROBS}")
-        completion = Completion(lambda: self._do(self._scheduler.cancel, request, self._now_ms()))
+        if logprobs is not None:
+            _checked(logprobs, "logprobs", 0, MOST_LOGPROBS)
         request = StepRequest(
             tokens,
             count,
-            self._deadlines(first_ms, token_ms, deadline_ms, count),
-            _number(min_accuracy, "min_accuracy", 0.0, 100.0),
-            frozenset(_whole(token, "stop", 0) for token in stop),
+            _deadlines(first_ms, token_ms, deadline_ms, count, self._scheduler.policy.token_ms),
+            float(_checked(min_accuracy, "min_accuracy", 0.0, 100.0, whole=False)),
+            frozenset(_checked(token, "stop", 0) for token in stop),
             logprobs,
             _sampling(temperature, top_k, top_p, self._vocabulary),
-            completion,
         )
+        cancel = lambda: self._do(self._scheduler.cancel, request, self._now_ms())  # noqa: E731
+        completion = request.owner = Completion(request.tokens, request.found, cancel)
         with self._lock:
             self._scheduler.submit(request, self._now_ms())
         self._news.set()
@@ -270,23 +250,20 @@ class Generator:
 
     def stats(self) -> GeneratorStats:
         """Return the counts so far."""
+        scheduler, now_ms = self._scheduler, self._now_ms()
         with self._lock:
-            scheduler = self._scheduler
             return GeneratorStats(
                 **scheduler.counts,
                 steps={i: count for i, count in enumerate(scheduler.steps) if count},
                 active=len(scheduler.requests),
                 slowdown=scheduler.policy.slowdown,
-                choosing_us=1e6 * self._choosing_s / max(sum(scheduler.steps), 1),
-                up=self._thread.is_alive() and scheduler.closed is None and not self._hangs(),
+                up=self._thread.is_alive() and scheduler.closed is None and not scheduler.hangs(now_ms),
             )
 
     def close(self, wait: bool = True) -> None:
-        """Refuse further requests, and end. A step that hangs is not waited for; its thread ends with it.
+        """Refuse further requests, and end; requests under way are finished, or without `wait` not.
 
-        Args:
-            wait: whether to finish the requests under way. If False, or if a step hangs, they end with
-                `BatcherClosed`.
+        Those that are not end with `BatcherClosed`, and so do all if a step hangs; its thread ends with it.
         """
         error = BatcherClosed("the generator was closed before the answer was complete")
         self._do(self._scheduler.close, "", None if wait else error)
@@ -294,7 +271,7 @@ class Generator:
         if threading.current_thread() in (self._thread, self._watchdog):
             return
         while self._thread.is_alive():
-            if self._hangs():
+            if self._scheduler.hangs(self._now_ms()):
                 self._do(self._scheduler.close, "", error)
                 return
             self._thread.join(TICK_S)
@@ -334,32 +311,19 @@ class Generator:
             with computing():
                 made = self._loop.step()
         except Exception as error:
-            with self._lock:
-                if self._scheduler.step is None:
-                    raise
-                events = self._scheduler.failed(error, self._now_ms())
-            logger.warning("a step failed, and with it %d requests: %s", len(events), error)
+            if self._scheduler.step is None:
+                raise
+            logger.warning("a step failed, and with it its requests: %s", error)
+            self._do(self._scheduler.failed, error, self._now_ms())
         else:
             if made is None:
                 return False
-            with self._lock:
-                events = self._scheduler.step_done(made[0], self._now_ms(), made[1])
-        _tell(events)
+            self._do(self._scheduler.step_done, made[0], self._now_ms(), made[1])
         return True
 
     def _plan(self, fits: Fits) -> Step | None:
         with self._lock:
-            begun = time.perf_counter()
-            step = self._scheduler.next_step(self._now_ms(), fits)
-            self._choosing_s += time.perf_counter() - begun
-        return step
-
-    def _pushed_out(self, request: StepRequest) -> None:
-        with self._lock:
-            self._scheduler.push_out(request)
-
-    def _hangs(self) -> bool:
-        return self._scheduler.hangs(self._now_ms())
+            return self._scheduler.next_step(self._now_ms(), fits)
 
     def _watch(self) -> None:
         """Look for a step that hangs, on a thread that computes nothing and runs no callbacks."""
@@ -370,70 +334,69 @@ class Generator:
                 threading.Thread(target=_tell, args=(events,), daemon=True).start()
             self._thread.join(TICK_S)
 
-    def _do(self, act: Callable[..., list[Event]], *given: Any) -> None:
+    def _do(self, act: Callable[..., Iterable[Event] | None], *given: Any) -> None:
         """Let the scheduler do something, and tell clients what follows."""
         with self._lock:
-            events = act(*given)
+            events = act(*given) or ()
         _tell(events)
-
-    def _deadlines(
-        self, first_ms: float | None, token_ms: float | None, deadline_ms: float | None, tokens: int
-    ) -> TokenDeadlines:
-        given = {"first_ms": first_ms, "token_ms": token_ms, "deadline_ms": deadline_ms}
-        times = {name: check_deadline(ms, name) for name, ms in given.items() if ms is not None}
-        if "deadline_ms" in times:
-            if len(times) > 1:
-                raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")
-            return TokenDeadlines.total(times["deadline_ms"], tokens)
-        each = times.get("token_ms", self._scheduler.policy.token_ms)
-        return TokenDeadlines(times.get("first_ms", 10.0 * each), each)
 
 
 def _tell(events: Iterable[Event]) -> None:
     """Tell clients what has happened. Their callbacks run here, so nobody may wait for this."""
     for event in events:
         completion: Completion = event.request.owner
-        if isinstance(event, TokenCame):
-            completion._add(event.token, event.logprobs)
-        else:
-            completion._end(event.outcome)
+        completion._tell(None if isinstance(event, TokenCame) else event.outcome)
 
 
-def _check_caches(supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool) -> None:
-    first = subnets[0]
-    ways = {"incompatible": "generate with subnets that keep the same layers and heads"}
-    if not allow_approximate:
-        ways["approximate"] = "accept this with allow_approximate=True"
-    for other in subnets[1:]:
-        relation = cache_relation(supernet, first, other)
-        if way := ways.get(relation):
-            raise CacheMismatch(
-                f"the key-value caches of {first} and {other} are {relation}, so the subnet cannot change "
-                f"between two tokens; {way}"
-            )
-
-
-def _whole(value: Any, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidRequest(f"{name}: {value!r} must be a whole number of at least {least}")
+def _checked(value: Any, name: str, low: float, high: float = math.inf, whole: bool = True) -> Any:
+    """Return a number that a client gave, or raise InvalidRequest if it is not in its range."""
+    kind = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{name}: {value!r} must be a {'whole ' * whole}number {limit}")
     return value
 
 
-def _number(value: Any, name: str, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InvalidRequest(f"{name}: {value!r} must be a number from {low:g} to {high:g}")
-    return float(value)
+def _prompt(given: Any, vocabulary: int) -> list[int]:
+    """Return the tokens of a prompt, or raise InvalidRequest if the model cannot know one."""
+    tokens = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
+        raise InvalidRequest(
+            f"prompt: expected a list of token ids, got {type(given).__name__}; encode text with a tokenizer"
+        )
+    if not tokens:
+        raise InvalidRequest("prompt: it is empty; give at least one token, such as one that begins texts")
+    for position, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise InvalidRequest(
+                f"prompt: token {position} is {token!r}; the model knows the tokens 0 to {vocabulary - 1}"
+            )
+    return list(tokens)
 
 
-def _sampling(
-    temperature: float | None, top_k: int | None, top_p: float | None, vocabulary: int
-) -> dict[str, Any] | None:
+def _sampling(temperature: Any, top_k: Any, top_p: Any, vocabulary: int) -> dict[str, Any] | None:
+    """Return how tokens are drawn, or None if the most likely ones are taken."""
     if temperature is None and top_k is None and top_p is None:
         return None
-    if temperature is not None and _number(temperature, "temperature", 0.0, 100.0) < COLDEST:
+    heat = 1.0 if temperature is None else _checked(temperature, "temperature", 0.0, 100.0, whole=False)
+    if heat < COLDEST:
         return None
     return {
-        "temperature": 1.0 if temperature is None else float(temperature),
-        "top_k": vocabulary if top_k is None else min(_whole(top_k, "top_k", 1), vocabulary),
-        "top_p": 1.0 if top_p is None else max(_number(top_p, "top_p", 0.0, 1.0), 1e-6),
+        "temperature": float(heat),
+        "top_k": vocabulary if top_k is None else min(_checked(top_k, "top_k", 1), vocabulary),
+        "top_p": 1.0 if top_p is None else max(float(_checked(top_p, "top_p", 0.0, 1.0, whole=False)), 1e-6),
     }
+
+
+def _deadlines(
+    first_ms: Any, token_ms: Any, deadline_ms: Any, tokens: int, usual_ms: float
+) -> TokenDeadlines:
+    """Return when the tokens of a request are due."""
+    given = {"first_ms": first_ms, "token_ms": token_ms, "deadline_ms": deadline_ms}
+    times = {name: check_deadline(ms, name) for name, ms in given.items() if ms is not None}
+    if "deadline_ms" in times:
+        if len(times) > 1:
+            raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")
+        return TokenDeadlines.total(times["deadline_ms"], tokens)
+    each = times.get("token_ms", usual_ms)
+    return TokenDeadlines(times.get("first_ms", 10.0 * each), each)

@@ -1,10 +1,9 @@
-"""simulate_generation: predicts what a policy does with a trace of prompts (no torch)."""
+"""simulate_generation: predicts which tokens of a trace of prompts come in time (no torch)."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -14,8 +13,6 @@ from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import Event, StepRequest, StepScheduler, TokenCame
 from subnetact.generation.step_table import StepTable
-from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
 
@@ -44,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SimulatedGeneration:
-    """What a policy did.
+    """What came of a trace.
 
     Attributes:
         tokens: how many tokens were asked for.
@@ -52,7 +49,6 @@ class SimulatedGeneration:
         accuracy_in_time: sum of the accuracies of the subnets that generated those, in percent.
         dropped: requests whose first token could not come in time.
         steps: how many steps were computed.
-        ended_ms: when the last step ended.
         first_ms: time from the arrival to the first token of every request that got one, in ms.
     """
 
@@ -61,7 +57,6 @@ class SimulatedGeneration:
     accuracy_in_time: float
     dropped: int
     steps: int
-    ended_ms: float
     first_ms: tuple[float, ...] = ()
 
     @property
@@ -80,23 +75,16 @@ def simulate_generation(
     table: StepTable,
     *,
     token_ms: float,
-    policy: Callable[[LatencyTable], Policy] | None = None,
     max_sequences: int = 16,
     step_tokens: int = 512,
     expired: str = "drop",
 ) -> SimulatedGeneration:
-    """Predict which tokens of a trace come in time, with the rules of `Generator`.
-
-    Every step takes exactly the time that the table says.
+    """Predict which tokens of a trace come in time, if every step takes exactly the time of the table.
 
     Args:
         prompts: the trace, in any order.
         table: the latencies of steps.
-        token_ms: the usual time from one token to the next, in ms.
-        policy: as for `StepPolicy`.
-        max_sequences: the largest number of active sequences.
-        step_tokens: the largest number of tokens that one step computes.
-        expired: `drop` or `serve`, as for `Generator`.
+        token_ms, max_sequences, step_tokens, expired: as for `Generator`, whose rules hold.
 
     Returns:
         Counts of tokens and steps.
@@ -108,20 +96,20 @@ def simulate_generation(
         InvalidRequest: no subnet is as accurate as a request demands.
         TableError: the accuracy of a subnet is not known.
     """
-    chooser = StepPolicy(table, token_ms, policy)
+    chooser = StepPolicy(table, token_ms)
     scheduler = StepScheduler(chooser, places=max_sequences, step_tokens=step_tokens, expired=expired)
     trace = deque(sorted(map(_checked, prompts), key=lambda one: one.arrival_ms))
-    asked = sum(one.answer for one in trace)
-    in_time, accuracy, now = 0, 0.0, 0.0
-    first_ms: dict[StepRequest, float] = {}
-    for now, event in replay(trace, scheduler):  # noqa: B007
+    asked, in_time, accuracy = sum(one.answer for one in trace), 0, 0.0
+    first_ms: list[float] = []
+    for _, event in replay(trace, scheduler):
         if isinstance(event, TokenCame):
-            first_ms.setdefault(event.request, event.request.first_ms)
+            if len(event.request.tokens) == 1:
+                first_ms.append(event.request.first_ms)
             if not event.late:
                 in_time += 1
                 accuracy += table.accuracy[event.subnet]
     dropped, steps = scheduler.counts["expired"], sum(scheduler.steps)
-    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms.values()))
+    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, tuple(first_ms))
 
 
 def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[float, Event]]:
@@ -135,10 +123,12 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
             request = StepRequest(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, owner=one)
             scheduler.submit(request, one.arrival_ms)
         scheduler.prepare(now)
-        yield from ((now, event) for event in scheduler.tick(now))
+        for event in scheduler.tick(now):
+            yield now, event
         if step := scheduler.next_step(now):
-            now += scheduler.policy.table.latency_ms(step.subnet, *step.size)
-            yield from ((now, event) for event in scheduler.step_done([0] * len(step.answered), now))
+            now += step.tabled_ms
+            for event in scheduler.step_done([0] * len(step.answered), now):
+                yield now, event
 
 
 def _checked(prompt: Prompt) -> Prompt:
@@ -150,9 +140,8 @@ def _checked(prompt: Prompt) -> Prompt:
                 f"give whole numbers from 1 to {MOST_TOKENS:,}"
             )
     for name, low, high in (("arrival_ms", -LATEST_MS, LATEST_MS), ("min_accuracy", 0.0, 100.0)):
-        value = getattr(prompt, name)
-        number: Any = value if isinstance(value, Real) else math.nan
-        if not low <= number <= high:
+        value: Any = getattr(prompt, name)
+        if not isinstance(value, Real) or not low <= value <= high:  # type: ignore[operator]
             raise TraceError(
                 f"a request has {name} {value!r:.40}; allowed are numbers from {low:g} to {high:g}"
             )

@@ -1,26 +1,26 @@
 """The continuous batching of transformers with an elastic model in the model's place.
 
-Batches, pages of keys and values, and sampling are transformers' own. This module is the only one that knows
-its classes, which may change. Who is in a step, and with which subnet, a plan decides: in the place of
-transformers' scheduler it only says for whom the cache has room. transformers knows the sequences that have
-been in a step, and drops them when their requests have ended.
+Batches, pages of keys and values, and sampling are transformers' own; only this module knows its classes. Who
+is in a step, and with which subnet, a plan decides, so that transformers' scheduler only says for whom the
+cache has room. It keeps the sequences that have been in a step, and drops them when their requests end.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.errors import InsertError, MissingExtra, StaleWeights
+from subnetact.errors import CacheMismatch, InsertError, MissingExtra, StaleWeights
 from subnetact.generation.completion import TokenLogprobs
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest
-from subnetact.insertion.key_value_cache import empty_pages, switch
+from subnetact.insertion.key_value_cache import cache_relation, empty_pages, switch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -52,8 +52,6 @@ PAGE = 16
 GREEDY = {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
 PLAIN = 1.0 - 1e-9
 """A temperature and a share that change nothing, and for which transformers makes its processors."""
-
-
 Plan = Callable[[Fits], Step | None]
 """Begins the next step: asks for room for its requests in their order, and chooses the subnet."""
 
@@ -72,6 +70,7 @@ class ElasticDecoder(nn.Module):
                 f"{type(network).__name__} is no language model of transformers, so it cannot generate by "
                 "continuous batching; insert_ a model such as LlamaForCausalLM"
             )
+        _check_caches(supernet, subnets, allow_approximate)
         self._supernet = (supernet,)  # not a submodule: it owns the weights
         self._subnets = list(subnets)
         self._allow_approximate = allow_approximate
@@ -136,14 +135,28 @@ class ElasticDecoder(nn.Module):
 
     def forward(self, **arguments: Any) -> Any:
         """Run the chosen subnet."""
-        # transformers would write this into the configuration, which threads share, for the time of the call.
-        # The mask says the same.
-        arguments.pop("is_causal", None)
+        arguments.pop(
+            "is_causal", None
+        )  # written into the configuration, which threads share; the mask says it
         output = self._views[self.chosen](**arguments)
         if self.keeps_logits:
             rows = output.logits[0]
             self.logits = rows if "logits_to_keep" in arguments else rows[arguments["logits_indices"]]
         return output
+
+
+def _check_caches(supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool) -> None:
+    """Raise CacheMismatch if the subnets cannot continue on each other's keys and values."""
+    ways = {"incompatible": "take subnets that keep the same layers and heads"}
+    if not allow_approximate:
+        ways["approximate"] = "accept this with allow_approximate=True"
+    for other in subnets[1:]:
+        relation = cache_relation(supernet, subnets[0], other)
+        if way := ways.get(relation):
+            raise CacheMismatch(
+                f"the key-value caches of {subnets[0]} and {other} are {relation}, so the subnet cannot "
+                f"change between two tokens; {way}"
+            )
 
 
 def _begin_again(processor: Any) -> None:
@@ -155,20 +168,13 @@ def _begin_again(processor: Any) -> None:
 
 
 def _longest(cache: Any) -> int:
-    """Return how many tokens a sequence may have that is alone in a cache.
+    """Return how many tokens a sequence may have alone: each kind of attention takes whole sectors."""
 
-    Every kind of attention takes whole sectors of the cache, so that this is less than all pages together.
-    """
+    def needed(tokens: int) -> int:
+        return sum(one.needs_new_sectors("", 0, tokens) for one in cache.cache_allocators.values())
 
-    def fits(tokens: int) -> bool:
-        needed = (one.needs_new_sectors("", 0, tokens) for one in cache.cache_allocators.values())
-        return bool(sum(needed) <= cache.num_sectors)
-
-    low, high = 0, int(cache.max_tokens_read) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    most = int(cache.max_tokens_read)
+    return bisect_right(range(1, most + 1), cache.num_sectors, key=needed)
 
 
 class _Planned(FIFOScheduler):
@@ -234,10 +240,9 @@ SCHEDULER_MAPPING[SCHEDULER] = _Planned
 
 
 class StepLoop(ContinuousBatchingManager):
-    """Computes step after step, as a plan decides.
+    """Computes step after step, as a plan decides; `longest` is how many tokens one sequence may have.
 
-    `pushed_out` is called with a request whose keys and values had to leave the cache, `longest` is how many
-    tokens one sequence may have in it, and the other arguments are those of `Generator`.
+    `pushed_out` is called with a request whose keys and values had to leave the cache.
     """
 
     def __init__(
@@ -264,8 +269,7 @@ class StepLoop(ContinuousBatchingManager):
             per_request_processors=True,
             seed=seed,
         )
-        settings: Any = GenerationConfig
-        model: Any = decoder
+        model, settings = cast(Any, decoder), cast(Any, GenerationConfig)
         super().__init__(model, settings(do_sample=True, eos_token_id=-1, max_new_tokens=1), batching)
         self._decoder = decoder
         self.batch_processor = processor = self._create_batch_processor()
@@ -275,11 +279,9 @@ class StepLoop(ContinuousBatchingManager):
         self.longest = _longest(processor.cache)
 
     def step(self) -> tuple[list[int], list[TokenLogprobs | None]] | None:
-        """Compute one step on the calling thread, or return None if there is nothing to compute.
+        """Compute one step and return what its answered requests get, or None if there is nothing to compute.
 
-        If the weights have changed since the last step, active sequences are computed again from their
-        tokens, so that the step gives what the present weights give. The tokens and the log-probabilities are
-        those of the requests that the step answers.
+        If the weights have changed, active sequences are computed again from their tokens.
         """
         processor: Any = self.batch_processor
         if self._decoder.follow(processor.cache):

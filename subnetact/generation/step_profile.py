@@ -7,7 +7,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from tqdm import tqdm
@@ -17,7 +16,6 @@ from subnetact.errors import TableError
 from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest
 from subnetact.generation.step_table import StepTable
-from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -41,12 +39,12 @@ def profile_steps(
 ) -> StepTable:
     """Measure the steps of a `Generator`: batching, the subnet, and the choice of tokens.
 
-    Every cell is measured in several rounds, and between two of them all other cells are visited, so that a
-    slow phase of the machine does not fall on one cell alone. The table has the medians.
+    Every cell is visited in several rounds, so that a slow phase of the machine does not fall on one cell
+    alone. The table has the medians.
 
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
-        subnets: the subnets to measure.
+        subnets: the subnets to measure, which can continue on each other's key-value caches.
         sequences: numbers of active sequences, ascending.
         contexts: numbers of tokens that these sequences have so far, ascending.
         prompt_tokens: numbers of tokens of a prompt, ascending.
@@ -57,6 +55,7 @@ def profile_steps(
 
     Raises:
         TableError: an argument is no ascending list of numbers, or a context is longer than the model's.
+        CacheMismatch: two subnets keep other layers or heads; measure them apart.
         InsertError: the network is no language model of transformers.
         MissingExtra: transformers is not installed.
 
@@ -65,26 +64,20 @@ def profile_steps(
         >>> table.save("steps.json")
     """
     specs = supernet.distinct(subnets, "a step table")
-    lists: dict[str, Sequence[Any]] = {"sequences": sequences, "contexts": contexts}
-    for name, values in (lists | {"prompt_tokens": prompt_tokens, "rounds": (rounds,)}).items():
+    lists: Any = {"sequences": sequences, "contexts": contexts, "prompt_tokens": prompt_tokens}
+    for name, values in (lists | {"rounds": (rounds,)}).items():
         whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
         if not values or not whole or list(values) != sorted(set(values)):
             raise TableError(f"{name}: {values!r} must be ascending whole numbers above 0")
     cells = [(n, context) for context in contexts for n in sequences] + [(0, n) for n in prompt_tokens]
     found: dict[tuple[int, tuple[int, int]], list[float]] = defaultdict(list)
-    total = rounds * len(cells) * len(specs)
-    with ExitStack() as stack, tqdm(total=total, desc="steps", disable=not progress or None) as bar:
-        benches = []
-        for group in _sharing_pages(supernet, specs):
-            own = [specs[i] for i in group]
-            bench = _Bench(supernet, own, max(sequences), max(contexts), max(prompt_tokens))
-            stack.callback(bench.loop.tear_down)
-            benches.append((group, bench))
-        for cell in cells * rounds:
-            for group, bench in benches:
-                for subnet, times in zip(group, bench.visit(*cell), strict=True):
-                    found[subnet, cell] += times
-                    bar.update()
+    bench = _Bench(supernet, specs, max(sequences), max(contexts), max(prompt_tokens))
+    try:
+        for cell in tqdm(cells * rounds, desc="steps", disable=not progress or None):
+            for subnet, times in enumerate(bench.visit(*cell)):
+                found[subnet, cell] += times
+    finally:
+        bench.loop.tear_down()
     keys = [str(spec) for spec in specs]
     given = [math.nan] * len(keys) if accuracy is None else list(accuracy)
     stamp = {"machine": machine(supernet.device), "rounds": rounds, "statistic": "p50"}
@@ -95,19 +88,6 @@ def profile_steps(
 
     decode = {c: table({n: (n, c) for n in sequences}, context=c) for c in contexts}
     return StepTable(decode, table({n: (0, n) for n in prompt_tokens}, prompt=True))
-
-
-def _sharing_pages(supernet: Supernet, specs: Sequence[SubnetSpec]) -> list[list[int]]:
-    """Return the positions of the subnets, in groups that can write into the same pages of a cache."""
-    groups: list[list[int]] = []
-    for i, spec in enumerate(specs):
-        for group in groups:
-            if cache_relation(supernet, specs[group[0]], spec) != "incompatible":
-                group.append(i)
-                break
-        else:
-            groups.append([i])
-    return groups
 
 
 class _Bench:

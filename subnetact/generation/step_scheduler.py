@@ -24,7 +24,7 @@ from subnetact.errors import (
 )
 from subnetact.generation.completion import Generated, TokenDeadlines, TokenLogprobs
 from subnetact.generation.step_policy import StepPolicy
-from subnetact.serving.scheduling.checks import check_count, check_positive, expired_rule
+from subnetact.serving.scheduling.checks import check_count, check_positive
 from subnetact.serving.scheduling.floors import Floors
 
 __all__ = ["RequestEnded", "Step", "StepRequest", "StepScheduler", "TokenCame"]
@@ -33,7 +33,7 @@ PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 """A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class StepRequest:
     """A request for tokens, and how far it is; `sampling` and `owner` are handed on to the driver."""
 
@@ -58,12 +58,12 @@ class StepRequest:
 
     def generated(self, now_ms: float, finish: str) -> Generated:
         """Return the answer if it ends now."""
-        tokens, subnets, found = tuple(self.tokens), tuple(self.subnets), tuple(self.found)
+        lists = tuple(self.tokens), tuple(self.subnets)
         total_ms = now_ms - self.accepted_ms
-        return Generated(tokens, subnets, self.late, self.first_ms, total_ms, finish, found)
+        return Generated(*lists, self.late, self.first_ms, total_ms, finish, tuple(self.found))
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """What one step computes."""
 
@@ -74,17 +74,19 @@ class Step:
     prompt_tokens: int = 0
     subnet: int = 0
     began_ms: float = 0.0
+    tabled_ms: float = 0.0  # how long it takes by the table
 
     def add(self, request: StepRequest, tokens: int) -> None:
         """Compute this number of tokens of a request."""
         self.parts.append((request, tokens))
-        if request.left:
-            self.prompt_tokens += tokens
-        else:
+        if not request.left:
             self.held += len(request.prompt) + len(request.tokens)
             self.sequences += 1
-        if request.left in (0, tokens):
-            self.answered.append(request)
+        else:
+            self.prompt_tokens += tokens
+            if request.left > tokens:
+                return
+        self.answered.append(request)
 
     @property
     def size(self) -> tuple[int, float, int]:
@@ -136,9 +138,9 @@ class StepScheduler:
         self.policy = policy
         self._places = check_count(places, "max_sequences")
         self._step_tokens = check_count(step_tokens, "step_tokens")
-        self._drop = expired_rule(expired) == "drop"
-        if expired == "defer":
-            raise PolicyError("expired: 'defer' is not a rule for generation; choose from drop, serve")
+        if expired not in ("drop", "serve"):
+            raise PolicyError(f"expired: {expired!r} is no rule for generation; choose from drop, serve")
+        self._drop = expired == "drop"
         self._max_queue = max_queue
         self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
         self._floor = Floors(next(iter(policy.table.decode.values())))
@@ -198,7 +200,7 @@ class StepScheduler:
         at = 0
         while budget and at < len(self._waiting) and len(self._active) < self._places:
             request = self._waiting[at][2]
-            if self._is_late(request, now_ms):  # `tick` ends it
+            if self._drop and not request.tokens and request.due_ms < now_ms:  # `tick` ends it
                 at += 1
                 continue
             tokens = min(request.left, budget)
@@ -225,25 +227,26 @@ class StepScheduler:
         step, self.step, events = self.step, None, list[Event]()
         assert step is not None
         self.prepare(now_ms)
-        self.policy.observe(step.subnet, *step.size, now_ms - step.began_ms)
+        self.policy.observe(step.tabled_ms, now_ms - step.began_ms)
         for request, computed in step.parts:
-            request.left = max(request.left - computed, 0)
+            if request.left:
+                request.left = max(request.left - computed, 0)
         for request, token, found in zip(step.answered, tokens, logprobs, strict=False):
             if request.ended:  # while its step ran
                 continue
-            late = now_ms > request.due_ms
             if not request.tokens:
                 request.first_ms = now_ms - request.accepted_ms
+            if found is not None:
+                request.found.append(found)  # first, as clients on other threads read it behind the token
             request.tokens.append(token)
             request.subnets.append(step.subnet)
-            if found is not None:
-                request.found.append(found)
-            request.due_ms = request.deadlines.due_ms(request.accepted_ms, len(request.tokens))
+            late, count = now_ms > request.due_ms, len(request.tokens)
             request.late += late
             self.counts["tokens"] += 1
             self.counts["late"] += late
+            request.due_ms = request.deadlines.due_ms(request.accepted_ms, count)
             events.append(TokenCame(request, token, step.subnet, late, found))
-            if token in request.stop or len(request.tokens) == request.answer:
+            if token in request.stop or count == request.answer:
                 finish = "stop" if token in request.stop else "length"
                 events.append(self._end(request, request.generated(now_ms, finish), "finished"))
         return events
@@ -260,12 +263,20 @@ class StepScheduler:
         """End the requests that wait in vain. Those in a step are answered by it, unless it hangs."""
         if self.hangs(now_ms):
             overdue = [one for one in self.requests.values() if one.due_ms < now_ms]
-        else:
+        elif self._drop:
             in_step = [request for request, _ in self.step.parts] if self.step else []
             waiting = self._waiting[: bisect_left(self._waiting, (now_ms,))]
-            candidates = [*(one for _, _, one in waiting), *self._active.values()]
-            overdue = [one for one in candidates if self._is_late(one, now_ms) and one not in in_step]
-        return [self._end(one, _too_late(one), "expired") for one in overdue]
+            overdue = [one for _, _, one in waiting if not one.tokens]
+            active = [one for one in self._active.values() if not one.tokens and one.due_ms < now_ms]
+            overdue += [one for one in active if one not in in_step]
+        else:
+            return []
+        ended: list[Event] = []
+        for one in overdue:
+            token, due_ms = len(one.tokens) + 1, one.due_ms - one.accepted_ms
+            error = DeadlinePassed(f"token {token} was due after {due_ms:.0f} ms, and did not come")
+            ended.append(self._end(one, error, "expired"))
+        return ended
 
     def hangs(self, now_ms: float) -> bool:
         """Return whether what runs takes too long."""
@@ -274,35 +285,25 @@ class StepScheduler:
     def close(self, reason: str = "", error: RequestError | None = None) -> list[Event]:
         """Accept no further request, and end those under way if there is an error for them."""
         self.closed = self.closed or reason
-        ended = list(self.requests.values()) if error is not None else []
-        return [self._end(request, error, "failed") for request in ended if error is not None]
-
-    def _is_late(self, request: StepRequest, now_ms: float) -> bool:
-        return self._drop and not request.tokens and request.due_ms < now_ms
+        return [self._end(one, error, "failed") for one in list(self.requests.values()) if error is not None]
 
     def _choose(self, step: Step) -> None:
         """Choose the subnet for the most demanding request of the step and the most urgent one."""
-        requests = [request for request, _ in step.parts]
-        floors = [request.min_accuracy for request in requests]
-        pace_ms = math.inf
+        policy, floors = self.policy, [request.min_accuracy for request, _ in step.parts]
+        slack_ms = min([request.due_ms for request, _ in step.parts]) - step.began_ms
         if self._waiting and len(self._active) >= self._places:
             left = [one.answer - len(one.tokens) for one in self._active.values()]
             due = [due for due, _, _ in self._waiting[: self._places]]
-            pace_ms = self.policy.pace(step.began_ms, left, due)
+            slack_ms = min(slack_ms, policy.pace(step.began_ms, left, due))
         sequences, context, prompt_tokens = step.size
-        step.subnet = self.policy.choose(
-            step.began_ms,
-            [request.due_ms for request in requests],
-            sequences=sequences,
-            context=context,
-            prompt_tokens=prompt_tokens,
-            floor=max(floors),
-            pace_ms=pace_ms,
+        step.subnet = policy.choose(
+            slack_ms, sequences=sequences, context=context, prompt_tokens=prompt_tokens, floor=max(floors)
         )
-        self.counts["lifted"] += self.policy.lifted and min(floors) < max(floors)
+        step.tabled_ms = policy.tabled_ms
+        self.counts["lifted"] += policy.lifted and min(floors) < max(floors)
         least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
-        expected_ms = self.policy.slowdown * self.policy.table.latency_ms(step.subnet, *step.size)
-        self._limit_ms = step.began_ms + (self._watchdog_ms or max(least, PATIENCE * expected_ms))
+        patience_ms = self._watchdog_ms or max(least, PATIENCE * policy.slowdown * step.tabled_ms)
+        self._limit_ms = step.began_ms + patience_ms
         self.steps[step.subnet] += 1
 
     def _wait(self, request: StepRequest) -> None:
@@ -316,8 +317,3 @@ class StepScheduler:
         if self._active.pop(request.number, None) is None:
             del self._waiting[bisect_left(self._waiting, (request.due_ms, request.number))]
         return RequestEnded(request, outcome)
-
-
-def _too_late(request: StepRequest) -> DeadlinePassed:
-    due_ms, tokens = request.due_ms - request.accepted_ms, len(request.tokens)
-    return DeadlinePassed(f"token {tokens + 1} was due after {due_ms:.0f} ms, and did not come")

@@ -24,11 +24,11 @@ class StepTable:
     """Latency of one step of generation.
 
     A step computes one token of every active sequence, and the prompts of sequences that join. Its latency is
-    the latency of the sequences at their mean context, plus what the tokens of prompts add. The share of a
-    step of prompts that does not depend on their tokens, such as reading the weights, is read off the two
-    smallest numbers of prompt tokens, and counted once in a step with both. The estimate of such a step is
-    not an upper bound: with the embedded language model on one CPU thread, these steps took 1.07 to 1.27
-    times the estimate. The margin and the learned slowdown of `StepPolicy` make up for the difference.
+    that of the sequences at their mean context, plus what the tokens of prompts add. What does not depend on
+    their number, such as reading the weights, is read off the two smallest numbers of prompt tokens, and
+    counted once in a step with both. This is no upper bound: with the embedded language model on one CPU
+    thread, such steps took 1.07 to 1.27 times the estimate. The margin and the slowdown of `StepPolicy` make
+    up for the difference.
 
     Args:
         decode: context in tokens -> the table of steps in which every sequence has at most this context. The
@@ -36,10 +36,8 @@ class StepTable:
         prefill: the table of steps that only compute prompts. Its batch sizes are numbers of prompt tokens.
 
     Attributes:
-        decode: as given, ascending.
-        prefill: as given.
-        subnets: the key of every subnet, in the order of the subnet ids.
-        accuracy: the accuracy of every subnet, in percent.
+        decode, prefill: as given, ascending.
+        subnets, accuracy: the key of every subnet, in the order of their ids, and its percentage.
         sequences: the measured numbers of active sequences, ascending.
 
     Raises:
@@ -58,9 +56,7 @@ class StepTable:
             if not isinstance(table, LatencyTable):
                 raise TableError(f"decode, prefill: expected LatencyTables, got {type(table).__name__}")
             if np.isnan(table.latency_ms).any():
-                raise TableError(
-                    "decode, prefill: a cell was not measured; select subnets and sizes without NaN"
-                )
+                raise TableError("decode, prefill: a cell was not measured; select cells without NaN")
         self.decode, self.prefill = dict(sorted(decode.items())), prefill
         self._contexts = list(self.decode)
         first = self.decode[self._contexts[0]]
@@ -77,33 +73,28 @@ class StepTable:
             pairs = zip(columns[0], columns[1], strict=True)
             self._fixed_ms = [max(0.0, ms - low / (high - low) * (more - ms)) for ms, more in pairs]
 
-    def bucket(self, context: float) -> int:
-        """Return the position of the smallest measured context that is at least `context`, or the last."""
-        return min(bisect_left(self._contexts, context), len(self._contexts) - 1)
-
     def latency_ms(self, subnet: int, sequences: int, context: float = 1.0, prompt_tokens: int = 0) -> float:
-        """Return the expected latency of a step.
-
-        Args:
-            subnet: id of the subnet.
-            sequences: how many sequences get a token, without those whose prompts are computed.
-            context: their mean number of tokens. Above the largest measured one, that one's latency is used.
-            prompt_tokens: how many tokens of prompts are computed.
-
-        Returns:
-            The latency in ms. Numbers of sequences between measured ones are rounded up, beyond the largest
-            the latency grows in proportion. Prompt tokens are interpolated.
-        """
+        """Return the expected latency of a step with a subnet, in ms; see `latencies_ms`."""
         return self.latencies_ms(sequences, context, prompt_tokens)[subnet]
 
     def latencies_ms(self, sequences: int, context: float = 1.0, prompt_tokens: int = 0) -> list[float]:
-        """Return the expected latency of a step with every subnet, in ms; see `latency_ms`."""
+        """Return the expected latency of a step with every subnet, in ms.
+
+        Numbers of sequences between measured ones are rounded up; beyond the largest the latency grows in
+        proportion. Prompt tokens are interpolated.
+
+        Args:
+            sequences: how many sequences get a token, without those whose prompts are computed.
+            context: their mean number of tokens. Above the largest measured one, that one's latency is used.
+            prompt_tokens: how many tokens of prompts are computed.
+        """
         prompts = self._prompts_ms(prompt_tokens)
         if not sequences:
             return prompts
         sizes = self.sequences
         column = min(bisect_left(sizes, sequences), len(sizes) - 1)
-        found: list[float] = self._decode_ms[self.bucket(context)][column]
+        bucket = min(bisect_left(self._contexts, context), len(self._contexts) - 1)
+        found: list[float] = self._decode_ms[bucket][column]
         if sequences > sizes[-1]:
             found = [sequences / sizes[-1] * ms for ms in found]
         if not prompt_tokens:
@@ -132,19 +123,8 @@ class StepTable:
         return self._each(lambda table: table.select(indices))
 
     def with_accuracy(self, accuracy: Sequence[float]) -> StepTable:
-        """Return the same latencies with other accuracies.
-
-        Args:
-            accuracy: the accuracy of every subnet in percent, for example of its predicted next tokens.
-
-        Raises:
-            TableError: there is not one percentage per subnet.
-        """
+        """Return the same latencies with these accuracies, one percentage per subnet, or raise TableError."""
         return self._each(lambda table: table.with_accuracy(accuracy))
-
-    def scaled(self, factor: float) -> StepTable:
-        """Return the table with all latencies multiplied by a factor; TableError if it is not above 0."""
-        return self._each(lambda table: table.scaled(factor))
 
     def known_accuracy(self) -> tuple[float, ...]:
         """Return the accuracy of every subnet; TableError if one is not known."""
@@ -161,12 +141,7 @@ class StepTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepTable:
-        """Read a file that `save` wrote.
-
-        Raises:
-            FileFormatError: the file is no step table, or damaged.
-            MissingFile: there is no such file.
-        """
+        """Read a file that `save` wrote; FileFormatError or MissingFile if there is none."""
         document = STEP_TABLE.read(path)
         with STEP_TABLE.fields(path):
             decode = {int(context): LatencyTable.from_json(t) for context, t in document["decode"].items()}

@@ -7,8 +7,8 @@ import json
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import as_file, files
@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from subnetact.errors import FileFormatError, MissingExtra
 from subnetact.files.tensors import read_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.insert import describe, insert_
-from subnetact.insertion.key_value_cache import switch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -33,12 +31,10 @@ __all__ = [
     "end_of_text",
     "load_text_supernet",
     "new_text_supernet",
-    "next_token_quality",
     "read_text",
     "switchable_subnets",
     "text_facts",
     "text_tokenizer",
-    "tokens",
 ]
 
 VOCABULARY = 1024
@@ -59,19 +55,13 @@ LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"
 
 
 def _missing(error: ImportError) -> MissingExtra:
-    return MissingExtra(
-        f"the embedded language model needs transformers: pip install 'subnetact[hf]' ({error})"
-    )
+    return MissingExtra(f"the embedded model needs transformers: pip install 'subnetact[hf]' ({error})")
 
 
 def new_text_supernet() -> Supernet:
-    """Return the elastic language model with random weights, in evaluation mode.
+    """Return the elastic language model with random weights, or raise MissingExtra without transformers.
 
-    The model is a Llama of transformers with 4 layers of 192 features, 6 heads in 3 groups, and a vocabulary
-    of 1,024 byte pairs. The width of every feed-forward network is a choice, and so is the number of layers.
-
-    Raises:
-        MissingExtra: transformers is not installed (`pip install 'subnetact[hf]'`).
+    The width of every feed-forward network is a choice, and so is the number of layers.
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -107,10 +97,7 @@ def new_text_supernet() -> Supernet:
 
 
 def load_text_supernet(weights: Path | None = None) -> Supernet:
-    """Return the trained language model (float16 on disk, float32 in memory).
-
-    Args:
-        weights: a file that `examples/train_text_supernet.py` wrote. If None, the one of the package.
+    """Return the trained language model, of the package or of `examples/train_text_supernet.py`.
 
     Raises:
         MissingExtra: transformers is not installed (`pip install 'subnetact[hf]'`).
@@ -131,20 +118,16 @@ def load_text_supernet(weights: Path | None = None) -> Supernet:
 
 
 def text_facts() -> dict[str, Any]:
-    """Return the settings with which the model of the package was trained, and what it reaches.
+    """Return how the model of the package was trained, and per subnet what it reaches (`held_out`).
 
-    Under `held_out` is per subnet the `loss` in nats per token, and in percent the share of next tokens that
-    it predicts right (`right_percent`).
+    That is its `loss` in nats per token, and the percentage of next tokens that are right (`right_percent`).
     """
     found: dict[str, Any] = json.loads((DATA / FACTS).read_text(encoding="utf-8"))
     return found
 
 
 def switchable_subnets(supernet: Supernet) -> list[SubnetSpec]:
-    """Return the subnets of all layers, from the narrowest to the widest, of the language model.
-
-    They can continue on each other's key-value caches approximately; a subnet of fewer layers could not.
-    """
+    """Return the subnets of all layers, the narrowest first; each can continue on the others' caches."""
     return [supernet.space.spec(depth=[KEPT[-1]], ffn=[width] * LAYERS) for width in FFN]
 
 
@@ -164,89 +147,32 @@ def end_of_text() -> int:
 
 
 def read_text(held_out: bool) -> list[str]:
-    """Return docstrings of the running Python's standard library.
+    """Return docstrings of the running Python's standard library, as sessions: `>>> help(json.dumps)`.
 
-    Every text has the form of a session: a line `>>> help(json.dumps)`, the signature, and the docstring. The
-    texts of every tenth module, chosen by the checksum of its name, are held out from training: those are
-    returned, or, without `held_out`, the others.
+    Every tenth module, by the checksum of its name, is held out from training; `held_out` says which part.
     """
-    library = Path(sysconfig.get_paths()["stdlib"])
-    found: list[str] = []
+    library, found = Path(sysconfig.get_paths()["stdlib"]), list[str]()
     for path in sorted(library.rglob("*.py")):
         place = path.relative_to(library)
-        if LEFT_OUT.intersection(place.parts):
-            continue
         name = ".".join(place.with_suffix("").parts).removesuffix(".__init__")
-        if (zlib.crc32(name.encode()) % 10 == 0) is not held_out:
+        if LEFT_OUT.intersection(place.parts) or (zlib.crc32(name.encode()) % 10 == 0) is not held_out:
             continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of invalid escapes
-                found.extend(_texts(name, ast.parse(path.read_text(encoding="utf-8"))))
-        except (SyntaxError, UnicodeDecodeError, ValueError):
-            continue  # The library contains files that are damaged on purpose.
+        with warnings.catch_warnings(), suppress(SyntaxError, ValueError):  # some are damaged on purpose
+            warnings.simplefilter("ignore")  # of invalid escapes
+            found.extend(_texts(name, ast.parse(path.read_text(encoding="utf-8"))))
     return found
 
 
-def _texts(name: str, node: ast.AST) -> Iterator[str]:
-    documentation = ast.get_docstring(node) if isinstance(node, _DOCUMENTED) else None
+def _texts(name: str, node: Any) -> Iterator[str]:
+    documentation, last = ast.get_docstring(node), name.rpartition(".")[2]
     if documentation and len(documentation) >= 40:
-        yield f">>> help({name})\n{_signature(name, node)}\n{documentation.strip()}\n"
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, _DOCUMENTED):
-            yield from _texts(f"{name}.{child.name}", child)  # type: ignore[union-attr]
-
-
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def _signature(name: str, node: Any) -> str:
-    last = name.rpartition(".")[2]
-    if isinstance(node, ast.Module):
-        return f"module {last}"
-    if isinstance(node, ast.ClassDef):
-        return f"class {last}({', '.join(ast.unparse(base) for base in node.bases)})"
-    return f"{last}({ast.unparse(node.args)})"
-
-
-def tokens(texts: Sequence[str]) -> torch.Tensor:
-    """Return the tokens of texts in a row, each behind an end-of-text token, of shape (tokens,)."""
-    found: list[int] = []
-    for encoding in text_tokenizer().encode_batch(list(texts)):
-        found.append(end_of_text())
-        found.extend(encoding.ids)
-    return torch.tensor(found)
-
-
-@torch.inference_mode()
-def next_token_quality(
-    supernet: Supernet, spec: SubnetSpec, stream: torch.Tensor, written_by: SubnetSpec | None = None
-) -> tuple[float, float]:
-    """Measure how well a subnet predicts the next token.
-
-    Args:
-        supernet: the language model.
-        spec: the subnet.
-        stream: tokens of texts, of shape (tokens,). They are cut into pieces of half the model's context.
-        written_by: a subnet that computes the keys and values of the first half of every piece, on which
-            `spec` continues. If given, only the second half of every piece is predicted.
-
-    Returns:
-        The mean loss in nats per token, and the share of next tokens that are predicted right, in percent.
-    """
-    length = CONTEXT // 2
-    pieces = stream[: len(stream) // (length + 1) * (length + 1)].view(-1, length + 1)
-    first = 0 if written_by is None else length // 2
-    loss, right, seen = 0.0, 0, 0
-    for piece in torch.split(pieces, 8):
-        given, wanted = piece[:, first:-1], piece[:, first + 1 :]
-        if written_by is None:
-            logits = supernet.subnet(spec)(given, use_cache=False).logits
+        if isinstance(node, ast.Module):
+            signature = f"module {last}"
+        elif isinstance(node, ast.ClassDef):
+            signature = f"class {last}({', '.join(ast.unparse(base) for base in node.bases)})"
         else:
-            cache = supernet.subnet(written_by)(piece[:, :first], use_cache=True).past_key_values
-            view = switch(supernet, cache, spec, allow_approximate=True)
-            logits = view(given, past_key_values=cache, use_cache=True).logits
-        loss += float(F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
-        right += int((logits.argmax(-1) == wanted).sum())
-        seen += wanted.numel()
-    return loss / seen, 100 * right / seen
+            signature = f"{last}({ast.unparse(node.args)})"
+        yield f">>> help({name})\n{signature}\n{documentation.strip()}\n"
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _texts(f"{name}.{child.name}", child)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from generation_tables import ACCURACY, step_table
-from held_steps import Clock, Gate
+from held_steps import Clock, Gate, steer
 
 from subnetact.errors import (
     BatcherClosed,
@@ -24,13 +25,13 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.generation import Completion, Generator, StepTable, TokenDeadlines, profile_steps
-from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import Fixed
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
 pytest.importorskip("transformers")
 LONG = {"first_ms": 60_000.0, "token_ms": 60_000.0}
+LATE = {"first_ms": 1e-3, "token_ms": 1e-3}
+"""Nothing is in time, so that the fastest subnet that is accurate enough runs."""
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -46,23 +47,15 @@ def make(llama: Supernet, widths: list[SubnetSpec], table: StepTable) -> Iterato
 
     def generator(**options: Any) -> Generator:
         given: dict[str, Any] = {"token_ms": 50.0, "allow_approximate": True, "seed": 0} | options
+        choose = given.pop("choose", None)
         made.append(Generator(llama, given.pop("subnets", widths), given.pop("table", table), **given))
+        if choose is not None:
+            steer(made[-1]._scheduler.policy, choose)
         return made[-1]
 
     yield generator
     for one in made:
         one.close(wait=False)
-
-
-class RandomPolicy:
-    """A policy that chooses a random subnet for every step."""
-
-    def __init__(self, table: LatencyTable, seed: int = 0) -> None:
-        self.table, self.rng = table, random.Random(seed)
-
-    def decide(self, context: Any) -> tuple[int, int]:
-        """Choose."""
-        return self.rng.randrange(len(self.table.subnets)), self.table.batch_sizes[-1]
 
 
 def test_a_fixed_subnet_generates_what_transformers_does(
@@ -85,7 +78,9 @@ def test_sequences_that_join_leave_and_switch_get_the_same_tokens_as_alone(
     alone: Callable[[list[int], tuple[int, ...]], list[int]],
     cache_tokens: int,
 ) -> None:
-    generator = make(policy=RandomPolicy, max_sequences=8, cache_tokens=cache_tokens)
+    generator = make(
+        choose=partial(random.Random(0).randrange, 3), max_sequences=8, cache_tokens=cache_tokens
+    )
     given = prompts(20)
     running = []
     for i, prompt in enumerate(given):
@@ -109,7 +104,7 @@ def test_generators_beside_each_other_leave_the_network_as_it_was(
 ) -> None:
     before, (prompt,) = dict(vars(llama.network.config)), prompts(1)
     expected = alone(prompt, (2,) * 12)
-    generators = [make(policy=lambda table: Fixed(table, 2)) for _ in range(3)]
+    generators = [make() for _ in range(3)]
     running = [one.submit(prompt, max_new_tokens=100, **LONG) for one in generators for _ in range(2)]
     while not all(one.done for one in running):
         assert dict(vars(llama.network.config)) == before, "other threads read the configuration"
@@ -120,7 +115,7 @@ def test_generators_beside_each_other_leave_the_network_as_it_was(
 def test_tokens_come_one_by_one_and_stop_at_a_stop_token(
     make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
 ) -> None:
-    generator = make(policy=lambda table: Fixed(table, 2))
+    generator = make()
     prompt = prompts(1)[0]
     completion = generator.submit(prompt, max_new_tokens=12, **LONG)
     tokens = list(completion)
@@ -135,7 +130,7 @@ def test_tokens_come_one_by_one_and_stop_at_a_stop_token(
 def test_a_client_that_leaves_ends_its_request_and_no_other(
     make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
 ) -> None:
-    generator = make(policy=lambda table: Fixed(table, 1))
+    generator = make(choose=lambda: 1)
     first, second = prompts(2)
     leaving = generator.submit(first, max_new_tokens=100, **LONG)
     staying = generator.submit(second, max_new_tokens=20, **LONG)
@@ -155,7 +150,7 @@ def test_a_client_that_leaves_ends_its_request_and_no_other(
 def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
     make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
 ) -> None:
-    generator = make(policy=lambda table: Fixed(table, 2))
+    generator = make()
     first, second = prompts(2)
     sampled = [generator.submit(first, max_new_tokens=20, temperature=3.0, **LONG) for _ in range(4)]
     greedy = generator.submit(second, max_new_tokens=20, **LONG)
@@ -173,7 +168,7 @@ def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
 def test_log_probabilities_are_those_of_the_model(
     llama: Supernet, widths: list[SubnetSpec], make: Callable[..., Generator]
 ) -> None:
-    generator = make(policy=lambda table: Fixed(table, 1), step_tokens=6)
+    generator = make(choose=lambda: 1, step_tokens=6)
     plain: Any = llama.extract(widths[1])
     first, second = prompts(2)
     asked = [
@@ -235,7 +230,7 @@ def test_a_step_that_hangs_is_seen_and_requests_end_at_their_deadlines(
     alone: Callable[[list[int], tuple[int, ...]], list[int]],
 ) -> None:
     clock, prompt = Clock(), prompts(1)[0]
-    generator = make(clock_ms=clock, policy=lambda table: Fixed(table, 1), expired="serve", watchdog_ms=2e3)
+    generator = make(clock_ms=clock, choose=lambda: 1, expired="serve", watchdog_ms=2e3)
     gate = Gate(generator, monkeypatch)
     begun = generator.submit(prompt, max_new_tokens=9, first_ms=5e3, token_ms=4e3)
     gate.free.release()
@@ -323,14 +318,14 @@ def test_a_loop_that_dies_is_seen(make: Callable[..., Generator], monkeypatch: p
 def test_steps_that_a_demanding_request_lifts_are_counted(
     make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = make(policy=lambda table: Fixed(table, 0))
-    alone = generator.submit([1, 2], max_new_tokens=4, min_accuracy=50.0, **LONG).result(60)
+    generator = make(expired="serve")
+    alone = generator.submit([1, 2], max_new_tokens=4, min_accuracy=50.0, **LATE).result(60)
     assert set(alone.subnets) == {2}
     assert generator.stats().lifted == 0, "it lifted nobody else"
     gate = Gate(generator, monkeypatch)
-    modest = generator.submit([1, 2], max_new_tokens=20, **LONG)
+    modest = generator.submit([1, 2], max_new_tokens=20, **LATE)
     gate.wait()
-    demanding = generator.submit([1, 2], max_new_tokens=4, min_accuracy=50.0, **LONG)
+    demanding = generator.submit([1, 2], max_new_tokens=4, min_accuracy=50.0, **LATE)
     gate.free.release(100)
     assert set(demanding.result(60).subnets) == {2}
     subnets = modest.result(60).subnets
@@ -360,8 +355,8 @@ def test_a_step_that_fails_ends_its_requests_and_the_service_goes_on(
 
 
 def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Generator]) -> None:
-    generator = make(policy=lambda table: Fixed(table, 0))
-    answer = generator.submit([1, 2], max_new_tokens=5, min_accuracy=44.0, **LONG).result(60)
+    generator = make(expired="serve")
+    answer = generator.submit([1, 2], max_new_tokens=5, min_accuracy=44.0, **LATE).result(60)
     assert set(answer.subnets) == {1}
     with pytest.raises(InvalidRequest, match="min_accuracy"):
         generator.submit([1, 2], min_accuracy=ACCURACY[-1] + 1)
@@ -502,13 +497,16 @@ def test_a_deadline_for_the_whole_answer_is_spread_over_its_tokens() -> None:
 
 
 def test_listeners_hear_of_every_token_and_of_the_end() -> None:
-    completion, heard = Completion(lambda: None), []
+    tokens, heard = list[int](), list[int]()
+    completion = Completion(tokens, [], lambda: None)
     completion.listen(lambda: heard.append(len(completion.tokens())))
-    completion._add(3)
-    completion._add(4)
+    for token in (3, 4):
+        tokens.append(token)
+        completion._tell()
     with pytest.raises(TimeoutError):
         completion.result(0.0)
-    completion._end(BatcherClosed("closed"))
+    completion._tell(BatcherClosed("closed"))
+    completion._tell()
     assert heard == [1, 2, 2]
     assert completion.tokens(1) == (4,)
     with pytest.raises(BatcherClosed):
@@ -518,7 +516,8 @@ def test_listeners_hear_of_every_token_and_of_the_end() -> None:
 
 
 def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
-    completion, heard = Completion(lambda: None), []
+    tokens, heard = list[int](), list[int]()
+    completion = Completion(tokens, [], lambda: None)
 
     def broken() -> None:
         heard.append(len(completion.tokens()))
@@ -526,7 +525,7 @@ def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
 
     completion.listen(broken)
     completion.listen(lambda: heard.append(-1))
-    completion._add(3)
-    completion._add(4)
+    for token in (3, 4):
+        tokens.append(token)
+        completion._tell()
     assert heard == [1, -1, -1]
-    assert completion.tokens() == (3, 4)

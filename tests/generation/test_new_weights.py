@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from generation_tables import step_table
+from held_steps import steer
 
 from subnetact.device import MachineFacts
 from subnetact.errors import BatcherClosed, BatchFailed
 from subnetact.generation import Generator
-from subnetact.latency.table import LatencyTable
 from subnetact.operators import kernel_table
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -47,18 +48,16 @@ def unseen(supernet: Supernet) -> None:
     supernet.refresh()
 
 
-class Changing:
-    """A policy that changes the weights when a step chooses its subnet."""
+def changing(generator: Generator, change: Callable[[], None]) -> None:
+    """Change the weights when a step chooses the only subnet."""
+    numbers = itertools.count(1)
 
-    def __init__(self, table: LatencyTable, change: Callable[[], None]) -> None:
-        self.table, self.change, self.steps = table, change, 0
+    def choose() -> int:
+        if next(numbers) == AT:
+            change()
+        return 0
 
-    def decide(self, context: Any) -> tuple[int, int]:
-        """Choose the only subnet."""
-        self.steps += 1
-        if self.steps == AT:
-            self.change()
-        return 0, self.table.batch_sizes[-1]
+    steer(generator._scheduler.policy, choose)
 
 
 def following(network: Any, tokens: list[int], count: int) -> list[int]:
@@ -75,8 +74,8 @@ def test_a_generator_follows_the_weights(
     table = step_table([str(spec)], (50.0,))
     former: Any = supernet.extract(spec)
     expected = following(former, PROMPT, 12)
-    make: Any = lambda one: Changing(one, lambda: change(supernet))  # noqa: E731
-    with Generator(supernet, [spec], table, token_ms=50.0, policy=make) as generator:
+    with Generator(supernet, [spec], table, token_ms=50.0) as generator:
+        changing(generator, lambda: change(supernet))
         tokens = list(generator.submit(PROMPT, max_new_tokens=12, **LONG).result(60).tokens)
         assert tokens[: AT - 1] == expected[: AT - 1]
         # A step that has begun ends on the weights that were loaded before, or on those that were changed.
@@ -94,9 +93,9 @@ def test_a_generator_goes_on_when_precisions_are_enabled(
 ) -> None:
     monkeypatch.setattr(kernel_table, "machine_facts", lambda _: MachineFacts(reference=True))
     supernet, spec = copy.deepcopy(llama), widths[1]
-    make: Any = lambda one: Changing(one, lambda: supernet.enable_precision("int8"))  # noqa: E731
     table = step_table([str(spec)], (50.0,))
-    with Generator(supernet, [spec], table, token_ms=50.0, policy=make) as generator:
+    with Generator(supernet, [spec], table, token_ms=50.0) as generator:
+        changing(generator, lambda: supernet.enable_precision("int8"))
         for _ in range(2):
             tokens = list(generator.submit(PROMPT, max_new_tokens=8, **LONG).result(60).tokens)
             assert tokens == following(llama.extract(spec), PROMPT, 8)

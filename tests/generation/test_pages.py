@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from generation_tables import step_table
-from held_steps import Gate
+from held_steps import Gate, steer
 from small_decoders import SIZES, randomize_, small_decoder
 
 import ofa_adapters
@@ -17,8 +18,6 @@ from subnetact import SubnetSpec, Supernet, insert_
 from subnetact.errors import BatchFailed, CacheMismatch, PolicyError
 from subnetact.generation import Generator, profile_steps
 from subnetact.insertion.key_value_cache import cache_relation, switch
-from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import Fixed
 
 pytest.importorskip("transformers")
 LONG = {"first_ms": 60_000.0, "token_ms": 60_000.0}
@@ -72,21 +71,12 @@ def changed(supernet: Supernet, **changes: tuple[int, int]) -> SubnetSpec:
     return supernet.space.spec(**values)
 
 
-class Alternating:
-    """A policy that chooses a random subnet for every step."""
-
-    def __init__(self, table: LatencyTable) -> None:
-        self.table, self.rng = table, random.Random(0)
-
-    def decide(self, context: Any) -> tuple[int, int]:
-        """Choose."""
-        return self.rng.randrange(len(self.table.subnets)), self.table.batch_sizes[-1]
-
-
 def generator_of(supernet: Supernet, specs: list[SubnetSpec], **options: Any) -> Generator:
     accuracy = tuple(40.0 + i for i in range(len(specs)))
     table = step_table([str(spec) for spec in specs], accuracy)
-    return Generator(supernet, specs, table, token_ms=50.0, policy=Alternating, **options)
+    generator = Generator(supernet, specs, table, token_ms=50.0, **options)
+    steer(generator._scheduler.policy, partial(random.Random(0).randrange, len(specs)))
+    return generator
 
 
 @torch.inference_mode()
@@ -178,11 +168,13 @@ def test_pages_belong_to_one_supernet(supernet: Supernet) -> None:
             switch(other, pages, other.space.largest(), allow_approximate=True)
 
 
-def test_steps_of_incompatible_subnets_are_measured_apart(supernet: Supernet) -> None:
-    specs = [changed(supernet, heads=(1, 1)), changed(supernet, depth=(2, 0)), supernet.space.largest()]
-    table = profile_steps(supernet, specs, sequences=[2], contexts=[8], prompt_tokens=[4], rounds=1)
-    assert table.subnets == tuple(map(str, specs))
-    assert all(table.latency_ms(i, 2, 8, 4) > 0.0 for i in range(3))
+def test_steps_of_incompatible_subnets_have_tables_of_their_own(supernet: Supernet) -> None:
+    specs = [changed(supernet, heads=(1, 1)), supernet.space.largest()]
+    cells: Any = {"sequences": [2], "contexts": [8], "prompt_tokens": [4], "rounds": 1}
+    with pytest.raises(CacheMismatch, match="incompatible"):
+        profile_steps(supernet, specs, **cells)
+    for spec in specs:
+        assert profile_steps(supernet, [spec], **cells).latency_ms(0, 2, 8, 4) > 0.0
 
 
 def test_a_sequence_that_was_pushed_out_goes_on_when_all_others_are_cancelled(
@@ -219,7 +211,7 @@ def test_the_longest_request_fits_into_a_small_cache_of_several_kinds_of_attenti
     supernet = decoder("Gemma3TextConfig", num_hidden_layers=5, sliding_window=4, layer_types=types)
     specs = [supernet.space.largest()]
     table = step_table([str(specs[0])], (40.0,))
-    settings: Any = {"token_ms": 50.0, "policy": lambda one: Fixed(one, 0), "cache_tokens": cache_tokens}
+    settings: Any = {"token_ms": 50.0, "cache_tokens": cache_tokens}
     if cache_tokens == 1:
         with pytest.raises(PolicyError, match="cache_tokens: 1 tokens are too few"):
             Generator(supernet, specs, table, **settings)

@@ -11,7 +11,6 @@ from generation_tables import step_table
 
 from subnetact.errors import InvalidRequest, PolicyError, TraceError
 from subnetact.generation import Prompt, TokenDeadlines, simulate_generation
-from subnetact.serving.policies import Fixed
 
 DEADLINES = TokenDeadlines(60.0, 6.0)
 
@@ -37,10 +36,7 @@ def test_without_load_every_token_is_in_time_and_of_the_largest_subnet() -> None
 def test_in_a_burst_switching_beats_every_fixed_subnet(seed: int) -> None:
     table, prompts = step_table(), trace(seed, (0.05, 0.2, 0.05))
     elastic = simulate_generation(prompts, table, token_ms=6.0)
-    fixed = [
-        simulate_generation(prompts, table.select([i]), token_ms=6.0, policy=lambda t: Fixed(t, 0))
-        for i in range(3)
-    ]
+    fixed = [simulate_generation(prompts, table.select([i]), token_ms=6.0) for i in range(3)]
     assert fixed[2].attainment < 0.95, "the burst is more than the largest subnet sustains"
     assert elastic.effective_accuracy > max(one.effective_accuracy for one in fixed)
 

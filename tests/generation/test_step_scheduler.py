@@ -16,20 +16,13 @@ from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, Invalid
 from subnetact.generation import Generated, Generator, Prompt, StepPolicy, StepTable, TokenDeadlines
 from subnetact.generation.simulation import replay
 from subnetact.generation.step_scheduler import RequestEnded, StepRequest, StepScheduler, TokenCame
-from subnetact.serving.policies import HullFit, SlackFit
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
-
-POLICIES: dict[str, Any] = {
-    "none": None,
-    "SlackFit": lambda table: SlackFit(table, 50.0),
-    "HullFit": lambda table: HullFit(table, 50.0),
-}
 
 
 def made(**options: Any) -> StepScheduler:
     given: dict[str, Any] = {"places": 2, "step_tokens": 16} | options
-    return StepScheduler(StepPolicy(step_table(), 6.0, given.pop("policy", None)), **given)
+    return StepScheduler(StepPolicy(step_table(), 6.0), **given)
 
 
 def asked(prompt: int = 4, answer: int = 3, first_ms: float = 60.0, **facts: Any) -> StepRequest:
@@ -99,20 +92,18 @@ def outcome_of(completion: Any) -> Generated | str:
     return answer
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("expired", ["drop", "serve"])
 def test_the_generator_does_what_the_simulation_predicts(
     llama: Supernet,
     widths: list[SubnetSpec],
     table: StepTable,
     monkeypatch: pytest.MonkeyPatch,
-    policy: str,
     expired: str,
 ) -> None:
     prompts, clock = trace(1), Clock()
     clock.now_ms = 0.0
     rules: dict[str, Any] = {"expired": expired, "step_tokens": 32}
-    scheduler = StepScheduler(StepPolicy(table, 6.0, POLICIES[policy]), places=4, **rules)
+    scheduler = StepScheduler(StepPolicy(table, 6.0), places=4, **rules)
     came: dict[int, list[tuple[float, int]]] = {id(one): [] for one in prompts}
     predicted: dict[int, Generated | str] = {}
     for now, event in replay(deque(prompts), scheduler):
@@ -125,7 +116,7 @@ def test_the_generator_does_what_the_simulation_predicts(
 
     steps = Steps(clock, table, prompts)
     monkeypatch.setattr("subnetact.generation.step_loop.StepLoop", steps)
-    facts: Any = {"policy": POLICIES[policy], "max_sequences": 4, "clock_ms": clock, **rules}
+    facts: Any = {"max_sequences": 4, "clock_ms": clock, **rules}
     with Generator(llama, widths, table, token_ms=6.0, allow_approximate=True, **facts) as generator:
         steps.generator = generator
         while len(steps.running) < len(prompts):

@@ -20,7 +20,6 @@ from held_steps import Clock, Gate
 
 from subnetact.generation import Completion, Generator, StepTable
 from subnetact.serve.text_app import build_text_app
-from subnetact.serving.policies import Fixed
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -91,7 +90,6 @@ def make(
             widths,
             table,
             token_ms=1000.0,
-            policy=lambda one: Fixed(one, 2),
             allow_approximate=True,
             max_queue=options.pop("max_queue", 100),
             clock_ms=options.pop("clock_ms", None),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +18,30 @@ from subnetact.generation.text import (
     VOCABULARY,
     end_of_text,
     load_text_supernet,
-    next_token_quality,
     read_text,
     switchable_subnets,
     text_facts,
     text_tokenizer,
-    tokens,
 )
 from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.supernet.supernet import Supernet
 
 pytest.importorskip("transformers")
 DATA = Path(subnetact.__file__).parent / "data"
+
+
+def _training() -> Any:
+    path = DATA.parents[1] / "examples" / "train_text_supernet.py"
+    spec = importlib.util.spec_from_file_location("train_text_supernet", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+training = _training()
+next_token_quality, tokens = training.next_token_quality, training.tokens
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +141,8 @@ def test_no_text_is_both_trained_on_and_held_out(monkeypatch: pytest.MonkeyPatch
     )
     (tmp_path / "broken.py").write_text("def (")
     monkeypatch.setattr(text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    held_out, training = read_text(held_out=True), read_text(held_out=False)
-    assert len(held_out) + len(training) == 60
+    held_out, trained = read_text(held_out=True), read_text(held_out=False)
+    assert len(held_out) + len(trained) == 60
     assert 0 < len(held_out) < 20
-    assert not set(held_out) & set(training)
-    assert training[0].startswith(">>> help(module")
+    assert not set(held_out) & set(trained)
+    assert trained[0].startswith(">>> help(module")

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from generation_tables import step_table
+from held_steps import steer
 from small_decoders import small_decoder
 from torch import Tensor, nn
 
@@ -364,8 +365,9 @@ class Texts:
         self.caches: list[dict[str, Any]] = []
         self.loads: Callable[[], None] | None = None
         self.decoder = ElasticDecoder(self.supernets[0], self.specs[:2])
-        self.policy = StepPolicy(step_table(["wide", "narrow"], (50.0, 40.0)), 50.0, self._made)
-        self.scheduler = StepScheduler(self.policy, places=3, step_tokens=16)
+        policy = StepPolicy(step_table(["wide", "narrow"], (50.0, 40.0)), 50.0)
+        steer(policy, self._choose)
+        self.scheduler = StepScheduler(policy, places=3, step_tokens=16)
         self.loop = StepLoop(
             self.decoder,
             plan=lambda fits: self.scheduler.next_step(0.0, fits),
@@ -497,17 +499,12 @@ class Texts:
                 if isinstance(event, TokenCame):
                     self._check(event)
 
-    def _made(self, table: Any) -> Any:
-        """Return this machine as a policy that chooses a subnet for a step."""
-        self.table = table
-        return self
-
-    def decide(self, _: Any) -> tuple[int, int]:
+    def _choose(self) -> int:
         """Choose a random subnet, and let another thread load weights."""
         if self.loads is not None:
             self.log.append("... load")
             self.loads()
-        return self.rng.randrange(2), 1
+        return self.rng.randrange(2)
 
     def _check(self, came: Any) -> None:
         request = came.request
