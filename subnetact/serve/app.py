@@ -154,6 +154,9 @@ class ServeApp(BaseApp):
 
         Returns:
             What `decode` made of the body, the answers, and facts for the reply.
+
+        Raises:
+            DeadlinePassed: The time passed before the body was read. What the batcher raises passes too.
         """
 
         async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
