@@ -16,7 +16,6 @@ __all__ = [
     "cheapest",
     "cheapest_from",
     "hull_of_front",
-    "largest_batch",
     "largest_batches",
     "least_from",
     "pareto_of_batch",
@@ -44,19 +43,7 @@ class Option(NamedTuple):
 
 
 def pareto_of_batch(table: LatencyTable, column: int, floor: float = 0.0) -> list[Option]:
-    """Return the Pareto-optimal subnets at one batch size.
-
-    Args:
-        table: the latency table.
-        column: index into `table.batch_sizes`.
-        floor: minimum accuracy, percent.
-
-    Returns:
-        The subnets that no other one dominates; latency and accuracy both ascend strictly.
-
-    Raises:
-        TableError: the accuracy of a subnet is not known.
-    """
+    """Return the Pareto-optimal subnets at one batch size; latency and accuracy both ascend strictly."""
     table.known_accuracy()
     size = table.batch_sizes[column]
     options = [
@@ -68,12 +55,7 @@ def pareto_of_batch(table: LatencyTable, column: int, floor: float = 0.0) -> lis
 
 
 def time_per_request(table: LatencyTable) -> list[tuple[float, int]]:
-    """Return the least time per request of every subnet.
-
-    Returns:
-        For every subnet (latency / batch size in ms, minimised over batch sizes; the batch size that reaches
-        the minimum). The time is inf for a subnet that can run at no batch size.
-    """
+    """Return for every subnet its least latency / batch size, ms (inf if none), and that batch size."""
     sizes = np.array(table.batch_sizes)[::-1]
     per_request = table.latency_ms[:, ::-1] / sizes  # of equal ones, the largest batch size comes first
     per_request = np.where(np.isnan(per_request), math.inf, per_request)
@@ -93,16 +75,7 @@ def cheapest(table: LatencyTable, floor: float = 0.0) -> int:
 def least_from(
     accuracies: Sequence[float], percent: Sequence[float], ranks: Sequence[Rank]
 ) -> list[Rank | None]:
-    """Return, for each of `accuracies`, the least rank of the subnets that reach it.
-
-    Args:
-        accuracies: ascending, percent.
-        percent: the accuracy of each subnet.
-        ranks: the rank of each subnet.
-
-    Returns:
-        One rank for each accuracy; None if no subnet reaches it.
-    """
+    """Return, for each of `accuracies` (ascending), the least rank of the subnets that reach it, if any."""
     found: list[Rank | None] = []
     least: Rank | None = None
     waiting = sorted(zip(percent, ranks, strict=True), key=lambda pair: pair[0])
@@ -121,11 +94,6 @@ def cheapest_from(table: LatencyTable, accuracies: Sequence[float]) -> list[int]
     return [rank[2] for rank in least_from(accuracies, table.accuracy, ranks) if rank is not None]
 
 
-def largest_batch(table: LatencyTable, subnet: int) -> int:
-    """Return the largest batch size that a subnet can run; the table's largest if it can run none."""
-    return largest_batches(table)[subnet]
-
-
 def largest_batches(table: LatencyTable) -> list[int]:
     """Return, for each subnet, the largest batch size that it can run; the table's largest if none."""
     sizes = np.array(table.batch_sizes)[::-1]
@@ -134,14 +102,7 @@ def largest_batches(table: LatencyTable) -> list[int]:
 
 
 def upper_hull(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Return the upper concave hull of points, from the least x to the greatest y.
-
-    Args:
-        points: (x, y, label) of each point; x is a cost and y a gain.
-
-    Returns:
-        The vertices in order of x. The slopes between neighbours are positive and fall strictly.
-    """
+    """Return the upper concave hull of points (cost, gain, label), from the least cost on."""
     finite = sorted((point for point in points if math.isfinite(point[0])), key=lambda point: point[2])
     return hull_of_front(pareto_front(finite, cost=lambda point: point[0], gain=lambda point: point[1]))
 
