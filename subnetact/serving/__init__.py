@@ -1,16 +1,16 @@
 """Deadline-aware scheduling: a live batcher, policies, a simulator, bounds and planning.
 
-Nothing here imports torch. Every public name is imported from this package.
+Nothing here imports torch. What most users need is imported from this package; other names, such as
+`WorkerEvent` or `group_streams`, from the files that the folders below name.
 
 Which folder answers which question (each imports only from those above it):
 
-* `scheduling/`: which request leaves the queue first (`queue`), what a policy sees (`context`), how a
-  policy's answer becomes a batch (`dispatch`), what happens to expired requests (`dispatch`, `priority`).
+* `scheduling/`: `Scheduler`, every transition of requests and workers without a lock, a thread or a clock;
+  which request leaves the queue first, what a policy sees, and how its answer becomes a batch.
 * `policies/`: which subnet and batch size an idle worker runs next; one file per policy.
 * `live/`: `Batcher`, which serves requests from threads and asyncio, with its statistics and its log.
 * `simulation/`: `simulate`, traces and data sets of arrivals, upper bounds, replays of live runs.
-* `planning/`: how many workers a target needs (`plan`), when to add workers (`Tuner`), which streams of
-  requests share workers (`group_streams`).
+* `planning/`: how many workers a target needs (`plan`), and which streams of requests share workers.
 * `pipelines/`: `Pipeline`, stages behind each other under end-to-end deadlines, and their planning.
 * `tenants/`: `TenantBatcher`, several supernets that share workers.
 """

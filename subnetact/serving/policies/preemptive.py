@@ -26,8 +26,8 @@ class Preemptive:
     than `factor` times those of its own that become late.
 
     The batcher needs engines with `start(subnet, inputs, batch_size)`, such as `Engine`, in threads; worker
-    processes are refused. The simulator needs `resume=True` and the number of layer blocks. A batch looks at
-    the queue between two blocks only if a request has arrived, or its own end is expected later than before.
+    processes are refused. The simulator needs the number of layer blocks (`blocks=`). A batch looks at the
+    queue between two blocks only if a request has arrived, or its own end is expected later than before.
 
     Args:
         policy: decides in all other cases.
