@@ -48,7 +48,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     errors            88    44     37
     files            441    59      0
     device           109     9      7
-    command           34     3      5
+    command           46     4      6
     comparison        74     4      9
     spec              78    34      6
     space            359   160      6
@@ -60,21 +60,21 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     training         163    57      1
     calibration      740   148      1
     latency          502   224      5
-    engine          2445   646      5
-    workers         1057   128      0
+    engine          2447   646      5
+    workers          776   106      0
     costs            294    65      4
     nas              712   199      6
     profile         1357   237      1
-    serving         7944  3798     76
-    generation      1544   592     11
-    export          1113   305      6
-    demo             717   184      0
+    serving         6215  2326     36
+    generation      1342   404     12
+    export          1115   305      6
+    demo             451    58      0
     simulate          19     6      2
     plan               5     4      1
-    serve           2693   910      7
-    loadtest         461   216      0
-    cluster         1148   547      4
-    all            33116 10727    247
+    serve           1761   344      7
+    loadtest         353    74      0
+    cluster          497   128      2
+    all            28963  7793    207
 
 The README has a glossary of the words that are used here.
 """
