@@ -296,7 +296,7 @@ def test_a_bad_request_harms_no_other(model: Any) -> None:
 def test_a_refused_row_takes_its_request_with_it(model: Any) -> None:
     rows: list[Future[Any]] = []
 
-    def submit(*_: Any) -> Future[Any]:
+    def submit(*_: Any, **__: Any) -> Future[Any]:
         if len(rows) == 2:
             raise QueueFull("the queue is at its bound")
         rows.append(Future())
