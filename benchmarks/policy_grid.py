@@ -365,8 +365,42 @@ def report(document: dict[str, Any]) -> None:
             f"1st, 5th, 50th and 95th percentiles and greatest value are {quantiles}.",
         ]
     if ABLATION.exists():
-        lines += ["", *_ablation_lines(json.loads(ABLATION.read_text()))]
+        ablation = json.loads(ABLATION.read_text())
+        lines += ["", *_ablation_lines(ablation), "", f"![ablation]({ABLATION.stem}.png)"]
+        draw_ablation(ablation["now"], ABLATION.with_suffix(".png"))
     write_section("policy_grid", lines)
+
+
+def draw_ablation(variants: dict[str, Any], out: Path) -> None:
+    """Draw what HullFit loses without each of its mechanisms, beside what a mechanism has to pay."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    whole, names = variants["nothing"], [name for name in variants if name != "nothing"]
+    panels = (
+        (
+            "mean lead lost, points",
+            [whole["mean_lead"] - variants[name]["mean_lead"] for name in names],
+            0.05,
+        ),
+        (
+            "further cells more than 0.5 behind, %",
+            [100.0 * (variants[name]["share_far"] - whole["share_far"]) for name in names],
+            1.0,
+        ),
+    )
+    figure, axes = plt.subplots(1, 2, figsize=(10, 0.35 * len(names) + 1.2), sharey=True)
+    for axis, (title, values, bound) in zip(axes, panels, strict=True):
+        axis.barh(names, values)
+        axis.axvline(bound, color="black", linewidth=0.8)
+        axis.set_xlabel(title)
+    axes[0].invert_yaxis()
+    figure.suptitle("HullFit without one mechanism; at the line it pays")
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
 
 
 def _ablation_lines(document: dict[str, Any]) -> list[str]:
