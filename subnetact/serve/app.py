@@ -191,7 +191,8 @@ class ServeApp(BaseApp):
             given |= {name: found[name] for name in texts if given.get(name, name) is None}
         if given["deadline_ms"] is None:
             given["deadline_ms"] = self.slo_ms
-        self.require_short("deadline_ms", given["deadline_ms"])
+        else:
+            self.require_short("deadline_ms", given["deadline_ms"])
         return float(given["deadline_ms"])
 
 

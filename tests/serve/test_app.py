@@ -199,6 +199,21 @@ def test_the_batcher_learns_whose_request_it_is(gated, post):
     asyncio.run(main())
 
 
+def test_the_usual_time_of_a_server_may_be_longer_than_what_clients_may_ask_for(gated, post):
+    async def main():
+        with gated(limits=Limits(deadline_ms=1000.0)) as (app, _, batcher):
+
+            async def infer(*_, **__):
+                raise QueueFull("x")
+
+            batcher.infer = infer
+            assert (await post(app, [0, 0, 0, 1]))[0] == 429
+            longer = [(b"x-deadline-ms", b"2000")]
+            assert (await post(app, [0, 0, 0, 1], headers=longer))[0] == 400
+
+    asyncio.run(main())
+
+
 def test_an_error_of_a_route_is_logged_and_hidden(gated, post, caplog):
     async def main():
         with gated() as (app, _, batcher):
