@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import Fronts, batch_limits, largest_within
@@ -52,6 +54,9 @@ class Fixed:
         return Fixed(table, self.subnet)
 
 
+Self = TypeVar("Self", bound="_FrontPolicy")
+
+
 class _FrontPolicy:
     """A policy that only looks at the fronts of its table and at the batches of single subnets."""
 
@@ -59,6 +64,10 @@ class _FrontPolicy:
         self.table = check_accuracy(table)
         self._fronts = Fronts(table)
         self._limits: dict[int, tuple[list[float], list[int]]] = {}
+
+    def retabled(self: Self, table: LatencyTable) -> Self:
+        """Return the same policy for other latencies of the same subnets and batch sizes."""
+        return type(self)(table)
 
     def _largest(self, subnet: int, slack_ms: float) -> int:
         """Return the largest batch that a subnet finishes within the slack."""
@@ -88,10 +97,6 @@ class CheapestFeasible(_FrontPolicy):
         subnet = self._fronts.cheapest(context.floor)
         return subnet, self._largest(subnet, context.slack_ms)
 
-    def retabled(self, table: LatencyTable) -> CheapestFeasible:
-        """Return the same policy for other latencies of the same subnets and batch sizes."""
-        return CheapestFeasible(table)
-
 
 class MaxBatch(_FrontPolicy):
     """Chooses the largest batch first, and then the most accurate subnet for it.
@@ -118,10 +123,6 @@ class MaxBatch(_FrontPolicy):
         option = fronts.most_accurate(column, context.slack_ms, floor)
         return (option.subnet, option.batch_size) if option else fronts.last_resort(floor)
 
-    def retabled(self, table: LatencyTable) -> MaxBatch:
-        """Return the same policy for other latencies of the same subnets and batch sizes."""
-        return MaxBatch(table)
-
 
 class MaxAcc(_FrontPolicy):
     """Chooses the most accurate subnet first, and then the largest batch for it.
@@ -147,7 +148,3 @@ class MaxAcc(_FrontPolicy):
         if option is None:
             return self._fronts.last_resort(floor)
         return option.subnet, self._largest(option.subnet, context.slack_ms)
-
-    def retabled(self, table: LatencyTable) -> MaxAcc:
-        """Return the same policy for other latencies of the same subnets and batch sizes."""
-        return MaxAcc(table)
