@@ -99,8 +99,7 @@ class _Bench:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
         decoder = ElasticDecoder(supernet, specs, allow_approximate=True)
-        limit = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and max(context + 1, prompt) > limit:
+        if max(context + 1, prompt) > (limit := decoder.longest):
             raise TableError(f"contexts, prompt_tokens: the model takes {limit} tokens; give smaller numbers")
         self._subnets, self._step = range(len(specs)), Step()
         room = context + 64
@@ -125,7 +124,7 @@ class _Bench:
     def _begun(self, number: int, tokens: int) -> list[StepRequest]:
         """Return new requests in the place of those of the last step."""
         for request, _ in self._step.parts:
-            request.ended = True
+            request.outcome = request.generated(0.0, "length")
         prompt, deadlines = [1 + j % 7 for j in range(tokens)], TokenDeadlines(1.0, 1.0)
         return [StepRequest(prompt, 1, deadlines, left=tokens) for _ in range(number)]
 

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from subnetact.errors import (
     BatcherClosed,
@@ -27,7 +27,7 @@ from subnetact.generation.step_policy import StepPolicy
 from subnetact.serving.scheduling.checks import check_count, check_positive
 from subnetact.serving.scheduling.floors import Floors
 
-__all__ = ["RequestEnded", "Step", "StepRequest", "StepScheduler", "TokenCame"]
+__all__ = ["Step", "StepRequest", "StepScheduler"]
 
 PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 """A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
@@ -35,7 +35,7 @@ PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 
 @dataclass(eq=False, slots=True)
 class StepRequest:
-    """A request for tokens, and how far it is; `sampling` and `owner` are handed on to the driver."""
+    """A request for tokens, and what came of it; `sampling` and `owner` are handed on to the driver."""
 
     prompt: Sequence[int]
     answer: int  # the largest number of tokens
@@ -51,16 +51,15 @@ class StepRequest:
     due_ms: float = 0.0  # of the next token
     first_ms: float = 0.0
     late: int = 0
-    ended: bool = False
     tokens: list[int] = field(default_factory=list)
     subnets: list[int] = field(default_factory=list)
     found: list[TokenLogprobs] = field(default_factory=list)
+    outcome: Generated | RequestError | None = None  # once it has ended
 
     def generated(self, now_ms: float, finish: str) -> Generated:
         """Return the answer if it ends now."""
-        lists = tuple(self.tokens), tuple(self.subnets)
-        total_ms = now_ms - self.accepted_ms
-        return Generated(*lists, self.late, self.first_ms, total_ms, finish, tuple(self.found))
+        times = self.late, self.first_ms, now_ms - self.accepted_ms
+        return Generated(tuple(self.tokens), tuple(self.subnets), *times, finish, tuple(self.found))
 
 
 @dataclass(slots=True)
@@ -94,30 +93,14 @@ class Step:
         return self.sequences, self.held / self.sequences if self.sequences else 1.0, self.prompt_tokens
 
 
-class TokenCame(NamedTuple):
-    """A request got a token."""
-
-    request: StepRequest
-    token: int
-    subnet: int
-    late: bool
-    logprobs: TokenLogprobs | None
-
-
-class RequestEnded(NamedTuple):
-    """A request has its outcome."""
-
-    request: StepRequest
-    outcome: Generated | RequestError
-
-
-Event = TokenCame | RequestEnded
 Fits = Callable[[StepRequest, int], bool]
 """Takes memory for this number of tokens of a request, or returns False if there is none."""
 
 
 class StepScheduler:
-    """Decides what steps compute, one step after the other. Times are in ms, of any clock.
+    """Decides what steps compute, one after the other. Times are in ms, of any clock.
+
+    What happened returns the requests that got a token or an outcome.
 
     Sequences with a place go on, those past their prompts first; free places go to the requests whose next
     tokens are due first. A request whose first token cannot come in time any more is dropped if `expired` is
@@ -171,11 +154,9 @@ class StepScheduler:
         self.counts["requests"] += 1
         self._wait(request)
 
-    def cancel(self, request: StepRequest, now_ms: float) -> list[Event]:
+    def cancel(self, request: StepRequest, now_ms: float) -> list[StepRequest]:
         """End a request with the tokens that it has."""
-        if request.ended:
-            return []
-        return [self._end(request, request.generated(now_ms, "cancelled"), "cancelled")]
+        return [request] if self._end(request, request.generated(now_ms, "cancelled"), "cancelled") else []
 
     def push_out(self, request: StepRequest) -> None:
         """Take the place of a request, whose tokens are computed again when it gets another one."""
@@ -197,42 +178,36 @@ class StepScheduler:
             if tokens and fits(request, tokens):
                 step.add(request, tokens)
                 budget -= tokens
-        at = 0
-        while budget and at < len(self._waiting) and len(self._active) < self._places:
-            request = self._waiting[at][2]
-            if self._drop and not request.tokens and request.due_ms < now_ms:  # `tick` ends it
-                at += 1
-                continue
+        while budget and self._waiting and len(self._active) < self._places:
+            request = self._waiting[0][2]
             tokens = min(request.left, budget)
             if not fits(request, tokens):
                 break
-            del self._waiting[at]
+            del self._waiting[0]
             self._active[request.number] = request
             step.add(request, tokens)
             budget -= tokens
-        if not step.parts:
-            self.step = None
-            return None
-        self.step = step
-        self._choose(step)
-        return step
+        self.step = step if step.parts else None
+        if self.step:
+            self._choose(step)
+        return self.step
 
     def step_done(
         self,
         tokens: Sequence[int],
         now_ms: float,
         logprobs: Iterable[TokenLogprobs | None] = itertools.repeat(None),
-    ) -> list[Event]:
+    ) -> list[StepRequest]:
         """Take the tokens of the requests that the step answers."""
-        step, self.step, events = self.step, None, list[Event]()
+        step, self.step = self.step, None
         assert step is not None
+        answered = [request for request in step.answered if request.outcome is None]
         self.prepare(now_ms)
         self.policy.observe(step.tabled_ms, now_ms - step.began_ms)
         for request, computed in step.parts:
-            if request.left:
-                request.left = max(request.left - computed, 0)
+            request.left = max(request.left - computed, 0)
         for request, token, found in zip(step.answered, tokens, logprobs, strict=False):
-            if request.ended:  # while its step ran
+            if request.outcome is not None:  # it ended while its step ran
                 continue
             if not request.tokens:
                 request.first_ms = now_ms - request.accepted_ms
@@ -245,47 +220,40 @@ class StepScheduler:
             self.counts["tokens"] += 1
             self.counts["late"] += late
             request.due_ms = request.deadlines.due_ms(request.accepted_ms, count)
-            events.append(TokenCame(request, token, step.subnet, late, found))
             if token in request.stop or count == request.answer:
                 finish = "stop" if token in request.stop else "length"
-                events.append(self._end(request, request.generated(now_ms, finish), "finished"))
-        return events
+                self._end(request, request.generated(now_ms, finish), "finished")
+        return answered
 
-    def failed(self, cause: Exception, now_ms: float) -> list[Event]:
+    def failed(self, cause: Exception, now_ms: float) -> list[StepRequest]:
         """End the requests of the step that runs, because it raised."""
         parts, self.step = self.step.parts if self.step else [], None
         self.prepare(now_ms)
         error = BatchFailed(f"a step raised {type(cause).__name__}: {cause}; other requests go on")
         error.__cause__ = cause
-        return [self._end(request, error, "failed") for request, _ in parts if not request.ended]
+        return [request for request, _ in parts if self._end(request, error, "failed")]
 
-    def tick(self, now_ms: float) -> list[Event]:
+    def tick(self, now_ms: float) -> list[StepRequest]:
         """End the requests that wait in vain. Those in a step are answered by it, unless it hangs."""
-        if self.hangs(now_ms):
-            overdue = [one for one in self.requests.values() if one.due_ms < now_ms]
-        elif self._drop:
-            in_step = [request for request, _ in self.step.parts] if self.step else []
-            waiting = self._waiting[: bisect_left(self._waiting, (now_ms,))]
-            overdue = [one for _, _, one in waiting if not one.tokens]
-            active = [one for one in self._active.values() if not one.tokens and one.due_ms < now_ms]
-            overdue += [one for one in active if one not in in_step]
-        else:
-            return []
-        ended: list[Event] = []
+        overdue = [one for _, _, one in self._waiting[: bisect_left(self._waiting, (now_ms,))]]
+        overdue += [one for one in self._active.values() if one.due_ms < now_ms]
+        if not self.hangs(now_ms):
+            running = [request for request, _ in self.step.parts] if self.step else []
+            overdue = [one for one in overdue if self._drop and not one.tokens and one not in running]
         for one in overdue:
             token, due_ms = len(one.tokens) + 1, one.due_ms - one.accepted_ms
             error = DeadlinePassed(f"token {token} was due after {due_ms:.0f} ms, and did not come")
-            ended.append(self._end(one, error, "expired"))
-        return ended
+            self._end(one, error, "expired")
+        return overdue
 
     def hangs(self, now_ms: float) -> bool:
         """Return whether what runs takes too long."""
         return now_ms > self._limit_ms
 
-    def close(self, reason: str = "", error: RequestError | None = None) -> list[Event]:
+    def close(self, reason: str = "", error: RequestError | None = None) -> list[StepRequest]:
         """Accept no further request, and end those under way if there is an error for them."""
         self.closed = self.closed or reason
-        return [self._end(one, error, "failed") for one in list(self.requests.values()) if error is not None]
+        return [one for one in list(self.requests.values()) if error and self._end(one, error, "failed")]
 
     def _choose(self, step: Step) -> None:
         """Choose the subnet for the most demanding request of the step and the most urgent one."""
@@ -310,10 +278,12 @@ class StepScheduler:
         request.left = len(request.prompt) + len(request.tokens)
         insort(self._waiting, (request.due_ms, request.number, request))
 
-    def _end(self, request: StepRequest, outcome: Generated | RequestError, kind: str) -> RequestEnded:
+    def _end(self, request: StepRequest, outcome: Generated | RequestError, kind: str) -> bool:
+        if request.outcome is not None:
+            return False
         del self.requests[request.number]
-        request.ended = True
+        request.outcome = outcome
         self.counts[kind] += 1
         if self._active.pop(request.number, None) is None:
             del self._waiting[bisect_left(self._waiting, (request.due_ms, request.number))]
-        return RequestEnded(request, outcome)
+        return True
