@@ -7,24 +7,22 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from subnetact.device import machine
-from subnetact.errors import DeadlinePassed, MissingExtra, QueueFull, TraceError
+from subnetact.errors import DeadlinePassed, QueueFull, TraceError
 from subnetact.files.documents import write_json
+from subnetact.latency.arrays import Floats
+from subnetact.latency.plot import need_matplotlib
 from subnetact.serving.simulation.traces import bursty
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Run", "Trace", "compare", "draw", "header", "lulls_and_burst", "machine_notes", "outcome", "send"]
-
-Floats: TypeAlias = npt.NDArray[np.float64]
+__all__ = ["Run", "Trace", "compare", "draw", "header", "lulls_and_burst", "machine_notes", "serve"]
 
 BUSY_SHARE = 0.9
 """A computing thread that gets less than this share of a core shares the machine with other work."""
@@ -83,10 +81,9 @@ def lulls_and_burst(
     lull: float, burst: float, seconds: Sequence[float], seed: int, steady: float = 0.5, cv2: float = 4.0
 ) -> Floats:
     """Return arrivals, in ms, of a lull, a burst and a lull, from rates per second."""
-    starts = np.cumsum([0.0, *seconds])
     parts = [
-        1e3 * start + bursty(steady * qps, (1 - steady) * qps, cv2, length, seed + i)
-        for i, (start, length, qps) in enumerate(zip(starts, seconds, (lull, burst, lull), strict=False))
+        1e3 * sum(seconds[:i]) + bursty(steady * qps, (1 - steady) * qps, cv2, seconds[i], seed + i)
+        for i, qps in enumerate((lull, burst, lull))
     ]
     found: Floats = np.concatenate(parts)
     if not len(found):
@@ -94,8 +91,11 @@ def lulls_and_burst(
     return found
 
 
-def send(arrivals_ms: Floats, submit: Callable[[int, float], Any]) -> tuple[list[Any], Floats]:
-    """Call `submit(number, beginning in s)` in real time; return the results and how late each was, in ms."""
+def serve(arrivals_ms: Floats, submit: Callable[[int, float], Any]) -> tuple[list[Any], Floats]:
+    """Call `submit(number, beginning in s)` in real time; return answers, None if dropped, and delays in ms.
+
+    A request that fails for another reason than its deadline or a full queue raises here.
+    """
     sent: list[Any] = []
     late_ms = np.zeros(len(arrivals_ms))
     begun = time.perf_counter()
@@ -106,15 +106,13 @@ def send(arrivals_ms: Floats, submit: Callable[[int, float], Any]) -> tuple[list
             sent.append(submit(i, begun))
         except QueueFull:
             sent.append(None)
-    return sent, late_ms
-
-
-def outcome(sent: Any) -> Any:
-    """Return the result of a request, or None if it was dropped; a failure is raised."""
-    try:
-        return None if sent is None else sent.result()
-    except (DeadlinePassed, QueueFull):
-        return None
+    answers: list[Any] = []
+    for one in sent:
+        try:
+            answers.append(None if one is None else one.result())
+        except (DeadlinePassed, QueueFull):
+            answers.append(None)
+    return answers, late_ms
 
 
 def share_of_core(seconds: float = 0.2) -> float:
@@ -155,8 +153,7 @@ def compare(
 
     The contender with all subnets, the largest and the smallest one come first.
     """
-    if find_spec("matplotlib") is None:  # before the work is done
-        raise MissingExtra("figures need matplotlib: pip install 'subnetact[plot]'")
+    need_matplotlib()  # before the work is done
     share, runs = [share_of_core()], []
     gc.collect()
     gc.freeze()  # a full collection that visits all objects of torch would stop the server for tens of ms
@@ -169,8 +166,7 @@ def compare(
     print(f"{'contender':<24}" + "".join(f"{name:>19}" for name in runs[0].shares))
     for run in runs:
         print(f"{run.name:<24}" + "".join(f"{percent:>17.2f} %" for percent in run.shares.values()))
-    notes = machine_notes(runs, share, trace.slo_ms)
-    for note in notes:
+    for note in (notes := machine_notes(runs, share, trace.slo_ms)):
         print(f"NOTE: {note}")
     shown = runs[:3] + sorted(runs[3:], key=lambda run: -run.right.mean())[:1]
     of = "{}: {in time:.1f} % in time, {right and in time:.1f} % right and in time"
@@ -183,7 +179,7 @@ def compare(
 
 def draw(path: Path, runs: Sequence[Run], trace: Trace, title: str) -> None:
     """Draw what was asked for, and for every contender accuracy and misses, per bin."""
-    figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 7.5), layout="constrained")
+    figure: Any = need_matplotlib()(figsize=(9, 7.5), layout="constrained")
     asked, accuracy, missed = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2, 1.3))
     edges = np.arange(0, trace.due_ms.max() + trace.bin_ms, trace.bin_ms)
     counts = np.histogram(trace.due_ms, edges)[0]
