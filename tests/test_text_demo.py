@@ -88,7 +88,7 @@ def test_the_demo_runs_and_draws(
     assert main(["--text", "--seconds", "0.5", *files]) == 0
     printed = capsys.readouterr().out
     for words in (
-        "on held-out text",
+        "on held-out docstrings",
         "The largest subnet continues",
         "right and in time",
         "all subnets",

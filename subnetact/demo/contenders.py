@@ -125,29 +125,25 @@ def share_of_core(seconds: float = 0.2) -> float:
 
 def machine_notes(runs: Sequence[Run], share: Sequence[float], slo_ms: float) -> list[str]:
     """Return why the result says more about the machine than about the policies, a sentence per reason."""
-    found = []
-    if min(share) < BUSY_SHARE:
-        found.append(
-            f"other programs use this machine: a computing thread got {100 * min(share):.0f} % of a core. "
-            "Run the demo again on an idle machine before you trust these figures."
-        )
     run = max(runs, key=lambda run: abs(math.log(run.slowdown)))
-    if not 1 / DRIFT < run.slowdown < DRIFT:
-        found.append(
-            f"the machine changed its speed after it was profiled: {run.slowdown:.2f} times the profiled "
-            f"latency while '{run.name}' was served, so the contenders did not have the same machine."
-        )
-    late_ms = max(run.figures["late_p99_ms"] for run in runs)
-    if late_ms > slo_ms / 4:
-        found.append(
-            f"the client itself was late: 1 % of the requests were sent more than {late_ms:.0f} ms after "
-            "they were due, so the load was burstier than intended."
-        )
-    return found
+    late_ms, steady = max(run.figures["late_p99_ms"] for run in runs), 1 / DRIFT < run.slowdown < DRIFT
+    found = {
+        f"other programs use this machine: a computing thread got {100 * min(share):.0f} % of a core. "
+        "Run the demo again on an idle machine before you trust these figures.": min(share) < BUSY_SHARE,
+        f"the machine changed its speed after it was profiled: {run.slowdown:.2f} times the profiled "
+        f"latency while '{run.name}' was served; the contenders did not have the same machine.": not steady,
+        f"the client itself was late: 1 % of the requests were sent more than {late_ms:.0f} ms after "
+        "they were due, so the load was burstier than intended.": late_ms > slo_ms / 4,
+    }
+    return [note for note, holds in found.items() if holds]
 
 
 def compare(
-    serve: Sequence[Callable[[], Run]], trace: Trace, out: Path, report: Path | None, facts: Mapping[str, Any]
+    contenders: Sequence[Callable[[], Run]],
+    trace: Trace,
+    out: Path,
+    report: Path | None,
+    facts: Mapping[str, Any],
 ) -> None:
     """Serve the trace by every contender; print a table, draw a figure, and write the numbers as JSON.
 
@@ -158,7 +154,7 @@ def compare(
     gc.collect()
     gc.freeze()  # a full collection that visits all objects of torch would stop the server for tens of ms
     try:
-        for one in serve:
+        for one in contenders:
             runs.append(one())
             share.append(share_of_core())
     finally:
@@ -173,8 +169,8 @@ def compare(
     draw(out, shown, trace, "\n".join(of.format(run.name, **run.shares) for run in shown))
     print(f"Figure: {out}")
     if report is not None:
-        contenders = [run.figures for run in runs]
-        write_json(report, {**facts, "share_of_core": share, "notes": notes, "contenders": contenders})
+        found = {"share_of_core": share, "notes": notes, "contenders": [run.figures for run in runs]}
+        write_json(report, {**facts, **found})
 
 
 def draw(path: Path, runs: Sequence[Run], trace: Trace, title: str) -> None:

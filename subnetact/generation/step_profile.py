@@ -14,7 +14,7 @@ from tqdm import tqdm
 from subnetact.device import machine
 from subnetact.errors import TableError
 from subnetact.generation.completion import TokenDeadlines
-from subnetact.generation.step_scheduler import Fits, Step, StepRequest
+from subnetact.generation.step_scheduler import Step, StepRequest
 from subnetact.generation.step_table import StepTable
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
@@ -101,11 +101,11 @@ class _Bench:
         decoder = ElasticDecoder(supernet, specs, allow_approximate=True)
         if max(context + 1, prompt) > (limit := decoder.longest):
             raise TableError(f"contexts, prompt_tokens: the model takes {limit} tokens; give smaller numbers")
-        self._subnets, self._step = range(len(specs)), Step()
+        self._subnets, self._step = range(len(specs)), Step([])
         room = context + 64
         self.loop = StepLoop(
             decoder,
-            plan=self._plan,
+            plan=lambda fits: self._step if all(fits(*part) for part in self._step.parts) else None,
             pushed_out=lambda _: None,
             sequences=sequences,
             cache_tokens=max(2 * sequences * room, 2 * prompt + 64),
@@ -130,9 +130,8 @@ class _Bench:
 
     def _time(self, subnet: int, requests: Sequence[StepRequest]) -> float:
         """Return how long a step takes that computes all there is of these requests, in ms."""
-        self._step = Step(subnet=subnet)
+        self._step = Step([(request, request.left or 1) for request in requests], subnet)
         for request in requests:
-            self._step.add(request, request.left or 1)
             request.left = 0
         begun = time.perf_counter()
         try:
@@ -142,6 +141,3 @@ class _Bench:
         if made is None:
             raise TableError("steps: there was nothing to compute; the cache is too small for this context")
         return 1e3 * (time.perf_counter() - begun)
-
-    def _plan(self, fits: Fits) -> Step | None:
-        return self._step if all(fits(request, tokens) for request, tokens in self._step.parts) else None

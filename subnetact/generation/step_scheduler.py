@@ -1,6 +1,7 @@
 """StepScheduler: who is in the next step of generation, and when a request ends.
 
-A state machine without lock, thread or clock: it is told what happens and when, and returns what follows.
+A state machine without lock, thread or clock: it is told what happens and when, and returns the requests that
+got a token or an outcome by that.
 `Generator` is threads around it, `simulate_generation` a loop around it.
 """
 
@@ -64,33 +65,20 @@ class StepRequest:
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes."""
+    """What one step computes; its size are sequences, their mean context and tokens of prompts."""
 
-    parts: list[tuple[StepRequest, int]] = field(default_factory=list)  # and how many tokens of each
-    answered: list[StepRequest] = field(default_factory=list)  # those that get a token, in the same order
-    sequences: int = 0  # how many of them are past their prompts
-    held: int = 0  # how many tokens these have together
-    prompt_tokens: int = 0
+    parts: list[tuple[StepRequest, int]]  # and how many tokens of each
     subnet: int = 0
     began_ms: float = 0.0
     tabled_ms: float = 0.0  # how long it takes by the table
+    answered: list[StepRequest] = field(init=False)  # those that get a token, in the same order
+    size: tuple[int, float, int] = field(init=False)
 
-    def add(self, request: StepRequest, tokens: int) -> None:
-        """Compute this number of tokens of a request."""
-        self.parts.append((request, tokens))
-        if not request.left:
-            self.held += len(request.prompt) + len(request.tokens)
-            self.sequences += 1
-        else:
-            self.prompt_tokens += tokens
-            if request.left > tokens:
-                return
-        self.answered.append(request)
-
-    @property
-    def size(self) -> tuple[int, float, int]:
-        """Sequences, the mean number of tokens that they have, and tokens of prompts, as in a step table."""
-        return self.sequences, self.held / self.sequences if self.sequences else 1.0, self.prompt_tokens
+    def __post_init__(self) -> None:
+        self.answered = [one for one, tokens in self.parts if one.left <= tokens]
+        held = [len(one.prompt) + len(one.tokens) for one, _ in self.parts if not one.left]
+        prompts = sum([tokens for one, tokens in self.parts if one.left])
+        self.size = len(held), sum(held) / len(held) if held else 1.0, prompts
 
 
 Fits = Callable[[StepRequest, int], bool]
@@ -99,8 +87,6 @@ Fits = Callable[[StepRequest, int], bool]
 
 class StepScheduler:
     """Decides what steps compute, one after the other. Times are in ms, of any clock.
-
-    What happened returns the requests that got a token or an outcome.
 
     Sequences with a place go on, those past their prompts first; free places go to the requests whose next
     tokens are due first. A request whose first token cannot come in time any more is dropped if `expired` is
@@ -172,11 +158,11 @@ class StepScheduler:
 
         If the policy raises, the step has begun nevertheless, and `failed` ends its requests.
         """
-        step, budget = Step(began_ms=now_ms), self._step_tokens
+        parts, budget = list[tuple[StepRequest, int]](), self._step_tokens
         for request in sorted(self._active.values(), key=lambda one: one.left > 0):
             tokens = min(request.left or 1, budget)
             if tokens and fits(request, tokens):
-                step.add(request, tokens)
+                parts.append((request, tokens))
                 budget -= tokens
         while budget and self._waiting and len(self._active) < self._places:
             request = self._waiting[0][2]
@@ -185,12 +171,12 @@ class StepScheduler:
                 break
             del self._waiting[0]
             self._active[request.number] = request
-            step.add(request, tokens)
+            parts.append((request, tokens))
             budget -= tokens
-        self.step = step if step.parts else None
-        if self.step:
+        self.step = step = Step(parts, began_ms=now_ms) if parts else None
+        if step:
             self._choose(step)
-        return self.step
+        return step
 
     def step_done(
         self,

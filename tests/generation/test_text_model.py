@@ -18,7 +18,6 @@ from subnetact.generation.text import (
     VOCABULARY,
     end_of_text,
     load_text_supernet,
-    read_text,
     switchable_subnets,
     text_facts,
     text_tokenizer,
@@ -41,7 +40,7 @@ def _training() -> Any:
 
 
 training = _training()
-next_token_quality, tokens = training.next_token_quality, training.tokens
+next_token_quality, read_text, tokens = training.next_token_quality, training.read_text, training.tokens
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +130,6 @@ def test_texts_and_tokens_are_inverse() -> None:
 
 
 def test_no_text_is_both_trained_on_and_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from subnetact.generation import text
-
     for i in range(60):
         (tmp_path / f"module{i}.py").write_text(f'def f{i}():\n    """{"word " * 10}{i}"""\n')
     (tmp_path / "test").mkdir()
@@ -140,7 +137,7 @@ def test_no_text_is_both_trained_on_and_held_out(monkeypatch: pytest.MonkeyPatch
         '"""A docstring of a folder that is not read, in a sentence."""'
     )
     (tmp_path / "broken.py").write_text("def (")
-    monkeypatch.setattr(text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(training.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     held_out, trained = read_text(held_out=True), read_text(held_out=False)
     assert len(held_out) + len(trained) == 60
     assert 0 < len(held_out) < 20
