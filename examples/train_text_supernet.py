@@ -102,7 +102,7 @@ def tokens(texts: list[str]) -> torch.Tensor:
     """Return the tokens of texts in a row, each behind an end-of-text token, of shape (tokens,)."""
     found: list[int] = []
     for encoding in text.text_tokenizer().encode_batch(texts):
-        found.append(text.end_of_text())
+        found.append(text.END_TOKEN)
         found.extend(encoding.ids)
     return torch.tensor(found)
 

@@ -47,8 +47,8 @@ def demonstrate_text(args: Namespace) -> None:
     right = [known[str(spec)] for spec in specs]
     cells: Any = {"sequences": (1, 2, 4, SEQUENCES), "contexts": (64, CONTEXT, 136)}
     table = profile_steps(supernet, specs, **cells, prompt_tokens=(64, 128, 256, 512), accuracy=right)
-    tokenizer, end = embedded.text_tokenizer(), embedded.end_of_text()
-    encoded = [[end, *one.ids] for one in tokenizer.encode_batch(list(topics.values()))]
+    tokenizer = embedded.text_tokenizer()
+    encoded = [[embedded.END_TOKEN, *one.ids] for one in tokenizer.encode_batch(list(topics.values()))]
     encoded = [one for one in encoded if len(one) >= PROMPT[1] + ANSWER]
     sustained = [
         _sustained(supernet, specs[i], table.select([i]), _beginnings(encoded, SATURATED, 0))

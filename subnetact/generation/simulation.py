@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from numbers import Integral, Real
 from typing import Any
 
@@ -128,12 +129,10 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
             request = StepRequest(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, owner=one)
             scheduler.submit(request, one.arrival_ms)
         scheduler.prepare(now)
-        for request in scheduler.tick(now):
-            yield now, request
+        yield from zip(repeat(now), scheduler.tick(now), strict=False)
         if step := scheduler.next_step(now):
             now += step.tabled_ms
-            for request in scheduler.step_done([0] * len(step.answered), now):
-                yield now, request
+            yield from zip(repeat(now), scheduler.step_done([0] * len(step.answered), now), strict=False)
 
 
 def _checked(prompt: Prompt) -> Prompt:

@@ -16,6 +16,7 @@ from subnetact.errors import TableError
 from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.step_scheduler import Step, StepRequest
 from subnetact.generation.step_table import StepTable
+from subnetact.latency.arrays import ascending_sizes
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -66,9 +67,7 @@ def profile_steps(
     specs = supernet.distinct(subnets, "a step table")
     lists: Any = {"sequences": sequences, "contexts": contexts, "prompt_tokens": prompt_tokens}
     for name, values in (lists | {"rounds": (rounds,)}).items():
-        whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
-        if not values or not whole or list(values) != sorted(set(values)):
-            raise TableError(f"{name}: {values!r} must be ascending whole numbers above 0")
+        ascending_sizes(values, name)
     cells = [(n, context) for context in contexts for n in sequences] + [(0, n) for n in prompt_tokens]
     found: dict[tuple[int, tuple[int, int]], list[float]] = defaultdict(list)
     bench = _Bench(supernet, specs, max(sequences), max(contexts), max(prompt_tokens))

@@ -154,7 +154,7 @@ class StepScheduler:
         self._limit_ms = now_ms + (self._watchdog_ms or FIRST_PATIENCE_MS)
 
     def next_step(self, now_ms: float, fits: Fits = lambda *_: True) -> Step | None:
-        """Begin the next step, which is None if there is nothing to compute.
+        """Begin the next step, for its most demanding request and the most urgent; None if there is none.
 
         If the policy raises, the step has begun nevertheless, and `failed` ends its requests.
         """
@@ -174,8 +174,24 @@ class StepScheduler:
             parts.append((request, tokens))
             budget -= tokens
         self.step = step = Step(parts, began_ms=now_ms) if parts else None
-        if step:
-            self._choose(step)
+        if not step:
+            return None
+        policy, floors = self.policy, [request.min_accuracy for request, _ in parts]
+        slack_ms = min([request.due_ms for request, _ in parts]) - now_ms
+        if self._waiting and len(self._active) >= self._places:
+            left = [one.answer - len(one.tokens) for one in self._active.values()]
+            due = [due for due, _, _ in self._waiting[: self._places]]
+            slack_ms = min(slack_ms, policy.pace(now_ms, left, due))
+        sequences, context, prompts = step.size
+        step.subnet = policy.choose(
+            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, floor=max(floors)
+        )
+        step.tabled_ms = policy.tabled_ms
+        self.counts["lifted"] += policy.lifted and min(floors) < max(floors)
+        least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
+        patience_ms = self._watchdog_ms or max(least, PATIENCE * policy.slowdown * step.tabled_ms)
+        self._limit_ms = now_ms + patience_ms
+        self.steps[step.subnet] += 1
         return step
 
     def step_done(
@@ -240,25 +256,6 @@ class StepScheduler:
         """Accept no further request, and end those under way if there is an error for them."""
         self.closed = self.closed or reason
         return [one for one in list(self.requests.values()) if error and self._end(one, error, "failed")]
-
-    def _choose(self, step: Step) -> None:
-        """Choose the subnet for the most demanding request of the step and the most urgent one."""
-        policy, floors = self.policy, [request.min_accuracy for request, _ in step.parts]
-        slack_ms = min([request.due_ms for request, _ in step.parts]) - step.began_ms
-        if self._waiting and len(self._active) >= self._places:
-            left = [one.answer - len(one.tokens) for one in self._active.values()]
-            due = [due for due, _, _ in self._waiting[: self._places]]
-            slack_ms = min(slack_ms, policy.pace(step.began_ms, left, due))
-        sequences, context, prompt_tokens = step.size
-        step.subnet = policy.choose(
-            slack_ms, sequences=sequences, context=context, prompt_tokens=prompt_tokens, floor=max(floors)
-        )
-        step.tabled_ms = policy.tabled_ms
-        self.counts["lifted"] += policy.lifted and min(floors) < max(floors)
-        least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
-        patience_ms = self._watchdog_ms or max(least, PATIENCE * policy.slowdown * step.tabled_ms)
-        self._limit_ms = step.began_ms + patience_ms
-        self.steps[step.subnet] += 1
 
     def _wait(self, request: StepRequest) -> None:
         request.left = len(request.prompt) + len(request.tokens)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = [
-    "end_of_text",
+    "END_TOKEN",
     "load_text_supernet",
     "new_text_supernet",
     "switchable_subnets",
@@ -43,7 +43,8 @@ DATA = files("subnetact") / "data"
 WEIGHTS, TOKENIZER, FACTS = "text_supernet.safetensors", "text_tokenizer.json", "text_supernet.json"
 HEAD = "lm_head.weight"
 """The same tensor as the embedding; files do not hold it."""
-END = "<|end|>"
+END, END_TOKEN = "<|end|>", 0
+"""Begins and ends every text."""
 
 
 def _missing(error: ImportError) -> MissingExtra:
@@ -131,8 +132,3 @@ def text_tokenizer() -> Tokenizer:
     except ImportError as error:
         raise _missing(error) from error
     return Tokenizer.from_str((DATA / TOKENIZER).read_text(encoding="utf-8"))
-
-
-def end_of_text() -> int:
-    """Return the token that begins and ends every text, 0."""
-    return 0

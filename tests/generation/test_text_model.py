@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save
 import subnetact
 from subnetact.errors import FileFormatError, MissingFile
 from subnetact.generation.text import (
+    END_TOKEN,
     FFN,
     VOCABULARY,
-    end_of_text,
     load_text_supernet,
     switchable_subnets,
     text_facts,
@@ -125,8 +125,8 @@ def test_texts_and_tokens_are_inverse() -> None:
     assert tokenizer.get_vocab_size() == VOCABULARY
     text = "Return the größte of x, and ask >>> help(json.dumps)\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert tokenizer.token_to_id("<|end|>") == end_of_text() == 0
-    assert tokens(["a", "b"]).tolist().count(end_of_text()) == 2
+    assert tokenizer.token_to_id("<|end|>") == END_TOKEN == 0
+    assert tokens(["a", "b"]).tolist().count(END_TOKEN) == 2
 
 
 def test_no_text_is_both_trained_on_and_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
