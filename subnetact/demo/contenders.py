@@ -24,10 +24,8 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Run", "Trace", "compare", "draw", "header", "lulls_and_burst", "machine_notes", "serve"]
 
-BUSY_SHARE = 0.9
-"""A computing thread that gets less than this share of a core shares the machine with other work."""
-DRIFT = 1.5
-"""Batches that take this many times their profiled latency, or its inverse, mean another machine."""
+BUSY_SHARE = 0.9  # of a core; a computing thread that gets less shares the machine with other work
+DRIFT = 1.5  # times the profiled latency of batches, or its inverse, mean another machine
 COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange")
 
 

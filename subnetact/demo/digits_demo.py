@@ -72,8 +72,8 @@ def demonstrate_digits(args: Namespace) -> None:
         "fixed, largest subnet": Fixed(table, len(front) - 1),
         "fixed, smallest subnet": Fixed(table, 0),
     }
-    known = {"machine": facts, "seed": seed, "slo_ms": trace.slo_ms, "burst_qps": burst}
-    known["capacity_qps"] = trace.sustained["largest"]
+    rates = {"burst_qps": burst, "capacity_qps": trace.sustained["largest"]}
+    known = {"machine": facts, "seed": seed, "slo_ms": trace.slo_ms, **rates}
     runs = [partial(_serve, *one, engine, test, trace.due_ms, trace.slo_ms) for one in policies.items()]
     compare(runs, trace, args.out, args.json, known)
     print(
@@ -121,10 +121,8 @@ def _serve(
         slowdown, _ = batcher.corrections.drift()
     answers = {i: answer for i, answer in enumerate(served) if answer and answer.met}
     right, accuracy = np.zeros(len(served)), np.full(len(served), np.nan)
-    if answers:
-        met = list(answers)
-        scores = torch.stack([answer.output for answer in answers.values()])
-        right[met] = (scores.argmax(1) == data.labels[torch.tensor(met) % len(images)]).numpy()
-        accuracy[met] = [answer.accuracy for answer in answers.values()]
+    for i, answer in answers.items():
+        right[i] = answer.output.argmax() == data.labels[i % len(images)]
+        accuracy[i] = answer.accuracy
     measured = 100 * float(right.sum()) / max(len(answers), 1)
     return Run(name, ~np.isnan(accuracy), accuracy, right, late_ms, slowdown, {"measured": measured})

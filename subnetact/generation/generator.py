@@ -24,14 +24,10 @@ from subnetact.supernet.supernet import Supernet
 __all__ = ["Generator", "GeneratorStats"]
 
 logger = logging.getLogger("subnetact.generation")
-COLDEST = 1e-6
-"""At lower temperatures the most likely token is taken; logits divided by them could be infinite."""
-MOST_LOGPROBS = 20
-"""Log-probabilities of no more of the most likely tokens are told."""
-IDLE_S = 0.05
-"""How long the loop waits for a request before it looks for expired ones."""
-TICK_S = 0.02
-"""How often the watchdog looks for expired requests and for a step that hangs."""
+COLDEST = 1e-6  # at lower temperatures the most likely token is taken; quotients could be infinite
+MOST_LOGPROBS = 20  # that are told of the most likely tokens
+IDLE_S = 0.05  # how long the loop waits for a request before it looks for expired ones
+TICK_S = 0.02  # how often the watchdog looks for expired requests and for a step that hangs
 
 
 @dataclass(frozen=True)
@@ -383,11 +379,9 @@ def _deadlines(
     first_ms: Any, token_ms: Any, deadline_ms: Any, tokens: int, usual_ms: float
 ) -> TokenDeadlines:
     """Return when the tokens of a request are due."""
-    given = {"first_ms": first_ms, "token_ms": token_ms, "deadline_ms": deadline_ms}
-    times = {name: check_deadline(ms, name) for name, ms in given.items() if ms is not None}
-    if "deadline_ms" in times:
-        if len(times) > 1:
+    if deadline_ms is not None:
+        if first_ms is not None or token_ms is not None:
             raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")
-        return TokenDeadlines.total(times["deadline_ms"], tokens)
-    each = times.get("token_ms", usual_ms)
-    return TokenDeadlines(times.get("first_ms", 10.0 * each), each)
+        return TokenDeadlines.total(check_deadline(deadline_ms), tokens)
+    each = usual_ms if token_ms is None else check_deadline(token_ms, "token_ms")
+    return TokenDeadlines(10.0 * each if first_ms is None else check_deadline(first_ms, "first_ms"), each)

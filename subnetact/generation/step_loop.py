@@ -48,11 +48,9 @@ __all__ = ["ElasticDecoder", "StepLoop"]
 # Nothing here asks how much memory the process has, so nobody needs to hear that psutil is missing.
 logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())
 SCHEDULER = "subnetact_planned"
-PAGE = 16
-"""Tokens of a page of the cache."""
+PAGE = 16  # tokens of a page of the cache
 GREEDY = {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
-PLAIN = 1.0 - 1e-9
-"""A temperature and a share that change nothing, and for which transformers makes its processors."""
+PLAIN = 1.0 - 1e-9  # a temperature and a share that change nothing; transformers does not skip them
 Plan = Callable[[Fits], Step | None]
 """Begins the next step: asks for room for its requests in their order, and chooses the subnet."""
 
