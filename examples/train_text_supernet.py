@@ -5,9 +5,15 @@ the next token, and the smallest and a random one also on the largest one's pred
 """
 
 import argparse
+import ast
 import json
 import random
+import sysconfig
 import time
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,40 @@ from subnetact.training import sandwich_step
 SAMPLE = 16 * 257
 """The first tokens of the held-out texts, on which a quick test repeats the measurement."""
 DATA = Path(text.__file__).parents[1] / "data"
+LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
+"""Folders of the standard library that are not read."""
+
+
+def read_text(held_out: bool) -> list[str]:
+    """Return docstrings of the running Python's standard library, as sessions: `>>> help(json.dumps)`.
+
+    Every tenth module, by the checksum of its name, is held out from training; `held_out` says which part.
+    """
+    library, found = Path(sysconfig.get_paths()["stdlib"]), list[str]()
+    for path in sorted(library.rglob("*.py")):
+        place = path.relative_to(library)
+        name = ".".join(place.with_suffix("").parts).removesuffix(".__init__")
+        if LEFT_OUT.intersection(place.parts) or (zlib.crc32(name.encode()) % 10 == 0) is not held_out:
+            continue
+        with warnings.catch_warnings(), suppress(SyntaxError, ValueError):  # some are damaged on purpose
+            warnings.simplefilter("ignore")  # of invalid escapes
+            found.extend(_texts(name, ast.parse(path.read_text(encoding="utf-8"))))
+    return found
+
+
+def _texts(name: str, node: Any) -> Iterator[str]:
+    documentation, last = ast.get_docstring(node), name.rpartition(".")[2]
+    if documentation and len(documentation) >= 40:
+        if isinstance(node, ast.Module):
+            signature = f"module {last}"
+        elif isinstance(node, ast.ClassDef):
+            signature = f"class {last}({', '.join(ast.unparse(base) for base in node.bases)})"
+        else:
+            signature = f"{last}({ast.unparse(node.args)})"
+        yield f">>> help({name})\n{signature}\n{documentation.strip()}\n"
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _texts(f"{name}.{child.name}", child)
 
 
 def train_tokenizer(texts: list[str], path: Path) -> None:
@@ -62,7 +102,7 @@ def tokens(texts: list[str]) -> torch.Tensor:
     """Return the tokens of texts in a row, each behind an end-of-text token, of shape (tokens,)."""
     found: list[int] = []
     for encoding in text.text_tokenizer().encode_batch(texts):
-        found.append(text.end_of_text())
+        found.append(text.END_TOKEN)
         found.extend(encoding.ids)
     return torch.tensor(found)
 
@@ -106,10 +146,10 @@ def main() -> None:
     parser.add_argument("--bfloat16", action="store_true", help="multiply in bfloat16")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    training = text.read_text(held_out=False)
+    training = read_text(held_out=False)
     if not (DATA / text.TOKENIZER).exists():
         train_tokenizer(training, DATA / text.TOKENIZER)
-    stream, unseen = tokens(training), tokens(text.read_text(held_out=True))
+    stream, unseen = tokens(training), tokens(read_text(held_out=True))
     print(f"{len(stream)} tokens of training, {len(unseen)} held out")
     supernet = text.new_text_supernet()
     optimizer = torch.optim.AdamW(supernet.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.1)

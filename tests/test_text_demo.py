@@ -13,7 +13,7 @@ from generation_tables import step_table
 
 from subnetact.demo import text_demo
 from subnetact.demo.cli import main
-from subnetact.demo.contenders import Run, outcome, send
+from subnetact.demo.contenders import Run, serve
 from subnetact.demo.text_demo import ANSWER, SEQUENCES, prompt_trace
 from subnetact.errors import BatchFailed, DeadlinePassed, QueueFull, TraceError
 from subnetact.generation import StepTable
@@ -41,9 +41,9 @@ def test_a_failure_of_the_library_is_no_late_answer() -> None:
 
         return SimpleNamespace(result=result)
 
-    assert outcome(failed(DeadlinePassed("late"))) is None
+    assert serve(np.zeros(1), lambda *_: failed(DeadlinePassed("late")))[0] == [None]
     with pytest.raises(BatchFailed):
-        outcome(failed(BatchFailed("broken")))
+        serve(np.zeros(1), lambda *_: failed(BatchFailed("broken")))
 
 
 def test_a_full_queue_costs_the_request_only() -> None:
@@ -53,8 +53,8 @@ def test_a_full_queue_costs_the_request_only() -> None:
             raise QueueFull("full")
         return SimpleNamespace(result=lambda: i)
 
-    sent, late_ms = send(np.zeros(3), submit)
-    assert [outcome(one) for one in sent] == [0, None, 2]
+    answers, late_ms = serve(np.zeros(3), submit)
+    assert answers == [0, None, 2]
     assert len(late_ms) == 3
 
 
@@ -88,7 +88,7 @@ def test_the_demo_runs_and_draws(
     assert main(["--text", "--seconds", "0.5", *files]) == 0
     printed = capsys.readouterr().out
     for words in (
-        "on held-out text",
+        "on held-out docstrings",
         "The largest subnet continues",
         "right and in time",
         "all subnets",

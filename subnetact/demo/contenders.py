@@ -7,29 +7,25 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from subnetact.device import machine
-from subnetact.errors import DeadlinePassed, MissingExtra, QueueFull, TraceError
+from subnetact.errors import DeadlinePassed, QueueFull, TraceError
 from subnetact.files.documents import write_json
+from subnetact.latency.arrays import Floats
+from subnetact.latency.plot import need_matplotlib
 from subnetact.serving.simulation.traces import bursty
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Run", "Trace", "compare", "draw", "header", "lulls_and_burst", "machine_notes", "outcome", "send"]
+__all__ = ["Run", "Trace", "compare", "draw", "header", "lulls_and_burst", "machine_notes", "serve"]
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-
-BUSY_SHARE = 0.9
-"""A computing thread that gets less than this share of a core shares the machine with other work."""
-DRIFT = 1.5
-"""Batches that take this many times their profiled latency, or its inverse, mean another machine."""
+BUSY_SHARE = 0.9  # of a core; a computing thread that gets less shares the machine with other work
+DRIFT = 1.5  # times the profiled latency of batches, or its inverse, mean another machine
 COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange")
 
 
@@ -83,10 +79,9 @@ def lulls_and_burst(
     lull: float, burst: float, seconds: Sequence[float], seed: int, steady: float = 0.5, cv2: float = 4.0
 ) -> Floats:
     """Return arrivals, in ms, of a lull, a burst and a lull, from rates per second."""
-    starts = np.cumsum([0.0, *seconds])
     parts = [
-        1e3 * start + bursty(steady * qps, (1 - steady) * qps, cv2, length, seed + i)
-        for i, (start, length, qps) in enumerate(zip(starts, seconds, (lull, burst, lull), strict=False))
+        1e3 * sum(seconds[:i]) + bursty(steady * qps, (1 - steady) * qps, cv2, seconds[i], seed + i)
+        for i, qps in enumerate((lull, burst, lull))
     ]
     found: Floats = np.concatenate(parts)
     if not len(found):
@@ -94,8 +89,11 @@ def lulls_and_burst(
     return found
 
 
-def send(arrivals_ms: Floats, submit: Callable[[int, float], Any]) -> tuple[list[Any], Floats]:
-    """Call `submit(number, beginning in s)` in real time; return the results and how late each was, in ms."""
+def serve(arrivals_ms: Floats, submit: Callable[[int, float], Any]) -> tuple[list[Any], Floats]:
+    """Call `submit(number, beginning in s)` in real time; return answers, None if dropped, and delays in ms.
+
+    A request that fails for another reason than its deadline or a full queue raises here.
+    """
     sent: list[Any] = []
     late_ms = np.zeros(len(arrivals_ms))
     begun = time.perf_counter()
@@ -106,15 +104,13 @@ def send(arrivals_ms: Floats, submit: Callable[[int, float], Any]) -> tuple[list
             sent.append(submit(i, begun))
         except QueueFull:
             sent.append(None)
-    return sent, late_ms
-
-
-def outcome(sent: Any) -> Any:
-    """Return the result of a request, or None if it was dropped; a failure is raised."""
-    try:
-        return None if sent is None else sent.result()
-    except (DeadlinePassed, QueueFull):
-        return None
+    answers: list[Any] = []
+    for one in sent:
+        try:
+            answers.append(None if one is None else one.result())
+        except (DeadlinePassed, QueueFull):
+            answers.append(None)
+    return answers, late_ms
 
 
 def share_of_core(seconds: float = 0.2) -> float:
@@ -127,41 +123,36 @@ def share_of_core(seconds: float = 0.2) -> float:
 
 def machine_notes(runs: Sequence[Run], share: Sequence[float], slo_ms: float) -> list[str]:
     """Return why the result says more about the machine than about the policies, a sentence per reason."""
-    found = []
-    if min(share) < BUSY_SHARE:
-        found.append(
-            f"other programs use this machine: a computing thread got {100 * min(share):.0f} % of a core. "
-            "Run the demo again on an idle machine before you trust these figures."
-        )
     run = max(runs, key=lambda run: abs(math.log(run.slowdown)))
-    if not 1 / DRIFT < run.slowdown < DRIFT:
-        found.append(
-            f"the machine changed its speed after it was profiled: {run.slowdown:.2f} times the profiled "
-            f"latency while '{run.name}' was served, so the contenders did not have the same machine."
-        )
-    late_ms = max(run.figures["late_p99_ms"] for run in runs)
-    if late_ms > slo_ms / 4:
-        found.append(
-            f"the client itself was late: 1 % of the requests were sent more than {late_ms:.0f} ms after "
-            "they were due, so the load was burstier than intended."
-        )
-    return found
+    late_ms, steady = max(run.figures["late_p99_ms"] for run in runs), 1 / DRIFT < run.slowdown < DRIFT
+    found = {
+        f"other programs use this machine: a computing thread got {100 * min(share):.0f} % of a core. "
+        "Run the demo again on an idle machine before you trust these figures.": min(share) < BUSY_SHARE,
+        f"the machine changed its speed after it was profiled: {run.slowdown:.2f} times the profiled "
+        f"latency while '{run.name}' was served; the contenders did not have the same machine.": not steady,
+        f"the client itself was late: 1 % of the requests were sent more than {late_ms:.0f} ms after "
+        "they were due, so the load was burstier than intended.": late_ms > slo_ms / 4,
+    }
+    return [note for note, holds in found.items() if holds]
 
 
 def compare(
-    serve: Sequence[Callable[[], Run]], trace: Trace, out: Path, report: Path | None, facts: Mapping[str, Any]
+    contenders: Sequence[Callable[[], Run]],
+    trace: Trace,
+    out: Path,
+    report: Path | None,
+    facts: Mapping[str, Any],
 ) -> None:
     """Serve the trace by every contender; print a table, draw a figure, and write the numbers as JSON.
 
     The contender with all subnets, the largest and the smallest one come first.
     """
-    if find_spec("matplotlib") is None:  # before the work is done
-        raise MissingExtra("figures need matplotlib: pip install 'subnetact[plot]'")
+    need_matplotlib()  # before the work is done
     share, runs = [share_of_core()], []
     gc.collect()
     gc.freeze()  # a full collection that visits all objects of torch would stop the server for tens of ms
     try:
-        for one in serve:
+        for one in contenders:
             runs.append(one())
             share.append(share_of_core())
     finally:
@@ -169,21 +160,20 @@ def compare(
     print(f"{'contender':<24}" + "".join(f"{name:>19}" for name in runs[0].shares))
     for run in runs:
         print(f"{run.name:<24}" + "".join(f"{percent:>17.2f} %" for percent in run.shares.values()))
-    notes = machine_notes(runs, share, trace.slo_ms)
-    for note in notes:
+    for note in (notes := machine_notes(runs, share, trace.slo_ms)):
         print(f"NOTE: {note}")
     shown = runs[:3] + sorted(runs[3:], key=lambda run: -run.right.mean())[:1]
     of = "{}: {in time:.1f} % in time, {right and in time:.1f} % right and in time"
     draw(out, shown, trace, "\n".join(of.format(run.name, **run.shares) for run in shown))
     print(f"Figure: {out}")
     if report is not None:
-        contenders = [run.figures for run in runs]
-        write_json(report, {**facts, "share_of_core": share, "notes": notes, "contenders": contenders})
+        found = {"share_of_core": share, "notes": notes, "contenders": [run.figures for run in runs]}
+        write_json(report, {**facts, **found})
 
 
 def draw(path: Path, runs: Sequence[Run], trace: Trace, title: str) -> None:
     """Draw what was asked for, and for every contender accuracy and misses, per bin."""
-    figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 7.5), layout="constrained")
+    figure: Any = need_matplotlib()(figsize=(9, 7.5), layout="constrained")
     asked, accuracy, missed = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2, 1.3))
     edges = np.arange(0, trace.due_ms.max() + trace.bin_ms, trace.bin_ms)
     counts = np.histogram(trace.due_ms, edges)[0]

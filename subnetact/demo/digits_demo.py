@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from subnetact.calibration.calibrate import calibrate
-from subnetact.demo.contenders import Floats, Run, Trace, compare, header, lulls_and_burst, outcome, send
+from subnetact.demo.contenders import Run, Trace, compare, header, lulls_and_burst, serve
 from subnetact.digits import Digits, load_digits_supernet, read_digits, validation_and_test
 from subnetact.engine.engine import Engine
 from subnetact.errors import UncalibratedSubnetWarning
+from subnetact.latency.arrays import Floats
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.evaluation import evaluate
@@ -71,10 +72,10 @@ def demonstrate_digits(args: Namespace) -> None:
         "fixed, largest subnet": Fixed(table, len(front) - 1),
         "fixed, smallest subnet": Fixed(table, 0),
     }
-    known = {"machine": facts, "seed": seed, "slo_ms": trace.slo_ms, "burst_qps": burst}
-    known["capacity_qps"] = trace.sustained["largest"]
-    serve = [partial(_serve, *one, engine, test, trace.due_ms, trace.slo_ms) for one in policies.items()]
-    compare(serve, trace, args.out, args.json, known)
+    rates = {"burst_qps": burst, "capacity_qps": trace.sustained["largest"]}
+    known = {"machine": facts, "seed": seed, "slo_ms": trace.slo_ms, **rates}
+    runs = [partial(_serve, *one, engine, test, trace.due_ms, trace.slo_ms) for one in policies.items()]
+    compare(runs, trace, args.out, args.json, known)
     print(
         "in time: share of all requests that were answered within the SLO (SLO attainment). profiled: mean\n"
         "accuracy that the table promises for those. measured: share of those that carry the right label.\n"
@@ -116,14 +117,12 @@ def _serve(
     """
     images = list(data.images)
     with Batcher(engine, policy=policy, slo_ms=slo_ms) as batcher:
-        sent, late_ms = send(arrivals_ms, lambda i, _: batcher.submit(images[i % len(images)], slo_ms))
-        answers = {i: answer for i, one in enumerate(sent) if (answer := outcome(one)) and answer.met}
+        served, late_ms = serve(arrivals_ms, lambda i, _: batcher.submit(images[i % len(images)], slo_ms))
         slowdown, _ = batcher.corrections.drift()
-    right, accuracy = np.zeros(len(sent)), np.full(len(sent), np.nan)
-    if answers:
-        met = list(answers)
-        scores = torch.stack([answer.output for answer in answers.values()])
-        right[met] = (scores.argmax(1) == data.labels[torch.tensor(met) % len(images)]).numpy()
-        accuracy[met] = [answer.accuracy for answer in answers.values()]
+    answers = {i: answer for i, answer in enumerate(served) if answer and answer.met}
+    right, accuracy = np.zeros(len(served)), np.full(len(served), np.nan)
+    for i, answer in answers.items():
+        right[i] = answer.output.argmax() == data.labels[i % len(images)]
+        accuracy[i] = answer.accuracy
     measured = 100 * float(right.sum()) / max(len(answers), 1)
     return Run(name, ~np.isnan(accuracy), accuracy, right, late_ms, slowdown, {"measured": measured})

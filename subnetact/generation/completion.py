@@ -92,38 +92,36 @@ class Completion:
     Every completion ends exactly once: with a `Generated`, or with a typed error.
     """
 
-    def __init__(self, tokens: list[int], logprobs: list[TokenLogprobs], cancel: Callable[[], None]) -> None:
-        self._tokens, self._logprobs, self._cancel = tokens, logprobs, cancel  # the lists grow
+    def __init__(self, request: Any, cancel: Callable[[], Any]) -> None:
+        self._request, self._cancel = request, cancel  # whose tokens grow until it has an outcome
         self._changed = threading.Condition()
-        self._outcome: Generated | RequestError | None = None
         self._listeners: list[Callable[[], Any]] = []
 
     def __iter__(self) -> Iterator[int]:
         """Yield the tokens as they come; a request that fails raises its RequestError behind them."""
-        position, made = 0, self._tokens
+        position, made = 0, self._request.tokens
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: position < len(made) or self._outcome is not None)  # noqa: B023
-            outcome, tokens = self._outcome, made[position:]
+                self._changed.wait_for(lambda: position < len(made) or self.done)  # noqa: B023
+            done, tokens = self.done, made[position:]
             yield from tokens
             position += len(tokens)
-            if outcome is not None:
-                if isinstance(outcome, RequestError):
-                    raise outcome
+            if done:
+                self.result()
                 return
 
     @property
     def done(self) -> bool:
         """Whether the request has ended."""
-        return self._outcome is not None
+        return self._request.outcome is not None
 
     def tokens(self, first: int = 0) -> Sequence[int]:
         """Return the tokens so far, from a position on."""
-        return tuple(self._tokens[first:])
+        return tuple(self._request.tokens[first:])
 
     def logprobs(self, first: int = 0) -> Sequence[TokenLogprobs]:
         """Return the log-probabilities of the tokens so far, from a position on, if they were asked for."""
-        return tuple(self._logprobs[first:])
+        return tuple(self._request.found[first:])
 
     def result(self, timeout_s: float | None = None) -> Generated:
         """Wait for the end of the request, for so many seconds or without limit, and return the answer.
@@ -133,12 +131,12 @@ class Completion:
             TimeoutError: the request has not ended yet.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._outcome is not None, timeout_s)
-        if self._outcome is None:
-            raise TimeoutError(f"no end after {timeout_s} s; wait longer, or cancel the request")
-        if isinstance(self._outcome, RequestError):
-            raise self._outcome
-        return self._outcome
+            if not self._changed.wait_for(lambda: self.done, timeout_s):
+                raise TimeoutError(f"no end after {timeout_s} s; wait longer, or cancel the request")
+        outcome: Generated | RequestError = self._request.outcome
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
 
     def cancel(self) -> None:
         """Stop the request. Its result has the tokens so far; nothing happens if it has ended."""
@@ -152,15 +150,12 @@ class Completion:
         """
         with self._changed:
             self._listeners = [*self._listeners, listener]
-        if self._tokens or self._outcome is not None:
+        if self._request.tokens or self.done:
             listener()
 
-    def _tell(self, outcome: Generated | RequestError | None = None) -> None:
-        """Tell clients of a new token or of the end; nothing is told behind the end."""
+    def _tell(self) -> None:
+        """Tell clients of a new token or of the end."""
         with self._changed:
-            if self._outcome is not None:
-                return
-            self._outcome = outcome
             self._changed.notify_all()
         for listener in self._listeners:
             try:

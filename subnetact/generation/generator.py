@@ -14,7 +14,7 @@ from typing import Any
 from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.generation.completion import Completion, TokenDeadlines
 from subnetact.generation.step_policy import StepPolicy
-from subnetact.generation.step_scheduler import Event, Fits, Step, StepRequest, StepScheduler, TokenCame
+from subnetact.generation.step_scheduler import Fits, Step, StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
 from subnetact.serving.live.interpreter_exit import computing
 from subnetact.serving.scheduling.checks import check_count, check_deadline
@@ -24,14 +24,10 @@ from subnetact.supernet.supernet import Supernet
 __all__ = ["Generator", "GeneratorStats"]
 
 logger = logging.getLogger("subnetact.generation")
-COLDEST = 1e-6
-"""At lower temperatures the most likely token is taken; logits divided by them could be infinite."""
-MOST_LOGPROBS = 20
-"""Log-probabilities of no more of the most likely tokens are told."""
-IDLE_S = 0.05
-"""How long the loop waits for a request before it looks for expired ones."""
-TICK_S = 0.02
-"""How often the watchdog looks for expired requests and for a step that hangs."""
+COLDEST = 1e-6  # at lower temperatures the most likely token is taken; quotients could be infinite
+MOST_LOGPROBS = 20  # that are told of the most likely tokens
+IDLE_S = 0.05  # how long the loop waits for a request before it looks for expired ones
+TICK_S = 0.02  # how often the watchdog looks for expired requests and for a step that hangs
 
 
 @dataclass(frozen=True)
@@ -151,8 +147,7 @@ class Generator:
         if clock_ms is not None and not callable(clock_ms):
             raise PolicyError(f"clock_ms: {clock_ms!r} is no function; give one that returns the time in ms")
         self._now_ms = clock_ms or (lambda: time.perf_counter_ns() / 1e6)
-        text = decoder.config.get_text_config()
-        self._vocabulary = int(text.vocab_size)
+        self._vocabulary = decoder.vocabulary
         self._loop = StepLoop(
             decoder,
             plan=self._plan,
@@ -168,13 +163,11 @@ class Generator:
                 f"cache_tokens: {cache_tokens} tokens are too few, because every kind of attention takes "
                 "whole pages of the cache; give it more"
             )
-        longest = int(getattr(text, "max_position_embeddings", 0) or self._loop.longest)
-        self.max_length = min(self._loop.longest, longest)
+        self.max_length = self._loop.longest
         self._lock = threading.Lock()  # of the scheduler
         self._news = threading.Event()
-        name = "subnetact-generator"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._watchdog = threading.Thread(target=self._watch, name=f"{name}-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="subnetact-generator", daemon=True)
+        self._watchdog = threading.Thread(target=self._watch, name="subnetact-watchdog", daemon=True)
         self._thread.start()
         self._watchdog.start()
 
@@ -242,7 +235,7 @@ class Generator:
             _sampling(temperature, top_k, top_p, self._vocabulary),
         )
         cancel = lambda: self._do(self._scheduler.cancel, request, self._now_ms())  # noqa: E731
-        completion = request.owner = Completion(request.tokens, request.found, cancel)
+        completion = request.owner = Completion(request, cancel)
         with self._lock:
             self._scheduler.submit(request, self._now_ms())
         self._news.set()
@@ -285,15 +278,26 @@ class Generator:
     # -- the loop, on its own thread ---------------------------------------------------------------
 
     def _run(self) -> None:
+        scheduler = self._scheduler
         try:
             while True:
-                self._scheduler.prepare(self._now_ms())
-                self._do(self._scheduler.tick, self._now_ms())
-                if self._step():
+                scheduler.prepare(self._now_ms())
+                self._do(scheduler.tick, self._now_ms())
+                try:
+                    with computing():
+                        made = self._loop.step()
+                except Exception as error:
+                    if scheduler.step is None:
+                        raise
+                    logger.warning("a step failed, and with it its requests: %s", error)
+                    self._do(scheduler.failed, error, self._now_ms())
+                    continue
+                if made is not None:
+                    self._do(scheduler.step_done, made[0], self._now_ms(), made[1])
                     continue
                 with self._lock:
-                    self._scheduler.prepare(math.inf)
-                    if self._scheduler.closed is not None and not self._scheduler.requests:
+                    scheduler.prepare(math.inf)
+                    if scheduler.closed is not None and not scheduler.requests:
                         return
                 self._news.wait(IDLE_S)
                 self._news.clear()
@@ -301,25 +305,9 @@ class Generator:
             logger.exception("the generator ends")
             cause = f"its loop raised {type(error).__name__}: {error}"
             failed = BatchFailed(f"the generator ends, because {cause}")
-            self._do(self._scheduler.close, f": {cause}", failed)
+            self._do(scheduler.close, f": {cause}", failed)
         finally:
             self._loop.tear_down()
-
-    def _step(self) -> bool:
-        """Compute a step if there is anything to compute."""
-        try:
-            with computing():
-                made = self._loop.step()
-        except Exception as error:
-            if self._scheduler.step is None:
-                raise
-            logger.warning("a step failed, and with it its requests: %s", error)
-            self._do(self._scheduler.failed, error, self._now_ms())
-        else:
-            if made is None:
-                return False
-            self._do(self._scheduler.step_done, made[0], self._now_ms(), made[1])
-        return True
 
     def _plan(self, fits: Fits) -> Step | None:
         with self._lock:
@@ -329,23 +317,22 @@ class Generator:
         """Look for a step that hangs, on a thread that computes nothing and runs no callbacks."""
         while self._thread.is_alive():
             with self._lock:
-                events = self._scheduler.tick(self._now_ms())
-            if events:
-                threading.Thread(target=_tell, args=(events,), daemon=True).start()
+                ended = self._scheduler.tick(self._now_ms())
+            if ended:
+                threading.Thread(target=_tell, args=(ended,), daemon=True).start()
             self._thread.join(TICK_S)
 
-    def _do(self, act: Callable[..., Iterable[Event] | None], *given: Any) -> None:
+    def _do(self, act: Callable[..., Iterable[StepRequest] | None], *given: Any) -> None:
         """Let the scheduler do something, and tell clients what follows."""
         with self._lock:
-            events = act(*given) or ()
-        _tell(events)
+            changed = act(*given) or ()
+        _tell(changed)
 
 
-def _tell(events: Iterable[Event]) -> None:
+def _tell(requests: Iterable[StepRequest]) -> None:
     """Tell clients what has happened. Their callbacks run here, so nobody may wait for this."""
-    for event in events:
-        completion: Completion = event.request.owner
-        completion._tell(None if isinstance(event, TokenCame) else event.outcome)
+    for request in requests:
+        request.owner._tell()
 
 
 def _checked(value: Any, name: str, low: float, high: float = math.inf, whole: bool = True) -> Any:
@@ -392,11 +379,9 @@ def _deadlines(
     first_ms: Any, token_ms: Any, deadline_ms: Any, tokens: int, usual_ms: float
 ) -> TokenDeadlines:
     """Return when the tokens of a request are due."""
-    given = {"first_ms": first_ms, "token_ms": token_ms, "deadline_ms": deadline_ms}
-    times = {name: check_deadline(ms, name) for name, ms in given.items() if ms is not None}
-    if "deadline_ms" in times:
-        if len(times) > 1:
+    if deadline_ms is not None:
+        if first_ms is not None or token_ms is not None:
             raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")
-        return TokenDeadlines.total(times["deadline_ms"], tokens)
-    each = times.get("token_ms", usual_ms)
-    return TokenDeadlines(times.get("first_ms", 10.0 * each), each)
+        return TokenDeadlines.total(check_deadline(deadline_ms), tokens)
+    each = usual_ms if token_ms is None else check_deadline(token_ms, "token_ms")
+    return TokenDeadlines(10.0 * each if first_ms is None else check_deadline(first_ms, "first_ms"), each)

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from numbers import Integral, Real
 from typing import Any
 
 from subnetact.errors import TraceError
 from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.step_policy import StepPolicy
-from subnetact.generation.step_scheduler import Event, StepRequest, StepScheduler, TokenCame
+from subnetact.generation.step_scheduler import StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
 
 __all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
 
-MOST_TOKENS, LATEST_MS = 1_000_000, 1e15
-"""No prompt or answer of a trace is longer, and no request arrives later, or earlier than this before 0."""
+RANGES: dict[str, tuple[Any, float, float]] = {
+    "tokens": (Integral, 1, 1_000_000),
+    "answer": (Integral, 1, 1_000_000),
+    "arrival_ms": (Real, -1e15, 1e15),
+    "min_accuracy": (Real, 0.0, 100.0),
+}
+"""What the facts of a prompt may be."""
 
 
 @dataclass(frozen=True)
@@ -101,19 +107,19 @@ def simulate_generation(
     trace = deque(sorted(map(_checked, prompts), key=lambda one: one.arrival_ms))
     asked, in_time, accuracy = sum(one.answer for one in trace), 0, 0.0
     first_ms: list[float] = []
-    for _, event in replay(trace, scheduler):
-        if isinstance(event, TokenCame):
-            if len(event.request.tokens) == 1:
-                first_ms.append(event.request.first_ms)
-            if not event.late:
-                in_time += 1
-                accuracy += table.accuracy[event.subnet]
+    for now, request in replay(trace, scheduler):
+        count = len(request.tokens)  # 0 if it was dropped
+        if count == 1:
+            first_ms.append(request.first_ms)
+        if count and now <= request.deadlines.due_ms(request.accepted_ms, count - 1):
+            in_time += 1
+            accuracy += table.accuracy[request.subnets[-1]]
     dropped, steps = scheduler.counts["expired"], sum(scheduler.steps)
     return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, tuple(first_ms))
 
 
-def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[float, Event]]:
-    """Yield what happens to the requests of a trace, and when, if steps take as long as the table says."""
+def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[float, StepRequest]]:
+    """Yield who gets a token or is dropped, and when, if steps take as long as the table says."""
     now = 0.0
     while trace or scheduler.requests:
         if not scheduler.requests:
@@ -123,26 +129,19 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
             request = StepRequest(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, owner=one)
             scheduler.submit(request, one.arrival_ms)
         scheduler.prepare(now)
-        for event in scheduler.tick(now):
-            yield now, event
+        yield from zip(repeat(now), scheduler.tick(now), strict=False)
         if step := scheduler.next_step(now):
             now += step.tabled_ms
-            for event in scheduler.step_done([0] * len(step.answered), now):
-                yield now, event
+            yield from zip(repeat(now), scheduler.step_done([0] * len(step.answered), now), strict=False)
 
 
 def _checked(prompt: Prompt) -> Prompt:
     """Return the request, if it can be simulated."""
-    for counted, n in (("prompt", prompt.tokens), ("answer", prompt.answer)):
-        if isinstance(n, bool) or not isinstance(n, Integral) or not 1 <= n <= MOST_TOKENS:
+    for name, (kind, low, high) in RANGES.items():
+        value = getattr(prompt, name)
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+            whole = "whole " if kind is Integral else ""
             raise TraceError(
-                f"a request at {prompt.arrival_ms} ms has no {counted} that can be simulated ({n!r} tokens); "
-                f"give whole numbers from 1 to {MOST_TOKENS:,}"
-            )
-    for name, low, high in (("arrival_ms", -LATEST_MS, LATEST_MS), ("min_accuracy", 0.0, 100.0)):
-        value: Any = getattr(prompt, name)
-        if not isinstance(value, Real) or not low <= value <= high:  # type: ignore[operator]
-            raise TraceError(
-                f"a request has {name} {value!r:.40}; allowed are numbers from {low:g} to {high:g}"
+                f"a prompt has {name} {value!r:.40}; allowed are {whole}numbers from {low:g} to {high:g}"
             )
     return prompt

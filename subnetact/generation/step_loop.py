@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -47,11 +48,9 @@ __all__ = ["ElasticDecoder", "StepLoop"]
 # Nothing here asks how much memory the process has, so nobody needs to hear that psutil is missing.
 logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())
 SCHEDULER = "subnetact_planned"
-PAGE = 16
-"""Tokens of a page of the cache."""
+PAGE = 16  # tokens of a page of the cache
 GREEDY = {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
-PLAIN = 1.0 - 1e-9
-"""A temperature and a share that change nothing, and for which transformers makes its processors."""
+PLAIN = 1.0 - 1e-9  # a temperature and a share that change nothing; transformers does not skip them
 Plan = Callable[[Fits], Step | None]
 """Begins the next step: asks for room for its requests in their order, and chooses the subnet."""
 
@@ -70,11 +69,21 @@ class ElasticDecoder(nn.Module):
                 f"{type(network).__name__} is no language model of transformers, so it cannot generate by "
                 "continuous batching; insert_ a model such as LlamaForCausalLM"
             )
-        _check_caches(supernet, subnets, allow_approximate)
+        ways = {"incompatible": "take subnets that keep the same layers and heads"}
+        if not allow_approximate:
+            ways["approximate"] = "accept this with allow_approximate=True"
+        for other in subnets[1:]:
+            if way := ways.get(relation := cache_relation(supernet, subnets[0], other)):
+                raise CacheMismatch(
+                    f"the key-value caches of {subnets[0]} and {other} are {relation}, so the subnet cannot "
+                    f"change between two tokens; {way}"
+                )
         self._supernet = (supernet,)  # not a submodule: it owns the weights
         self._subnets = list(subnets)
         self._allow_approximate = allow_approximate
-        self.config = network.config
+        self.config, text = network.config, network.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.longest = int(getattr(text, "max_position_embeddings", None) or sys.maxsize)  # of sequences
         self.device, self.dtype = network.device, network.dtype
         self._take_views()
         self.chosen, self.keeps_logits = 0, False
@@ -86,10 +95,8 @@ class ElasticDecoder(nn.Module):
         self.tp_plan: dict[str, Any] = {}
 
     def _get_logits_processor(self, generation_config: Any) -> Any:  # noqa: ARG002
-        vocabulary = self.config.get_text_config().vocab_size
-        return LogitsProcessorList(
-            [TemperatureLogitsWarper(PLAIN), TopKLogitsWarper(vocabulary), TopPLogitsWarper(PLAIN)]
-        )
+        top_k = TopKLogitsWarper(self.vocabulary)
+        return LogitsProcessorList([TemperatureLogitsWarper(PLAIN), top_k, TopPLogitsWarper(PLAIN)])
 
     def prepare(self, cache: Any) -> None:
         """Let the subnets share pages of a cache, and let those with fewer key and value heads use them."""
@@ -135,28 +142,12 @@ class ElasticDecoder(nn.Module):
 
     def forward(self, **arguments: Any) -> Any:
         """Run the chosen subnet."""
-        arguments.pop(
-            "is_causal", None
-        )  # written into the configuration, which threads share; the mask says it
+        arguments.pop("is_causal", None)  # would be written where threads share it; the mask says it
         output = self._views[self.chosen](**arguments)
         if self.keeps_logits:
             rows = output.logits[0]
             self.logits = rows if "logits_to_keep" in arguments else rows[arguments["logits_indices"]]
         return output
-
-
-def _check_caches(supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool) -> None:
-    """Raise CacheMismatch if the subnets cannot continue on each other's keys and values."""
-    ways = {"incompatible": "take subnets that keep the same layers and heads"}
-    if not allow_approximate:
-        ways["approximate"] = "accept this with allow_approximate=True"
-    for other in subnets[1:]:
-        relation = cache_relation(supernet, subnets[0], other)
-        if way := ways.get(relation):
-            raise CacheMismatch(
-                f"the key-value caches of {subnets[0]} and {other} are {relation}, so the subnet cannot "
-                f"change between two tokens; {way}"
-            )
 
 
 def _begin_again(processor: Any) -> None:
@@ -167,14 +158,10 @@ def _begin_again(processor: Any) -> None:
         scheduler.add_waiting_request(state.create_equivalent_initial_request())
 
 
-def _longest(cache: Any) -> int:
-    """Return how many tokens a sequence may have alone: each kind of attention takes whole sectors."""
-
-    def needed(tokens: int) -> int:
-        return sum(one.needs_new_sectors("", 0, tokens) for one in cache.cache_allocators.values())
-
-    most = int(cache.max_tokens_read)
-    return bisect_right(range(1, most + 1), cache.num_sectors, key=needed)
+def _state(request: Any) -> Any:
+    """Return what transformers keeps of a request. When it ends, the plan knows."""
+    sampling = {**GREEDY, **(request.sampling or {})}
+    return RequestState(request, list(request.prompt), max_new_tokens=None, logit_processor_kwargs=sampling)
 
 
 class _Planned(FIFOScheduler):
@@ -182,7 +169,6 @@ class _Planned(FIFOScheduler):
 
     plan: Plan
     pushed_out: Callable[[StepRequest], None]
-    make: Callable[[StepRequest], Any]
     step: Step | None = None
 
     def has_pending_requests(self) -> bool:
@@ -197,7 +183,7 @@ class _Planned(FIFOScheduler):
         """Return the sequences of the next step, or None if nobody has room."""
         held: Any = [*self.active_requests, *self.waiting_requests]
         for request in held:
-            if request.ended:
+            if request.outcome is not None:
                 self.finish_request(request)
                 self.waiting_requests.pop(request, None)
                 self.block_new_requests = False
@@ -213,7 +199,7 @@ class _Planned(FIFOScheduler):
             if joins:
                 if self.block_new_requests and self.active_requests:
                     return False
-                state = self.waiting_requests.get(request) or self.make(request)
+                state = self.waiting_requests.get(request) or _state(request)
             decodes = not state.remaining_prefill_tokens
             needed = min(state.current_len(), limit)
             if read + needed > cache_budget or not (roomy or decodes or not futures):
@@ -274,9 +260,12 @@ class StepLoop(ContinuousBatchingManager):
         self._decoder = decoder
         self.batch_processor = processor = self._create_batch_processor()
         scheduler: Any = processor.scheduler
-        scheduler.plan, scheduler.pushed_out, scheduler.make = plan, pushed_out, self._state
-        decoder.prepare(processor.cache)
-        self.longest = _longest(processor.cache)
+        scheduler.plan, scheduler.pushed_out = plan, pushed_out
+        decoder.prepare(cache := processor.cache)
+        kinds = cache.cache_allocators.values()  # of attention, each of which takes whole sectors
+        needed = lambda tokens: sum(one.needs_new_sectors("", 0, tokens) for one in kinds)  # noqa: E731
+        room = bisect_right(range(1, int(cache.max_tokens_read) + 1), cache.num_sectors, key=needed)
+        self.longest = min(room, decoder.longest)
 
     def step(self) -> tuple[list[int], list[TokenLogprobs | None]] | None:
         """Compute one step and return what its answered requests get, or None if there is nothing to compute.
@@ -305,12 +294,6 @@ class StepLoop(ContinuousBatchingManager):
         if self._original_attn_impl is not None:
             self._decoder.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
-
-    def _state(self, request: StepRequest) -> Any:
-        """Return what transformers keeps of a request. When it ends, the plan knows."""
-        sampling = {**GREEDY, **(request.sampling or {})}
-        name: Any = request
-        return RequestState(name, list(request.prompt), max_new_tokens=None, logit_processor_kwargs=sampling)
 
 
 def _logprobs(logits: Any, requests: Sequence[StepRequest], tokens: Sequence[int]) -> Any:

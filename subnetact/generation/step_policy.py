@@ -11,12 +11,9 @@ from subnetact.serving.scheduling.checks import check_margin, check_positive
 
 __all__ = ["StepPolicy"]
 
-WAITING_SHARE = 0.5
-"""Share of the time until a waiting request is due in which it is to get a place; its prompt has the rest."""
-SLOWEST = 10.0
-"""A step is never expected to take more than this multiple of the table's latency."""
-MEMORY = 0.95
-"""Share of the past in the estimate of how much slower than the table steps are."""
+WAITING_SHARE = 0.5  # of the time until a waiting request is due is until it gets a place
+SLOWEST = 10.0  # times the table's latency; no step is expected to take longer
+MEMORY = 0.95  # share of the past in the estimate of how much slower than the table steps are
 
 
 class StepPolicy:
@@ -108,7 +105,4 @@ class StepPolicy:
 
 def _in_time(allowed: Sequence[int], times: Sequence[float], slack_ms: float) -> int:
     """Return the first allowed subnet, the most accurate first, that is in time, or else the fastest."""
-    for i in allowed:
-        if times[i] <= slack_ms:
-            return i
-    return min(allowed, key=times.__getitem__)
+    return next((i for i in allowed if times[i] <= slack_ms), min(allowed, key=times.__getitem__))

@@ -14,8 +14,9 @@ from tqdm import tqdm
 from subnetact.device import machine
 from subnetact.errors import TableError
 from subnetact.generation.completion import TokenDeadlines
-from subnetact.generation.step_scheduler import Fits, Step, StepRequest
+from subnetact.generation.step_scheduler import Step, StepRequest
 from subnetact.generation.step_table import StepTable
+from subnetact.latency.arrays import ascending_sizes
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -66,9 +67,7 @@ def profile_steps(
     specs = supernet.distinct(subnets, "a step table")
     lists: Any = {"sequences": sequences, "contexts": contexts, "prompt_tokens": prompt_tokens}
     for name, values in (lists | {"rounds": (rounds,)}).items():
-        whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
-        if not values or not whole or list(values) != sorted(set(values)):
-            raise TableError(f"{name}: {values!r} must be ascending whole numbers above 0")
+        ascending_sizes(values, name)
     cells = [(n, context) for context in contexts for n in sequences] + [(0, n) for n in prompt_tokens]
     found: dict[tuple[int, tuple[int, int]], list[float]] = defaultdict(list)
     bench = _Bench(supernet, specs, max(sequences), max(contexts), max(prompt_tokens))
@@ -99,14 +98,13 @@ class _Bench:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
         decoder = ElasticDecoder(supernet, specs, allow_approximate=True)
-        limit = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and max(context + 1, prompt) > limit:
+        if max(context + 1, prompt) > (limit := decoder.longest):
             raise TableError(f"contexts, prompt_tokens: the model takes {limit} tokens; give smaller numbers")
-        self._subnets, self._step = range(len(specs)), Step()
+        self._subnets, self._step = range(len(specs)), Step([])
         room = context + 64
         self.loop = StepLoop(
             decoder,
-            plan=self._plan,
+            plan=lambda fits: self._step if all(fits(*part) for part in self._step.parts) else None,
             pushed_out=lambda _: None,
             sequences=sequences,
             cache_tokens=max(2 * sequences * room, 2 * prompt + 64),
@@ -125,15 +123,14 @@ class _Bench:
     def _begun(self, number: int, tokens: int) -> list[StepRequest]:
         """Return new requests in the place of those of the last step."""
         for request, _ in self._step.parts:
-            request.ended = True
+            request.outcome = request.generated(0.0, "length")
         prompt, deadlines = [1 + j % 7 for j in range(tokens)], TokenDeadlines(1.0, 1.0)
         return [StepRequest(prompt, 1, deadlines, left=tokens) for _ in range(number)]
 
     def _time(self, subnet: int, requests: Sequence[StepRequest]) -> float:
         """Return how long a step takes that computes all there is of these requests, in ms."""
-        self._step = Step(subnet=subnet)
+        self._step = Step([(request, request.left or 1) for request in requests], subnet)
         for request in requests:
-            self._step.add(request, request.left or 1)
             request.left = 0
         begun = time.perf_counter()
         try:
@@ -143,6 +140,3 @@ class _Bench:
         if made is None:
             raise TableError("steps: there was nothing to compute; the cache is too small for this context")
         return 1e3 * (time.perf_counter() - begun)
-
-    def _plan(self, fits: Fits) -> Step | None:
-        return self._step if all(fits(request, tokens) for request, tokens in self._step.parts) else None

@@ -1,6 +1,7 @@
 """StepScheduler: who is in the next step of generation, and when a request ends.
 
-A state machine without lock, thread or clock: it is told what happens and when, and returns what follows.
+A state machine without lock, thread or clock: it is told what happens and when, and returns the requests that
+got a token or an outcome by that.
 `Generator` is threads around it, `simulate_generation` a loop around it.
 """
 
@@ -11,7 +12,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from subnetact.errors import (
     BatcherClosed,
@@ -27,7 +28,7 @@ from subnetact.generation.step_policy import StepPolicy
 from subnetact.serving.scheduling.checks import check_count, check_positive
 from subnetact.serving.scheduling.floors import Floors
 
-__all__ = ["RequestEnded", "Step", "StepRequest", "StepScheduler", "TokenCame"]
+__all__ = ["Step", "StepRequest", "StepScheduler"]
 
 PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 """A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
@@ -35,7 +36,7 @@ PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 
 @dataclass(eq=False, slots=True)
 class StepRequest:
-    """A request for tokens, and how far it is; `sampling` and `owner` are handed on to the driver."""
+    """A request for tokens, and what came of it; `sampling` and `owner` are handed on to the driver."""
 
     prompt: Sequence[int]
     answer: int  # the largest number of tokens
@@ -51,73 +52,41 @@ class StepRequest:
     due_ms: float = 0.0  # of the next token
     first_ms: float = 0.0
     late: int = 0
-    ended: bool = False
     tokens: list[int] = field(default_factory=list)
     subnets: list[int] = field(default_factory=list)
     found: list[TokenLogprobs] = field(default_factory=list)
+    outcome: Generated | RequestError | None = None  # once it has ended
 
     def generated(self, now_ms: float, finish: str) -> Generated:
         """Return the answer if it ends now."""
-        lists = tuple(self.tokens), tuple(self.subnets)
-        total_ms = now_ms - self.accepted_ms
-        return Generated(*lists, self.late, self.first_ms, total_ms, finish, tuple(self.found))
+        times = self.late, self.first_ms, now_ms - self.accepted_ms
+        return Generated(tuple(self.tokens), tuple(self.subnets), *times, finish, tuple(self.found))
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes."""
+    """What one step computes; its size are sequences, their mean context and tokens of prompts."""
 
-    parts: list[tuple[StepRequest, int]] = field(default_factory=list)  # and how many tokens of each
-    answered: list[StepRequest] = field(default_factory=list)  # those that get a token, in the same order
-    sequences: int = 0  # how many of them are past their prompts
-    held: int = 0  # how many tokens these have together
-    prompt_tokens: int = 0
+    parts: list[tuple[StepRequest, int]]  # and how many tokens of each
     subnet: int = 0
     began_ms: float = 0.0
     tabled_ms: float = 0.0  # how long it takes by the table
+    answered: list[StepRequest] = field(init=False)  # those that get a token, in the same order
+    size: tuple[int, float, int] = field(init=False)
 
-    def add(self, request: StepRequest, tokens: int) -> None:
-        """Compute this number of tokens of a request."""
-        self.parts.append((request, tokens))
-        if not request.left:
-            self.held += len(request.prompt) + len(request.tokens)
-            self.sequences += 1
-        else:
-            self.prompt_tokens += tokens
-            if request.left > tokens:
-                return
-        self.answered.append(request)
-
-    @property
-    def size(self) -> tuple[int, float, int]:
-        """Sequences, the mean number of tokens that they have, and tokens of prompts, as in a step table."""
-        return self.sequences, self.held / self.sequences if self.sequences else 1.0, self.prompt_tokens
+    def __post_init__(self) -> None:
+        self.answered = [one for one, tokens in self.parts if one.left <= tokens]
+        held = [len(one.prompt) + len(one.tokens) for one, _ in self.parts if not one.left]
+        prompts = sum([tokens for one, tokens in self.parts if one.left])
+        self.size = len(held), sum(held) / len(held) if held else 1.0, prompts
 
 
-class TokenCame(NamedTuple):
-    """A request got a token."""
-
-    request: StepRequest
-    token: int
-    subnet: int
-    late: bool
-    logprobs: TokenLogprobs | None
-
-
-class RequestEnded(NamedTuple):
-    """A request has its outcome."""
-
-    request: StepRequest
-    outcome: Generated | RequestError
-
-
-Event = TokenCame | RequestEnded
 Fits = Callable[[StepRequest, int], bool]
 """Takes memory for this number of tokens of a request, or returns False if there is none."""
 
 
 class StepScheduler:
-    """Decides what steps compute, one step after the other. Times are in ms, of any clock.
+    """Decides what steps compute, one after the other. Times are in ms, of any clock.
 
     Sequences with a place go on, those past their prompts first; free places go to the requests whose next
     tokens are due first. A request whose first token cannot come in time any more is dropped if `expired` is
@@ -171,11 +140,9 @@ class StepScheduler:
         self.counts["requests"] += 1
         self._wait(request)
 
-    def cancel(self, request: StepRequest, now_ms: float) -> list[Event]:
+    def cancel(self, request: StepRequest, now_ms: float) -> list[StepRequest]:
         """End a request with the tokens that it has."""
-        if request.ended:
-            return []
-        return [self._end(request, request.generated(now_ms, "cancelled"), "cancelled")]
+        return [request] if self._end(request, request.generated(now_ms, "cancelled"), "cancelled") else []
 
     def push_out(self, request: StepRequest) -> None:
         """Take the place of a request, whose tokens are computed again when it gets another one."""
@@ -187,34 +154,44 @@ class StepScheduler:
         self._limit_ms = now_ms + (self._watchdog_ms or FIRST_PATIENCE_MS)
 
     def next_step(self, now_ms: float, fits: Fits = lambda *_: True) -> Step | None:
-        """Begin the next step, which is None if there is nothing to compute.
+        """Begin the next step, for its most demanding request and the most urgent; None if there is none.
 
         If the policy raises, the step has begun nevertheless, and `failed` ends its requests.
         """
-        step, budget = Step(began_ms=now_ms), self._step_tokens
+        parts, budget = list[tuple[StepRequest, int]](), self._step_tokens
         for request in sorted(self._active.values(), key=lambda one: one.left > 0):
             tokens = min(request.left or 1, budget)
             if tokens and fits(request, tokens):
-                step.add(request, tokens)
+                parts.append((request, tokens))
                 budget -= tokens
-        at = 0
-        while budget and at < len(self._waiting) and len(self._active) < self._places:
-            request = self._waiting[at][2]
-            if self._drop and not request.tokens and request.due_ms < now_ms:  # `tick` ends it
-                at += 1
-                continue
+        while budget and self._waiting and len(self._active) < self._places:
+            request = self._waiting[0][2]
             tokens = min(request.left, budget)
             if not fits(request, tokens):
                 break
-            del self._waiting[at]
+            del self._waiting[0]
             self._active[request.number] = request
-            step.add(request, tokens)
+            parts.append((request, tokens))
             budget -= tokens
-        if not step.parts:
-            self.step = None
+        self.step = step = Step(parts, began_ms=now_ms) if parts else None
+        if not step:
             return None
-        self.step = step
-        self._choose(step)
+        policy, floors = self.policy, [request.min_accuracy for request, _ in parts]
+        slack_ms = min([request.due_ms for request, _ in parts]) - now_ms
+        if self._waiting and len(self._active) >= self._places:
+            left = [one.answer - len(one.tokens) for one in self._active.values()]
+            due = [due for due, _, _ in self._waiting[: self._places]]
+            slack_ms = min(slack_ms, policy.pace(now_ms, left, due))
+        sequences, context, prompts = step.size
+        step.subnet = policy.choose(
+            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, floor=max(floors)
+        )
+        step.tabled_ms = policy.tabled_ms
+        self.counts["lifted"] += policy.lifted and min(floors) < max(floors)
+        least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
+        patience_ms = self._watchdog_ms or max(least, PATIENCE * policy.slowdown * step.tabled_ms)
+        self._limit_ms = now_ms + patience_ms
+        self.steps[step.subnet] += 1
         return step
 
     def step_done(
@@ -222,17 +199,17 @@ class StepScheduler:
         tokens: Sequence[int],
         now_ms: float,
         logprobs: Iterable[TokenLogprobs | None] = itertools.repeat(None),
-    ) -> list[Event]:
+    ) -> list[StepRequest]:
         """Take the tokens of the requests that the step answers."""
-        step, self.step, events = self.step, None, list[Event]()
+        step, self.step = self.step, None
         assert step is not None
+        answered = [request for request in step.answered if request.outcome is None]
         self.prepare(now_ms)
         self.policy.observe(step.tabled_ms, now_ms - step.began_ms)
         for request, computed in step.parts:
-            if request.left:
-                request.left = max(request.left - computed, 0)
+            request.left = max(request.left - computed, 0)
         for request, token, found in zip(step.answered, tokens, logprobs, strict=False):
-            if request.ended:  # while its step ran
+            if request.outcome is not None:  # it ended while its step ran
                 continue
             if not request.tokens:
                 request.first_ms = now_ms - request.accepted_ms
@@ -245,75 +222,51 @@ class StepScheduler:
             self.counts["tokens"] += 1
             self.counts["late"] += late
             request.due_ms = request.deadlines.due_ms(request.accepted_ms, count)
-            events.append(TokenCame(request, token, step.subnet, late, found))
             if token in request.stop or count == request.answer:
                 finish = "stop" if token in request.stop else "length"
-                events.append(self._end(request, request.generated(now_ms, finish), "finished"))
-        return events
+                self._end(request, request.generated(now_ms, finish), "finished")
+        return answered
 
-    def failed(self, cause: Exception, now_ms: float) -> list[Event]:
+    def failed(self, cause: Exception, now_ms: float) -> list[StepRequest]:
         """End the requests of the step that runs, because it raised."""
         parts, self.step = self.step.parts if self.step else [], None
         self.prepare(now_ms)
         error = BatchFailed(f"a step raised {type(cause).__name__}: {cause}; other requests go on")
         error.__cause__ = cause
-        return [self._end(request, error, "failed") for request, _ in parts if not request.ended]
+        return [request for request, _ in parts if self._end(request, error, "failed")]
 
-    def tick(self, now_ms: float) -> list[Event]:
+    def tick(self, now_ms: float) -> list[StepRequest]:
         """End the requests that wait in vain. Those in a step are answered by it, unless it hangs."""
-        if self.hangs(now_ms):
-            overdue = [one for one in self.requests.values() if one.due_ms < now_ms]
-        elif self._drop:
-            in_step = [request for request, _ in self.step.parts] if self.step else []
-            waiting = self._waiting[: bisect_left(self._waiting, (now_ms,))]
-            overdue = [one for _, _, one in waiting if not one.tokens]
-            active = [one for one in self._active.values() if not one.tokens and one.due_ms < now_ms]
-            overdue += [one for one in active if one not in in_step]
-        else:
-            return []
-        ended: list[Event] = []
+        overdue = [one for _, _, one in self._waiting[: bisect_left(self._waiting, (now_ms,))]]
+        overdue += [one for one in self._active.values() if one.due_ms < now_ms]
+        if not self.hangs(now_ms):
+            running = [request for request, _ in self.step.parts] if self.step else []
+            overdue = [one for one in overdue if self._drop and not one.tokens and one not in running]
         for one in overdue:
             token, due_ms = len(one.tokens) + 1, one.due_ms - one.accepted_ms
             error = DeadlinePassed(f"token {token} was due after {due_ms:.0f} ms, and did not come")
-            ended.append(self._end(one, error, "expired"))
-        return ended
+            self._end(one, error, "expired")
+        return overdue
 
     def hangs(self, now_ms: float) -> bool:
         """Return whether what runs takes too long."""
         return now_ms > self._limit_ms
 
-    def close(self, reason: str = "", error: RequestError | None = None) -> list[Event]:
+    def close(self, reason: str = "", error: RequestError | None = None) -> list[StepRequest]:
         """Accept no further request, and end those under way if there is an error for them."""
         self.closed = self.closed or reason
-        return [self._end(one, error, "failed") for one in list(self.requests.values()) if error is not None]
-
-    def _choose(self, step: Step) -> None:
-        """Choose the subnet for the most demanding request of the step and the most urgent one."""
-        policy, floors = self.policy, [request.min_accuracy for request, _ in step.parts]
-        slack_ms = min([request.due_ms for request, _ in step.parts]) - step.began_ms
-        if self._waiting and len(self._active) >= self._places:
-            left = [one.answer - len(one.tokens) for one in self._active.values()]
-            due = [due for due, _, _ in self._waiting[: self._places]]
-            slack_ms = min(slack_ms, policy.pace(step.began_ms, left, due))
-        sequences, context, prompt_tokens = step.size
-        step.subnet = policy.choose(
-            slack_ms, sequences=sequences, context=context, prompt_tokens=prompt_tokens, floor=max(floors)
-        )
-        step.tabled_ms = policy.tabled_ms
-        self.counts["lifted"] += policy.lifted and min(floors) < max(floors)
-        least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
-        patience_ms = self._watchdog_ms or max(least, PATIENCE * policy.slowdown * step.tabled_ms)
-        self._limit_ms = step.began_ms + patience_ms
-        self.steps[step.subnet] += 1
+        return [one for one in list(self.requests.values()) if error and self._end(one, error, "failed")]
 
     def _wait(self, request: StepRequest) -> None:
         request.left = len(request.prompt) + len(request.tokens)
         insort(self._waiting, (request.due_ms, request.number, request))
 
-    def _end(self, request: StepRequest, outcome: Generated | RequestError, kind: str) -> RequestEnded:
+    def _end(self, request: StepRequest, outcome: Generated | RequestError, kind: str) -> bool:
+        if request.outcome is not None:
+            return False
         del self.requests[request.number]
-        request.ended = True
+        request.outcome = outcome
         self.counts[kind] += 1
         if self._active.pop(request.number, None) is None:
             del self._waiting[bisect_left(self._waiting, (request.due_ms, request.number))]
-        return RequestEnded(request, outcome)
+        return True

@@ -95,25 +95,21 @@ class StepTable:
         column = min(bisect_left(sizes, sequences), len(sizes) - 1)
         bucket = min(bisect_left(self._contexts, context), len(self._contexts) - 1)
         found: list[float] = self._decode_ms[bucket][column]
-        if sequences > sizes[-1]:
-            found = [sequences / sizes[-1] * ms for ms in found]
+        found = [max(sequences / sizes[-1], 1.0) * ms for ms in found]
         if not prompt_tokens:
-            return list(found)
+            return found
         parts = zip(found, prompts, self._fixed_ms, strict=True)
         return [ms + more - min(ms, both) for ms, more, both in parts]
 
     def _prompts_ms(self, tokens: int) -> list[float]:
         if not tokens:
             return [0.0] * len(self.subnets)
-        columns, sizes = self._prefill_ms, self.prefill.batch_sizes
-        above = bisect_left(sizes, tokens)
-        if above == 0:
-            return list(columns[0])
-        if above == len(sizes):
-            return [tokens / sizes[-1] * ms for ms in columns[-1]]
-        share = (tokens - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
-        pairs = zip(columns[above - 1], columns[above], strict=True)
-        return [(1 - share) * less + share * more for less, more in pairs]
+        sizes = self.prefill.batch_sizes
+        high = min(bisect_left(sizes, tokens), len(sizes) - 1)
+        low, longer = max(high - 1, 0), max(tokens / sizes[-1], 1.0)
+        share = min(max(tokens - sizes[low], 0) / max(sizes[high] - sizes[low], 1), 1.0)
+        pairs = zip(self._prefill_ms[low], self._prefill_ms[high], strict=True)
+        return [longer * ((1 - share) * less + share * more) for less, more in pairs]
 
     def _each(self, change: Callable[[LatencyTable], LatencyTable]) -> StepTable:
         return StepTable({n: change(table) for n, table in self.decode.items()}, change(self.prefill))

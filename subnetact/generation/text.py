@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import sysconfig
-import warnings
-import zlib
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import as_file, files
@@ -28,10 +23,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = [
-    "end_of_text",
+    "END_TOKEN",
     "load_text_supernet",
     "new_text_supernet",
-    "read_text",
     "switchable_subnets",
     "text_facts",
     "text_tokenizer",
@@ -49,9 +43,8 @@ DATA = files("subnetact") / "data"
 WEIGHTS, TOKENIZER, FACTS = "text_supernet.safetensors", "text_tokenizer.json", "text_supernet.json"
 HEAD = "lm_head.weight"
 """The same tensor as the embedding; files do not hold it."""
-END = "<|end|>"
-LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
-"""Folders of the standard library that are not read."""
+END, END_TOKEN = "<|end|>", 0
+"""Begins and ends every text."""
 
 
 def _missing(error: ImportError) -> MissingExtra:
@@ -139,40 +132,3 @@ def text_tokenizer() -> Tokenizer:
     except ImportError as error:
         raise _missing(error) from error
     return Tokenizer.from_str((DATA / TOKENIZER).read_text(encoding="utf-8"))
-
-
-def end_of_text() -> int:
-    """Return the token that begins and ends every text, 0."""
-    return 0
-
-
-def read_text(held_out: bool) -> list[str]:
-    """Return docstrings of the running Python's standard library, as sessions: `>>> help(json.dumps)`.
-
-    Every tenth module, by the checksum of its name, is held out from training; `held_out` says which part.
-    """
-    library, found = Path(sysconfig.get_paths()["stdlib"]), list[str]()
-    for path in sorted(library.rglob("*.py")):
-        place = path.relative_to(library)
-        name = ".".join(place.with_suffix("").parts).removesuffix(".__init__")
-        if LEFT_OUT.intersection(place.parts) or (zlib.crc32(name.encode()) % 10 == 0) is not held_out:
-            continue
-        with warnings.catch_warnings(), suppress(SyntaxError, ValueError):  # some are damaged on purpose
-            warnings.simplefilter("ignore")  # of invalid escapes
-            found.extend(_texts(name, ast.parse(path.read_text(encoding="utf-8"))))
-    return found
-
-
-def _texts(name: str, node: Any) -> Iterator[str]:
-    documentation, last = ast.get_docstring(node), name.rpartition(".")[2]
-    if documentation and len(documentation) >= 40:
-        if isinstance(node, ast.Module):
-            signature = f"module {last}"
-        elif isinstance(node, ast.ClassDef):
-            signature = f"class {last}({', '.join(ast.unparse(base) for base in node.bases)})"
-        else:
-            signature = f"{last}({ast.unparse(node.args)})"
-        yield f">>> help({name})\n{signature}\n{documentation.strip()}\n"
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _texts(f"{name}.{child.name}", child)

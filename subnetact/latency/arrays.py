@@ -43,19 +43,19 @@ def warn_of_fractions(accuracy: Sequence[Any]) -> None:
         )
 
 
-def ascending_sizes(batch_sizes: Sequence[object]) -> tuple[int, ...]:
+def ascending_sizes(batch_sizes: Sequence[object], name: str = "batch_sizes") -> tuple[int, ...]:
     """Return batch sizes as Python integers, after checking that they are positive and ascend."""
     sizes: list[int] = []
     for i, size in enumerate(batch_sizes):
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise TableError(f"batch_sizes[{i}]: {shown(size)} is not a positive integer")
+            raise TableError(f"{name}[{i}]: {shown(size)} is not a positive integer")
         if size > LARGEST_BATCH:
-            raise TableError(f"batch_sizes[{i}]: {shown(size)} is larger than {LARGEST_BATCH}")
+            raise TableError(f"{name}[{i}]: {shown(size)} is larger than {LARGEST_BATCH}")
         if sizes and size <= sizes[-1]:
-            raise TableError(f"batch_sizes[{i}]: {size} does not ascend from {sizes[-1]}")
+            raise TableError(f"{name}[{i}]: {size} does not ascend from {sizes[-1]}")
         sizes.append(int(size))
     if not sizes:
-        raise TableError("batch_sizes: empty; give at least one batch size")
+        raise TableError(f"{name}: empty; give at least one number")
     return tuple(sizes)
 
 

@@ -169,12 +169,12 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
         for name in NOT_OF_TEXT:
             if getattr(args, name) != parser.get_default(name):
                 raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
-        from subnetact.generation.text import end_of_text
+        from subnetact.generation.text import END_TOKEN
         from subnetact.serve.text_codec import prompt_tokenizer, text_generator
 
         generator = text_generator(args.slo_ms, args.max_queue)
         stack.callback(generator.close, wait=False)
-        name, stop = args.name or "docstrings", (end_of_text(),)
+        name, stop = args.name or "docstrings", (END_TOKEN,)
         return build_text_app(generator, prompt_tokenizer(), name=name, stop=stop, **common)
     source = Source(
         bundle=None if args.demo else str(args.bundle),

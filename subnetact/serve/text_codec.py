@@ -99,7 +99,5 @@ def prompt_tokenizer() -> Any:
 
     end = embedded.END
     found = Tokenizer.from_str(embedded.text_tokenizer().to_str())
-    found.post_processor = TemplateProcessing(
-        single=f"{end} $A", special_tokens=[(end, embedded.end_of_text())]
-    )
+    found.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, embedded.END_TOKEN)])
     return found

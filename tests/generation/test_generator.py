@@ -25,6 +25,7 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.generation import Completion, Generator, StepTable, TokenDeadlines, profile_steps
+from subnetact.generation.step_scheduler import StepRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -497,15 +498,15 @@ def test_a_deadline_for_the_whole_answer_is_spread_over_its_tokens() -> None:
 
 
 def test_listeners_hear_of_every_token_and_of_the_end() -> None:
-    tokens, heard = list[int](), list[int]()
-    completion = Completion(tokens, [], lambda: None)
+    request, heard = StepRequest([1], 2, TokenDeadlines(1.0, 1.0)), list[int]()
+    completion = Completion(request, lambda: None)
     completion.listen(lambda: heard.append(len(completion.tokens())))
     for token in (3, 4):
-        tokens.append(token)
+        request.tokens.append(token)
         completion._tell()
     with pytest.raises(TimeoutError):
         completion.result(0.0)
-    completion._tell(BatcherClosed("closed"))
+    request.outcome = BatcherClosed("closed")
     completion._tell()
     assert heard == [1, 2, 2]
     assert completion.tokens(1) == (4,)
@@ -516,8 +517,8 @@ def test_listeners_hear_of_every_token_and_of_the_end() -> None:
 
 
 def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
-    tokens, heard = list[int](), list[int]()
-    completion = Completion(tokens, [], lambda: None)
+    request, heard = StepRequest([1], 2, TokenDeadlines(1.0, 1.0)), list[int]()
+    completion = Completion(request, lambda: None)
 
     def broken() -> None:
         heard.append(len(completion.tokens()))
@@ -526,6 +527,6 @@ def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
     completion.listen(broken)
     completion.listen(lambda: heard.append(-1))
     for token in (3, 4):
-        tokens.append(token)
+        request.tokens.append(token)
         completion._tell()
     assert heard == [1, -1, -1]

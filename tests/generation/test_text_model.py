@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save
 import subnetact
 from subnetact.errors import FileFormatError, MissingFile
 from subnetact.generation.text import (
+    END_TOKEN,
     FFN,
     VOCABULARY,
-    end_of_text,
     load_text_supernet,
-    read_text,
     switchable_subnets,
     text_facts,
     text_tokenizer,
@@ -41,7 +40,7 @@ def _training() -> Any:
 
 
 training = _training()
-next_token_quality, tokens = training.next_token_quality, training.tokens
+next_token_quality, read_text, tokens = training.next_token_quality, training.read_text, training.tokens
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +125,11 @@ def test_texts_and_tokens_are_inverse() -> None:
     assert tokenizer.get_vocab_size() == VOCABULARY
     text = "Return the größte of x, and ask >>> help(json.dumps)\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert tokenizer.token_to_id("<|end|>") == end_of_text() == 0
-    assert tokens(["a", "b"]).tolist().count(end_of_text()) == 2
+    assert tokenizer.token_to_id("<|end|>") == END_TOKEN == 0
+    assert tokens(["a", "b"]).tolist().count(END_TOKEN) == 2
 
 
 def test_no_text_is_both_trained_on_and_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from subnetact.generation import text
-
     for i in range(60):
         (tmp_path / f"module{i}.py").write_text(f'def f{i}():\n    """{"word " * 10}{i}"""\n')
     (tmp_path / "test").mkdir()
@@ -140,7 +137,7 @@ def test_no_text_is_both_trained_on_and_held_out(monkeypatch: pytest.MonkeyPatch
         '"""A docstring of a folder that is not read, in a sentence."""'
     )
     (tmp_path / "broken.py").write_text("def (")
-    monkeypatch.setattr(text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(training.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     held_out, trained = read_text(held_out=True), read_text(held_out=False)
     assert len(held_out) + len(trained) == 60
     assert 0 < len(held_out) < 20

@@ -488,16 +488,13 @@ class Texts:
 
     def generate(self) -> None:
         """Compute steps; another thread may load weights after a step has begun."""
-        from subnetact.generation.step_scheduler import TokenCame
-
         for _ in range(self.rng.choice((1, 2, 4))):
             self.now = self.states[0]
             self.loads = (lambda: self.load(0)) if self.rng.random() < 0.3 else None
             if (made := self.loop.step()) is None:
                 return
-            for event in self.scheduler.step_done(made[0], 0.0):
-                if isinstance(event, TokenCame):
-                    self._check(event)
+            for request in self.scheduler.step_done(made[0], 0.0):
+                self._check(request)
 
     def _choose(self) -> int:
         """Choose a random subnet, and let another thread load weights."""
@@ -506,12 +503,11 @@ class Texts:
             self.loads()
         return self.rng.randrange(2)
 
-    def _check(self, came: Any) -> None:
-        request = came.request
-        before = request.tokens[:-1]
+    def _check(self, request: Any) -> None:
+        *before, token = request.tokens
         prefix = torch.tensor([[*request.prompt, *before]])
-        logits = self.right(self.now, self.specs[came.subnet], prefix)[0]
-        off = float(logits.max() - logits[came.token])
+        logits = self.right(self.now, self.specs[request.subnets[-1]], prefix)[0]
+        off = float(logits.max() - logits[token])
         assert off < 1e-2, f"token {len(before)} of request {request.number} is of other weights"
 
     def step(self) -> None:
