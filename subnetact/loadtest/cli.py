@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,28 +20,23 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from subnetact.errors import ServeError, SubnetActError
+from subnetact.command import OptionFormatter, reported
+from subnetact.errors import ServeError
 from subnetact.files.documents import write_json
-from subnetact.loadtest.arrivals import trace
-from subnetact.loadtest.open_loop import Sent, summary, table
-from subnetact.loadtest.server_client import BODIES, ask_server, served_input
+from subnetact.loadtest.http_client import BODIES, ask_server, served_input
+from subnetact.loadtest.open_loop import Sent, summary, table, trace
 from subnetact.serving.simulation.datasets import TRACES
 
 __all__ = ["main"]
 
-USAGE = 2
 RANDOM_INPUTS = 64
 BINS = 60
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as written."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the options of `sys.argv` if None are given; return the exit status, 2 if the test cannot run."""
     name = "python -m subnetact.loadtest"
-    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=OptionFormatter)
     parser.add_argument("url", help="address of the server, for example http://127.0.0.1:8000")
     parser.add_argument(
         "--trace", default="bursty", help=f"poisson, bursty, time_varying, {', '.join(TRACES)}, or a file"
@@ -62,15 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--token", help="token of the server")
     parser.add_argument("--out", type=Path, help="write the report to this file, as JSON")
     parser.add_argument("--plot", type=Path, help="draw the run to this file")
-    args = parser.parse_args(arguments)
-    try:
-        _run(args)
-    except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
-        raise
-    except (SubnetActError, OSError) as error:
-        print(f"subnetact.loadtest: {error}", file=sys.stderr)
-        return USAGE
-    return 0
+    return reported(_run, parser.parse_args(arguments), "subnetact.loadtest")
 
 
 def _run(args: argparse.Namespace) -> None:

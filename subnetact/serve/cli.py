@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from subnetact.command import json_object
+from subnetact.command import OptionFormatter, json_object
 from subnetact.errors import ServeError, SubnetActError, UserCodeError
 from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
@@ -53,10 +53,6 @@ EPILOG = """replicas:
 your own network:
   --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
   that of `python -m subnetact.profile --help`, which explains it."""
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as written."""
 
 
 class Backend:
@@ -84,7 +80,7 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
         f"python -m {backend.command}",
         description=__doc__,
         epilog=backend.epilog,
-        formatter_class=_Formatter,
+        formatter_class=OptionFormatter,
     )
     backend.add_options(parser)
     source = parser.add_mutually_exclusive_group(required=True).add_argument
