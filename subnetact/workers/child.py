@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 from subnetact.errors import failure_text
 
 if TYPE_CHECKING:
-    from subnetact.workers.batch_memory import BatchMemory
     from subnetact.workers.engine_snapshot import Parts
-    from subnetact.workers.memory import SharedMemory
+    from subnetact.workers.memory import BatchMemory, SharedMemory
 
 __all__ = ["CHANGE", "DONE", "FAILED", "RUN", "is_worker", "main"]
 
@@ -90,9 +89,8 @@ def _start(
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     import torch
 
-    from subnetact.workers.batch_memory import BatchMemory
     from subnetact.workers.engine_snapshot import Package, Parts, unpack
-    from subnetact.workers.memory import SharedMemory
+    from subnetact.workers.memory import BatchMemory, SharedMemory
 
     torch.set_num_threads(threads)
     prepare(main_program)  # It runs under another name, for the classes and functions that it defines.
@@ -106,7 +104,8 @@ def _start(
 
 def _serve(pipe: Connection, parts: Parts, requests: BatchMemory, answers: BatchMemory) -> int:
     """Run batches until the parent closes the pipe."""
-    run = parts.runner.run
+    from subnetact.workers.engine_snapshot import Package, apply
+
     while True:
         try:
             message = pipe.recv_bytes()
@@ -116,28 +115,19 @@ def _serve(pipe: Connection, parts: Parts, requests: BatchMemory, answers: Batch
         try:
             if kind == RUN:
                 subnet, size, layout = pickle.loads(data)
-                outputs = run(subnet, requests.read(layout, copy=False), size)
-                pipe.send_bytes(DONE + answers.write(_as_list(outputs)))
+                outputs = parts.runner.run(subnet, requests.read(layout, copy=False), size)
+                if isinstance(outputs, dict):
+                    raise TypeError("the engine returned a mapping; run() returns one output per input")
+                pipe.send_bytes(DONE + answers.write(list(outputs)))
             elif kind == CHANGE:
-                _follow(pickle.loads(data), pipe, parts)
+                part, content, sizes = pickle.loads(data)
+                segments = {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}
+                apply(part, Package(content, segments), parts)
                 pipe.send_bytes(DONE)
         except Exception as error:
             pipe.send_bytes(FAILED + _pickled(error))
             if kind == CHANGE:  # It may be half done.
                 return 1
-
-
-def _as_list(outputs: Any) -> list[Any]:
-    if isinstance(outputs, dict):
-        raise TypeError("the engine returned a mapping; run() returns one output per input")
-    return list(outputs)
-
-
-def _follow(content: tuple[int, bytes, dict[int, int]], pipe: Connection, parts: Parts) -> None:
-    from subnetact.workers.engine_snapshot import Package, apply
-
-    part, data, sizes = content
-    apply(part, Package(data, {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}), parts)
 
 
 def _opened(place: tuple[int, int]) -> SharedMemory:

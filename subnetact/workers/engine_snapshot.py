@@ -1,10 +1,8 @@
 """EngineSnapshot: how an engine, and every change of it, gets to other processes; one copy of the weights.
 
-An engine is sent as its structure: tensors stand in it as addresses in shared memory. The tensors of the
-engine itself move to the same memory, so that there is one copy for all processes together.
-
-Before every batch the parent compares a few counters. If they have changed, the process gets what is new
-before the batch, so that no batch runs on a mixture of former and new weights.
+An engine is sent as its structure, with tensors as addresses in shared memory, to which its own tensors move.
+Before every batch the parent compares a few counters, and sends what has changed, so that no batch runs on a
+mixture of former and new weights.
 """
 
 from __future__ import annotations
@@ -210,8 +208,7 @@ class _Packer(pickle.Pickler):
             segment = self.segments[0] = SharedMemory(self._size)
             _segments[torch.frombuffer(segment, dtype=torch.uint8).data_ptr()] = segment
             for number, (storage, offset) in self._new.items():
-                placed[number] = _storage(segment, offset, storage.nbytes())
-                placed[number].copy_(storage)
+                placed[number] = _storage(segment, offset, storage.nbytes()).copy_(storage)
         return placed
 
 
