@@ -49,7 +49,7 @@ class RayBackend(cli.Backend):
             raise ServeError("--accuracy-floor and --most-workers: one needs the other; give both or neither")
         if args.worker_processes:
             raise ServeError("--worker-processes: the replicas of Ray are processes already; leave it out")
-        from subnetact.cluster.session import open_replicas  # The extra `ray` may be missing.
+        from subnetact.cluster.application import open_replicas  # The extra `ray` may be missing.
 
         floor, least = args.accuracy_floor, args.workers
         scaling = None if floor is None else Autoscaling(floor, least, args.most_workers)

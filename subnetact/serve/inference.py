@@ -6,7 +6,7 @@ batcher, which forms its batches from the rows of all clients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.base_app import model_schema, operation, properties
-from subnetact.serve.exchange import Exchange, Headers, Raw, Strict, Terms, read_json, send_reply, validated
+from subnetact.serve.exchange import Exchange, Raw, Strict, Terms, read_json, send_reply, validated
 from subnetact.serve.payloads import (
     DATATYPES,
     NUMPY_MAGIC,
@@ -35,7 +35,7 @@ __all__ = ["Ask", "Asked", "Decoded", "infer_plain", "infer_tensors"]
 Asked = TypeVar("Asked")
 Decoded = tuple[Asked, Sequence[Any], Terms]
 """What a request asks for, the inputs of the engine, and their time."""
-HEADER_LENGTH = b"inference-header-content-length"
+HEADER_LENGTH = "inference-header-content-length"
 TORCH = {name: dtype for dtype, name in DATATYPES.items()} | {"UINT16": torch.uint16, "UINT32": torch.uint32}
 """What clients may send, by its name on the wire."""
 MOST_LISTED = 4096
@@ -216,19 +216,17 @@ async def infer_tensors(app: Any, exchange: Exchange) -> None:
     )
     if not raw:
         return await send_reply(exchange.send, 200, head)
-    headers = [(HEADER_LENGTH, b"%d" % len(head))]
+    headers = [(HEADER_LENGTH.encode(), b"%d" % len(head))]
     return await send_reply(exchange.send, 200, b"".join([head, *raw]), headers, b"application/octet-stream")
 
 
-def _split(headers: Headers, body: Raw) -> tuple[Raw, Raw]:
+def _split(headers: Mapping[str, str], body: Raw) -> tuple[Raw, Raw]:
     """Return the JSON and the raw tensors of a body."""
     length = headers.get(HEADER_LENGTH)
     if length is None:
         return body, b""
     if not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
-        raise InvalidRequest(
-            f"{HEADER_LENGTH.decode()}: not the number of bytes of the JSON at the start of the body"
-        )
+        raise InvalidRequest(f"{HEADER_LENGTH}: not the number of bytes of the JSON at the start of the body")
     return body[: int(length)], body[int(length) :]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from subnetact.errors import InvalidRequest
@@ -91,7 +90,6 @@ def text_generator(token_ms: float, max_queue: int) -> Generator:
     return Generator(supernet, subnets, table, token_ms=token_ms, max_queue=max_queue, allow_approximate=True)
 
 
-@lru_cache(maxsize=1)
 def prompt_tokenizer() -> Any:
     """Return the tokenizer of the model, which puts the token that begins texts before each of them."""
     from tokenizers import Tokenizer
