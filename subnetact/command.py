@@ -6,10 +6,11 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from subnetact.errors import SubnetActError
+from subnetact.errors import SubnetActError, UserCodeError
 from subnetact.files.documents import parse_json
 
 __all__ = [
@@ -69,6 +70,8 @@ def reported(
     except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
         raise
     except (SubnetActError, OSError) as error:
+        if isinstance(error, UserCodeError):
+            traceback.print_exception(error.__cause__)
         print(f"{command or 'error'}: {error}", file=sys.stderr if command else sys.stdout)
         return 2
     return 0

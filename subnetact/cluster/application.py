@@ -20,7 +20,6 @@ from subnetact.cluster.ray_serve import (
     LOST,
     AutoscalingConfig,
     AutoscalingPolicy,
-    check_version,
     ray,
     serve,
 )
@@ -128,7 +127,6 @@ def _value(text: Any) -> Any:
 
 def _replicas_of(source: Source, replicas: int, autoscaling: Autoscaling | None, cpus: float | None) -> Any:
     """Return the replicas as an application without HTTP; the arguments and errors are `build_app`'s."""
-    check_version()
     if source.bundle is None or not os.path.isdir(source.bundle):
         raise MissingFile(f"bundle: {source.bundle} is no folder; give a saved engine, on every node")
     scaled: dict[str, Any] = {"num_replicas": replicas}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from subnetact.errors import DeadlinePassed, FileFormatError, RequestError
 from subnetact.serve.app import infer_rows
@@ -33,24 +33,16 @@ def unix_ms() -> float:
 
 def to_arrays(x: Any) -> Any:
     """Return a tree of tensors as NumPy arrays, which Ray sends without a copy; NumPy has no bfloat16."""
-
-    def array(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dtype == torch.bfloat16:
-            return leaf
-        return leaf.detach().cpu().contiguous().numpy()
-
-    return tree_map(array, x)
+    return tree_map_only(
+        lambda leaf: isinstance(leaf, Tensor) and leaf.dtype != torch.bfloat16,
+        lambda leaf: leaf.detach().cpu().contiguous().numpy(),
+        x,
+    )
 
 
 def to_tensors(x: Any) -> Any:
     """Return the tree that `to_arrays` was given; arrays that may not be written are copied."""
-
-    def tensor(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray):
-            return leaf
-        return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
-
-    return tree_map(tensor, x)
+    return tree_map_only(np.ndarray, lambda a: torch.from_numpy(a if a.flags.writeable else a.copy()), x)
 
 
 class EngineReplica:

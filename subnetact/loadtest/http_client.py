@@ -135,10 +135,9 @@ async def ask_server(
     token: str | None = None,
     tell: Callable[[Sent], object] | None = None,
 ) -> list[Sent]:
-    """Send a trace to a server; return what became of every request.
+    """Send a trace to a server, and `inputs[i % len(inputs)]` with request i; return what became of each.
 
-    Request i has `inputs[i % len(inputs)]` and `slo_ms` from its time in the trace, of which the server is
-    told `reserve_ms` less, for the network. `tell` is called with what became of a request.
+    The server is told `reserve_ms` less than `slo_ms`, for the network; `tell` is called with every outcome.
     """
     bodies = [_body(x, body) for x in inputs]
     floor = "" if min_accuracy is None else f"x-min-accuracy: {min_accuracy}\r\n"

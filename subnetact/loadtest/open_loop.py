@@ -53,9 +53,9 @@ async def run_open_loop(
 ) -> list[Sent]:
     """Send the requests of a trace at their times, each with `budget_ms`; return what became of them.
 
-    Latencies and deadlines count from the time at which a request should have been sent, so that a client
-    that falls behind does not hide how long requests wait (coordinated omission). What has no answer
-    `give_up_ms` after the last one was sent is unanswered. `tell` is called with every outcome.
+    Times count from when a request should have been sent, so that a client that falls behind does not hide
+    how long requests wait (coordinated omission). What has no answer `give_up_ms` after the last one was sent
+    is unanswered. `tell` is called with every outcome.
     """
     results: list[Sent | None] = [None] * len(arrivals_ms)
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
-from subnetact.serve.base_app import UNREADY, BaseApp, Reply, now_ms
+from subnetact.serve.base_app import UNREADY, Address, BaseApp, Reply, now_ms
 from subnetact.serve.exchange import Exchange, Raw, Refusal, Terms, header_values
 from subnetact.serve.inference import Ask, Asked, Decoded
 from subnetact.serve.limits import Limits
@@ -99,10 +99,11 @@ class ServeApp(BaseApp):
         self.images = Images(self.signature, image_mean, image_std)
         model = f"/v2/models/{name}"
         version = f"{model}/versions/{self.version}"
-        self.post("/infer", partial(inference.infer_plain, self), inference.plain_document(self))
+        answer, document = partial(inference.infer_plain, self), inference.plain_document(self)
+        self.addresses["/infer"] = Address("POST", answer, document)
         answer, document = partial(inference.infer_tensors, self), inference.tensor_document(self)
         for path in (model, version):
-            self.post(f"{path}/infer", answer, document)
+            self.addresses[f"{path}/infer"] = Address("POST", answer, document)
             self.get(path, "Metadata of the model", lambda: (200, inference.model_metadata(self)))
         for path, what in (("/v2/health", "server"), (model, "model"), (version, "model")):
             summary, open_ = f"Whether the {what} should get requests", path == "/v2/health"

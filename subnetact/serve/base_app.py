@@ -33,7 +33,17 @@ from subnetact.serve.exchange import (
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 
-__all__ = ["SHORT", "UNREADY", "BaseApp", "Reply", "model_schema", "now_ms", "operation", "properties"]
+__all__ = [
+    "SHORT",
+    "UNREADY",
+    "Address",
+    "BaseApp",
+    "Reply",
+    "model_schema",
+    "now_ms",
+    "operation",
+    "properties",
+]
 
 CLOSES = (400, 401, 408, 413, 415, 431)
 """Statuses after which the connection is closed, because part of the body may not have been read."""
@@ -70,7 +80,7 @@ class Address(NamedTuple):
     method: str
     answer: Callable[[Exchange], Awaitable[None]]
     operation: dict[str, Any]
-    open: bool
+    open: bool = False
 
 
 class BaseApp:
@@ -113,7 +123,8 @@ class BaseApp:
         for path in ("/healthz", "/readyz"):
             summary = "Whether the server should get requests"
             self.get(path, summary, self._healthz, UNREADY, open_=True)
-        self.get("/metrics", "Metrics in Prometheus' text format", self._metrics)
+        kind, summary = b"text/plain; version=0.0.4; charset=utf-8", "Metrics in Prometheus' text format"
+        self.get("/metrics", summary, lambda: (200, self.prometheus().encode(), (), kind))
         self.get("/openapi.json", "This document", lambda: (200, self.openapi()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,12 +140,6 @@ class BaseApp:
             await send_reply(exchange.send, *make())
 
         self.addresses[path] = Address("GET", answer, operation(summary, responses=responses or {}), open_)
-
-    def post(
-        self, path: str, answer: Callable[[Exchange], Awaitable[None]], operation: dict[str, Any]
-    ) -> None:
-        """Answer POST requests; `operation` describes them in the OpenAPI document."""
-        self.addresses[path] = Address("POST", answer, operation, False)
 
     def unready(self) -> str:
         """Return why the server should get no requests, or an empty text."""
@@ -244,9 +249,6 @@ class BaseApp:
             "paths": {path: {one.method.lower(): one.operation} for path, one in self.addresses.items()},
             "components": {"schemas": self.schemas},
         }
-
-    def _metrics(self) -> Reply:
-        return 200, self.prometheus().encode(), (), b"text/plain; version=0.0.4; charset=utf-8"
 
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_ms, path = now_ms(), scope["path"].removeprefix(scope.get("root_path", "")) or "/"

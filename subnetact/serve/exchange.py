@@ -64,7 +64,7 @@ def read_headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str
     for raw, value in pairs:
         name = raw.decode("latin-1")
         if name in values and name in ("content-length", "transfer-encoding", "host"):
-            raise Refusal(400, "InvalidRequest", f"{name}: given twice; send one")
+            raise InvalidRequest(f"{name}: given twice; send one")
         values[name] = value.decode("latin-1")
         most -= len(raw) + len(value)
     if most < 0:
@@ -72,8 +72,9 @@ def read_headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str
     length = values.get("content-length", "0")
     both = "transfer-encoding" in values and "content-length" in values
     if both or not (length.isdecimal() and len(length) < 20):
-        message = "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
-        raise Refusal(400, "InvalidRequest", message)
+        raise InvalidRequest(
+            "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
+        )
     return values
 
 

@@ -36,10 +36,9 @@ __all__ = [
     "write_numpy",
 ]
 
-WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NAMES = "BOOL UINT8 INT8 INT16 INT32 INT64 FP16 BF16 FP32 FP64"
-DATATYPES = dict(zip((*WHOLE, *FRACTIONS), NAMES.split(), strict=True))
+DATATYPES = {torch.bfloat16: "BF16"} | {getattr(torch, f"float{n}"): f"FP{n}" for n in (16, 32, 64)}
+DATATYPES |= {getattr(torch, f"int{n}"): f"INT{n}" for n in (8, 16, 32, 64)}
+DATATYPES |= {torch.bool: "BOOL", torch.uint8: "UINT8"}
 """The names of the Open Inference Protocol."""
 NUMPY_MAGIC = b"\x93NUMPY"
 PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"

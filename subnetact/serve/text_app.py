@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
-from subnetact.serve.base_app import BaseApp, model_schema, operation
+from subnetact.serve.base_app import Address, BaseApp, model_schema, operation
 from subnetact.serve.exchange import (
     Exchange,
     Raw,
@@ -78,7 +78,8 @@ class TextApp(BaseApp):
             ("/v1/chat/completions", "Continue a chat", ChatBody),
         ):
             contents = {"application/json": model_schema(body, self.schemas)}
-            self.post(path, partial(self._complete, body), operation(summary, contents, TextTerms))
+            document = operation(summary, contents, TextTerms)
+            self.addresses[path] = Address("POST", partial(self._complete, body), document)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
         self.get("/v1/models", "Names of the models", lambda: (200, {"object": "list", "data": [model]}))
 

@@ -1,7 +1,6 @@
 """The program of a worker process: it gets a runner, runs batches, and ends with its parent.
 
-Only the standard library is imported before the process is protected from signals, so this file imports torch
-and the rest of the package in functions.
+Functions import torch and the package, because the process must be protected from signals before that.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class EngineSnapshot:
             engine.sample  # noqa: B018 - it raises if there is none, and without one no process can warm up
         self._followed = [_Followed(supernet) for supernet in finder.supernets]
         self._packed: dict[int, tuple[Package, States]] = {}
-        self._whole = self._pack(lambda: tuple(self._parts), finder.supernets)
+        self._whole: tuple[Package, States] = Package(b"", {}), ()
+        self.whole()
 
     def whole(self) -> tuple[Package, States]:
         """Return the whole runner as it is now, for a new process, and the states of its parts."""
@@ -91,7 +92,9 @@ class EngineSnapshot:
                 if part >= len(self._followed):
                     engine = self._parts.engines[part - len(self._followed)]
                     package = Package(pickle.dumps(engine.config), {})
-                elif known[0] != now[0] or not self._followed[part].is_shared():
+                elif known[0] != now[0] or not all(
+                    _segment_of(t.untyped_storage()) for t in self._parts.supernets[part].tensors()
+                ):
                     if part not in self._packed or self._packed[part][1][part] != now:
                         supernet = self._parts.supernets[part]
                         self._packed[part] = self._pack(supernet.__getstate__, [supernet])
@@ -147,10 +150,6 @@ class _Followed:
             self._tensors = [t for t in self._supernet.tensors() if not t.is_inference()]
             self._count += 1
         return self._count, sum(map(_version, self._tensors))
-
-    def is_shared(self) -> bool:
-        """Tell whether other processes see the values of all tensors."""
-        return all(_segment_of(t.untyped_storage()) for t in self._supernet.tensors())
 
 
 class _Packer(pickle.Pickler):

@@ -58,9 +58,8 @@ def new_file() -> int:
     """Return the descriptor of a file in memory, or of one that is in no folder."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("subnetact", os.MFD_CLOEXEC)
-    descriptor, path = tempfile.mkstemp(prefix="subnetact-")
-    os.unlink(path)
-    return descriptor
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class BatchMemory:
