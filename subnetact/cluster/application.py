@@ -15,14 +15,7 @@ from typing import Any
 
 from subnetact.cluster.autoscaler import Autoscaling, input_ms_at_floor, replicas_needed
 from subnetact.cluster.client import ReplicaClient
-from subnetact.cluster.ray_serve import (
-    FULL,
-    LOST,
-    AutoscalingConfig,
-    AutoscalingPolicy,
-    ray,
-    serve,
-)
+from subnetact.cluster.ray_serve import FULL, LOST, AutoscalingConfig, AutoscalingPolicy, ray, serve
 from subnetact.cluster.replica import EngineReplica, Reply
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingFile, ServeError

@@ -22,11 +22,9 @@ from subnetact.serving import Answer
 
 __all__ = ["ServeApp", "build_app", "infer_rows"]
 SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
+OWN_SCRIPTS = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 SAFE_HEADERS = (
-    (
-        b"content-security-policy",
-        b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'",
-    ),
+    (b"content-security-policy", OWN_SCRIPTS),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"cache-control", b"no-store"),

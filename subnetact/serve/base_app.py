@@ -195,9 +195,11 @@ class BaseApp:
                 pass
             end(ClientGone())
 
-        # Timers, because anyio.fail_after takes 14 us more.
-        message = f"body: not complete after {self.limits.body_s:g} s; send it faster"
-        timer = loop.call_later(self.limits.body_s, end, Refusal(408, "TooSlow", message))
+        def slow() -> None:
+            message = f"body: not complete after {self.limits.body_s:g} s; send it faster"
+            end(Refusal(408, "TooSlow", message))
+
+        timer = loop.call_later(self.limits.body_s, slow)  # anyio.fail_after takes 14 us more
         try:
             await self._read_body(exchange, body)
             timer.cancel()

@@ -11,15 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
 from subnetact.serve.base_app import Address, BaseApp, model_schema, operation
-from subnetact.serve.exchange import (
-    Exchange,
-    Raw,
-    Refusal,
-    header_values,
-    read_json,
-    send_reply,
-    validated,
-)
+from subnetact.serve.exchange import Exchange, Raw, Refusal, header_values, read_json, send_reply, validated
 from subnetact.serve.limits import Limits
 from subnetact.serve.text_answer import TextAnswer
 from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms

@@ -28,25 +28,21 @@ if TYPE_CHECKING:
     from subnetact.workers.engine_snapshot import Parts
     from subnetact.workers.memory import BatchMemory, SharedMemory
 
-__all__ = ["CHANGE", "DONE", "FAILED", "RUN", "is_worker", "main"]
+__all__ = ["CHANGE", "DONE", "FAILED", "RUN", "in_worker", "main"]
 
 RUN, CHANGE, DONE, FAILED = b"r", b"c", b"d", b"f"
 """The first byte of a message says its kind. File descriptors follow a change."""
 
 WARM_UP_S = 2.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_worker = False
-
-
-def is_worker() -> bool:
-    """Return whether this process is a worker process."""
-    return _worker
+in_worker = False
+"""Whether this process is a worker process."""
 
 
 def main() -> None:
     """Run the program, which standard input describes as `WorkerProcess` wrote it; it does not return."""
-    global _worker
-    _worker = True
+    global in_worker
+    in_worker = True
     for ignored in (signal.SIGINT, signal.SIGTERM):  # The parent decides when its processes end.
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})

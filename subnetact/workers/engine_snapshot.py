@@ -67,8 +67,7 @@ class EngineSnapshot:
             engine.sample  # noqa: B018 - it raises if there is none, and without one no process can warm up
         self._followed = [_Followed(supernet) for supernet in finder.supernets]
         self._packed: dict[int, tuple[Package, States]] = {}
-        self._whole: tuple[Package, States] = Package(b"", {}), ()
-        self.whole()
+        self._whole = self._pack(lambda: tuple(self._parts), finder.supernets)
 
     def whole(self) -> tuple[Package, States]:
         """Return the whole runner as it is now, for a new process, and the states of its parts."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from subnetact.errors import EngineError, WorkerDied
-from subnetact.workers.child import is_worker
+from subnetact.workers import child
 from subnetact.workers.engine_snapshot import EngineSnapshot
 from subnetact.workers.process import WorkerProcess
 
@@ -89,7 +89,7 @@ class ProcessPool:
     ) -> None:
         if os.name == "nt":
             raise EngineError("process: worker processes need Linux or macOS; run threads: process=False")
-        if is_worker():
+        if child.in_worker:
             raise EngineError(
                 "a worker process opens a batcher with worker processes: the main program runs again in it "
                 "because the engine needs its classes. Put what the program does under `if __name__ == "
