@@ -26,8 +26,7 @@ from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, profile_latency, simulate
 from subnetact.errors import InvalidRequest
-from subnetact.loadtest.arrivals import trace
-from subnetact.loadtest.open_loop import Reply, Sent, run_open_loop
+from subnetact.loadtest.open_loop import Reply, Sent, run_open_loop, trace
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
 from subnetact.serving import Answer, Fixed, Policy
 

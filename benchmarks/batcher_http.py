@@ -23,9 +23,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from subnetact.loadtest.arrivals import trace
-from subnetact.loadtest.open_loop import summary
-from subnetact.loadtest.server_client import ask_server
+from subnetact.loadtest.http_client import ask_server
+from subnetact.loadtest.open_loop import summary, trace
 from subnetact.serve.digits_engine import digits_engine, profiled, unseen_digits
 
 __all__ = ["http_section"]

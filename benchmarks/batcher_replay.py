@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, simulate
-from subnetact.loadtest.arrivals import trace
+from subnetact.loadtest.open_loop import trace
 from subnetact.serving import Fixed, Policy
 
 __all__ = ["replay_section"]

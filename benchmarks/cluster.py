@@ -39,10 +39,8 @@ from results_section import write_section
 
 from subnetact import profile_latency
 from subnetact.device import machine
-from subnetact.loadtest.arrivals import trace
-from subnetact.loadtest.http_client import HttpClient
-from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop
-from subnetact.loadtest.server_client import refusal
+from subnetact.loadtest.http_client import HttpClient, refusal
+from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, trace
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
 
 HERE = Path(__file__).resolve().parent

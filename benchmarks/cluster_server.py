@@ -26,7 +26,7 @@ MOST = 4
 def ours(args: argparse.Namespace) -> None:
     """Serve as `python -m subnetact.cluster` does."""
     from subnetact.cluster import Autoscaling
-    from subnetact.cluster.session import open_replicas
+    from subnetact.cluster.application import open_replicas
     from subnetact.serve import build_app, run
 
     source = Source(bundle=args.bundle, slo_ms=args.slo_ms, workers=args.threads, policy=args.policy)

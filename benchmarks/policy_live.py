@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, __version__
 from subnetact.device import machine
-from subnetact.loadtest.arrivals import trace
+from subnetact.loadtest.open_loop import trace
 from subnetact.serving import Policy
 
 HERE = Path(__file__).parent

@@ -28,8 +28,7 @@ import torch
 from subnetact import Batcher, Engine, HullFit, LatencyTable
 from subnetact.device import machine
 from subnetact.errors import RequestError
-from subnetact.loadtest.arrivals import trace
-from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary
+from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary, trace
 from subnetact.serve.digits_engine import digits_engine, profiled, unseen_digits
 from subnetact.serving import Answer, BatcherStats
 

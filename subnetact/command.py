@@ -1,4 +1,4 @@
-"""What all commands share: JSON as an option, and a quiet end on Ctrl-C and closed pipes."""
+"""What all commands share: help, JSON as an option, and a quiet end on Ctrl-C and closed pipes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from subnetact.errors import SubnetActError
+from subnetact.errors import SubnetActError, UserCodeError
 from subnetact.files.documents import parse_json
 
-__all__ = ["INTERRUPTED", "NOBODY_READS", "TERMINATED", "json_object", "reported", "run_command"]
+__all__ = [
+    "INTERRUPTED",
+    "NOBODY_READS",
+    "TERMINATED",
+    "OptionFormatter",
+    "json_object",
+    "reported",
+    "run_command",
+]
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 and the number of SIGINT."""
@@ -20,6 +29,15 @@ TERMINATED = 143
 """The exit status after SIGTERM, if there is something to clean up: 128 and the number of SIGTERM."""
 NOBODY_READS = 141
 """The exit status if the output goes to a program that has ended: 128 and the number of SIGPIPE."""
+
+
+class OptionFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults unless they are empty or explained already, and keeps the lines of texts."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        empty = action.default is False or action.default in (None, (), {})
+        explained = "default" in (action.help or "")
+        return action.help if empty or explained else super()._get_help_string(action)
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
@@ -40,14 +58,21 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def reported(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Run a command and return the exit status: 0, or 2 after a user's error, which it prints."""
+def reported(
+    run: Callable[[argparse.Namespace], None], options: argparse.Namespace, command: str | None = None
+) -> int:
+    """Run a command and return the exit status: 0, or 2 after a user's error, which it prints.
+
+    An error goes to the standard error output if the name of the `command` is given.
+    """
     try:
         run(options)
     except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
         raise
     except (SubnetActError, OSError) as error:
-        print(f"error: {error}")
+        if isinstance(error, UserCodeError):
+            traceback.print_exception(error.__cause__)
+        print(f"{command or 'error'}: {error}", file=sys.stderr if command else sys.stdout)
         return 2
     return 0
 

@@ -23,7 +23,6 @@ INSIDE = {"serving": ("scheduling", "policies", "live", "simulation", "planning"
 """Rooms whose folders have an order of their own: a folder may import only from those before it."""
 BY_COMPUTED_NAME = {
     "ofa_adapters.registry": {"ofa_adapters.networks"},
-    "subnetact.cluster": set[str](),  # Its own modules, on first use.
     "subnetact.profile.source": set[str](),  # Users name modules of their own.
 }
 """Modules that call `import_module` with a computed name, and what of the packages they import this way."""

@@ -1,19 +1,21 @@
-"""`build_app`: a Ray Serve application with the HTTP interface of `python -m subnetact.serve`."""
+"""Replicas on Ray Serve, behind fronts of their own (`build_app`) or the server of one process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 from subnetact.cluster.autoscaler import Autoscaling, input_ms_at_floor, replicas_needed
 from subnetact.cluster.client import ReplicaClient
-from subnetact.cluster.ray_serve import FULL, LOST, AutoscalingConfig, AutoscalingPolicy, check_version, serve
+from subnetact.cluster.ray_serve import FULL, LOST, AutoscalingConfig, AutoscalingPolicy, ray, serve
 from subnetact.cluster.replica import EngineReplica, Reply
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingFile, ServeError
@@ -21,8 +23,10 @@ from subnetact.serve.app import build_app as serve_app
 from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
 
-__all__ = ["Front", "ReplicaCount", "app_from", "build_app", "client_of", "replicas_of"]
+__all__ = ["Front", "ReplicaCount", "app_from", "build_app", "client_of", "open_replicas"]
 
+APPLICATION = "subnetact"
+STORE_BYTES = 256 * 2**20
 COUNT_S = 1.0
 
 
@@ -82,7 +86,7 @@ def build_app(
     )
     interface = {"limits": limits or Limits(), "tokens": tokens, "allowed_hosts": allowed_hosts}
     interface["name"] = name or os.path.basename(str(source.bundle))
-    return front.bind(replicas_of(source, replicas, autoscaling, cpus), source, interface)
+    return front.bind(_replicas_of(source, replicas, autoscaling, cpus), source, interface)
 
 
 def app_from(args: dict[str, Any]) -> Any:
@@ -114,9 +118,8 @@ def _value(text: Any) -> Any:
         return text
 
 
-def replicas_of(source: Source, replicas: int, autoscaling: Autoscaling | None, cpus: float | None) -> Any:
+def _replicas_of(source: Source, replicas: int, autoscaling: Autoscaling | None, cpus: float | None) -> Any:
     """Return the replicas as an application without HTTP; the arguments and errors are `build_app`'s."""
-    check_version()
     if source.bundle is None or not os.path.isdir(source.bundle):
         raise MissingFile(f"bundle: {source.bundle} is no folder; give a saved engine, on every node")
     scaled: dict[str, Any] = {"num_replicas": replicas}
@@ -199,6 +202,59 @@ class ReplicaCount:
             up = counts.get("RUNNING", 0)
             wanted = sum(number for state, number in counts.items() if state != "STOPPING")
             self._counts = (up, max(up, wanted))
+
+
+def open_replicas(
+    source: Source,
+    replicas: int,
+    stack: ExitStack,
+    autoscaling: Autoscaling | None = None,
+    address: str | None = None,
+) -> tuple[Engine, ReplicaClient]:
+    """Start replicas on Ray, on the cluster at `address` or else on this machine, until the stack is closed.
+
+    Return the engine, and what the HTTP server of this process, without Ray's proxy, has for a batcher.
+    """
+    source = _on_disk(source, stack).pinned()
+    app = _replicas_of(source, replicas, autoscaling, None)
+    engine = source.engine(mapped=True)
+    most = replicas if autoscaling is None else autoscaling.most
+    stack.callback(_end, address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    cpus = most * source.workers * source.threads_per_worker + 1
+    own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        ray.init(address or "local", **quiet, **(own if address is None else {}))
+    except ConnectionError as error:
+        raise ServeError(f"backend: no Ray cluster answers at {address}; {error}") from error
+    serve.start(proxy_location="Disabled")
+    try:
+        handle = serve.run(app, name=APPLICATION, route_prefix=None)
+    except RuntimeError as error:
+        raise ServeError(f"backend: the replicas do not start on Ray; {error}") from error
+    count = ReplicaCount(APPLICATION, replicas)
+    stack.callback(count.close)
+    return engine, client_of(handle, source, engine, count)
+
+
+def _on_disk(source: Source, stack: ExitStack) -> Source:
+    """Return the source with a bundle on the disk that has a latency table: replicas load it."""
+    if source.bundle is not None and (source.table is not None or source.engine(mapped=True).tables):
+        return source
+    engine = source.engine()
+    engine.tables["scheduler"] = source.latency_table(engine)
+    parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="subnetact-"))
+    folder = os.path.join(parent, os.path.basename(source.bundle or "digits"))
+    engine.save(folder)
+    return replace(source, bundle=folder, table=None)
+
+
+def _end(address: str | None) -> None:
+    if ray.is_initialized():
+        with suppress(Exception):  # whatever of Ray has ended already
+            serve.shutdown() if address is None else serve.delete(APPLICATION)
+        ray.shutdown()
 
 
 class Front:

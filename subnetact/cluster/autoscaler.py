@@ -62,10 +62,7 @@ def input_ms_at_floor(table: LatencyTable, slo_ms: float, accuracy_floor: float)
 
 
 def replicas_needed(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return how many replicas the exported loads need, for Ray's `AutoscalingContext`, and no state.
-
-    Ray keeps the number within its bounds and waits before it removes replicas.
-    """
+    """Return how many replicas the loads of Ray's `AutoscalingContext` need; Ray bounds them. No state."""
     loads = (context.aggregated_metrics or {}).get("load")
     if not loads:
         return context.target_num_replicas, {}

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from subnetact.cluster.autoscaler import Autoscaling
 from subnetact.command import TERMINATED
@@ -31,17 +32,14 @@ class RayBackend(cli.Backend):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options that say where replicas run and how many."""
-        group = parser.add_argument_group("Ray")
-        group.add_argument("--ray-address", help="of a running cluster; default: Ray starts on this machine")
-        group.add_argument(
-            "--accuracy-floor",
-            type=float,
-            help="let the number of replicas follow the load: accuracy gives way down to this one, in "
-            "percent, and then replicas are added; --workers is the least number",
+        add = parser.add_argument_group("Ray").add_argument
+        add("--ray-address", help="of a running cluster; default: Ray starts on this machine")
+        floor = (
+            "let the number of replicas follow the load: accuracy gives way down to this one, in percent, "
         )
-        group.add_argument(
-            "--most-workers", type=int, help="greatest number of replicas with --accuracy-floor"
-        )
+        floor += "and then replicas are added, from --workers on"
+        add("--accuracy-floor", type=float, help=floor)
+        add("--most-workers", type=int, help="greatest number of replicas with --accuracy-floor")
 
     def open(self, args: argparse.Namespace, source: Source, stack: ExitStack) -> tuple[Any, Any]:
         """Start the replicas."""
@@ -49,19 +47,16 @@ class RayBackend(cli.Backend):
             raise ServeError("--accuracy-floor and --most-workers: one needs the other; give both or neither")
         if args.worker_processes:
             raise ServeError("--worker-processes: the replicas of Ray are processes already; leave it out")
-        from subnetact.cluster.session import open_replicas  # The extra `ray` may be missing.
+        from subnetact.cluster.application import open_replicas  # The extra `ray` may be missing.
 
         floor, least = args.accuracy_floor, args.workers
         scaling = None if floor is None else Autoscaling(floor, least, args.most_workers)
         opened = open_replicas(replace(source, workers=1), least, stack, scaling, args.ray_address)
-        signal.signal(signal.SIGTERM, _terminate)  # uvicorn raises the signal again after it has closed
+        # uvicorn raises the signal again after it has closed.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
         return opened
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, with the options of `sys.argv` if None are given; return the exit status."""
     return cli.main(arguments, RayBackend())
-
-
-def _terminate(*_: Any) -> NoReturn:
-    raise SystemExit(TERMINATED)

@@ -29,15 +29,12 @@ OUTCOMES = {
 
 
 class ReplicaClient:
-    """Sends requests to replicas and counts what becomes of them. Use one event loop.
-
-    Every request has one outcome: an answer or a typed error. If the replica of a request dies, the request
-    is sent once more, with the time that it has left.
+    """Sends requests to replicas from one event loop, once more if a replica dies, and counts the outcomes.
 
     `call` sends the rows of one request to a replica, as `EngineReplica.answer` takes them; the exceptions
-    `died` say that it is lost, and `full` that none can take the request now. `accuracy` is in percent by
-    subnet id. `check` refuses inputs that no replica could run. `replicas` returns how many run, and how many
-    should; more than `max_per_replica` inputs without an answer for each are refused.
+    `died` say that it is lost, and `full` that none can take the request now. `check` refuses inputs that no
+    replica could run. `replicas` returns how many run, and how many should; more than `max_per_replica`
+    inputs without an answer for each are refused.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class ReplicaClient:
         self._counts: Counter[str] = Counter()
 
     async def infer_rows(self, xs: Sequence[Any], deadline_ms: float, **ask: Any) -> Sequence[Answer]:
-        """Return the answers to the rows of one request, in order; see `subnetact.serve.rows.infer_rows`."""
+        """Return the answers to the rows of one request, in order; see `subnetact.serve.app.infer_rows`."""
         counters, count = self._counters, len(xs)
         try:
             answers = await self._send(xs, deadline_ms, ask)
@@ -100,8 +97,7 @@ class ReplicaClient:
             raise reply
         spent_ms = (time.perf_counter() - started) * 1e3
         own: dict[str, Any] = {"latency_ms": spent_ms, "met": spent_ms <= deadline_ms}
-        answers = [Answer(*fields) for fields in reply]
-        return [answer._replace(output=to_tensors(answer.output), **own) for answer in answers]
+        return [answer._replace(output=to_tensors(answer.output), **own) for answer in reply]
 
     async def _reply(self, xs: list[Any], started: float, deadline_ms: float, ask: dict[str, Any]) -> Reply:
         """Return the reply of a replica, or of another one if the first one dies."""

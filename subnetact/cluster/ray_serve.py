@@ -1,12 +1,11 @@
-"""All that the cluster uses of Ray, in one place, because some of it is alpha; tested with Ray 2.60."""
+"""All that the cluster uses of Ray, in one place, because some of it is alpha; tested with Ray 2.60 alone."""
 
 from __future__ import annotations
 
 from subnetact.errors import MissingExtra
 
-__all__ = ["FULL", "LOST", "AutoscalingConfig", "AutoscalingPolicy", "check_version", "ray", "serve"]
+__all__ = ["FULL", "LOST", "AutoscalingConfig", "AutoscalingPolicy", "ray", "serve"]
 
-TESTED = "2.60."
 NEEDED = "the cluster needs Ray Serve 2.60; pip install 'subnetact[ray]'"
 
 try:
@@ -17,15 +16,10 @@ try:
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 except ImportError as error:
     raise MissingExtra(f"{NEEDED} ({error})") from error
-
+if not ray.__version__.startswith("2.60."):
+    raise MissingExtra(f"{NEEDED} (installed is {ray.__version__})")
 
 LOST = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError)
 """The errors that say that a replica is lost."""
 FULL = (BackPressureError, DeploymentUnavailableError)
 """The errors that say that no replica can take a request now."""
-
-
-def check_version() -> None:
-    """Refuse other versions of Ray, whose alpha classes may differ, with `MissingExtra`."""
-    if not ray.__version__.startswith(TESTED):
-        raise MissingExtra(f"{NEEDED} (installed is {ray.__version__})")

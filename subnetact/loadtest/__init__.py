@@ -1,5 +1,4 @@
 """Open-loop load tests: `python -m subnetact.loadtest URL` sends a trace and reports what became of it.
 
-* `arrivals`: the traces; `open_loop`: sends requests at their times, and sums up.
-* `http_client`, `server_client`: how requests travel.
+`open_loop` sends requests at the times of a trace and sums up; `http_client` is how they travel.
 """

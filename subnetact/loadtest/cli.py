@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,56 +20,41 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from subnetact.errors import ServeError, SubnetActError
+from subnetact.command import OptionFormatter, reported
+from subnetact.errors import ServeError
 from subnetact.files.documents import write_json
-from subnetact.loadtest.arrivals import trace
-from subnetact.loadtest.open_loop import Sent, summary, table
-from subnetact.loadtest.server_client import BODIES, ask_server, served_input
+from subnetact.loadtest.http_client import BODIES, ask_server, served_input
+from subnetact.loadtest.open_loop import Sent, summary, table, trace
 from subnetact.serving.simulation.datasets import TRACES
 
 __all__ = ["main"]
 
-USAGE = 2
 RANDOM_INPUTS = 64
 BINS = 60
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as written."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the options of `sys.argv` if None are given; return the exit status, 2 if the test cannot run."""
     name = "python -m subnetact.loadtest"
-    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=_Formatter)
-    parser.add_argument("url", help="address of the server, for example http://127.0.0.1:8000")
-    parser.add_argument(
-        "--trace", default="bursty", help=f"poisson, bursty, time_varying, {', '.join(TRACES)}, or a file"
-    )
-    parser.add_argument("--rate", type=float, default=100.0, help="mean requests per second")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of the trace")
-    parser.add_argument("--slo-ms", type=float, default=50.0, help="time that a request has at the client")
-    parser.add_argument(
-        "--reserve-ms", type=float, default=5.0, help="part of the SLO that is kept for the network"
-    )
-    parser.add_argument("--min-accuracy", type=float, help="of the answering subnets, percent")
-    parser.add_argument("--cv2", type=float, default=4.0, help="burstiness of bursty traces")
-    parser.add_argument("--seed", type=int, default=0, help="of random traces and inputs")
-    parser.add_argument("--inputs", type=Path, help="inputs as a NumPy file (N, ...)")
-    parser.add_argument("--labels", type=Path, help="the right classes as a NumPy file (N,)")
-    parser.add_argument("--body", choices=BODIES, default="npy", help="how inputs travel")
-    parser.add_argument("--token", help="token of the server")
-    parser.add_argument("--out", type=Path, help="write the report to this file, as JSON")
-    parser.add_argument("--plot", type=Path, help="draw the run to this file")
-    args = parser.parse_args(arguments)
-    try:
-        _run(args)
-    except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
-        raise
-    except (SubnetActError, OSError) as error:
-        print(f"subnetact.loadtest: {error}", file=sys.stderr)
-        return USAGE
-    return 0
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=OptionFormatter)
+    add = parser.add_argument
+    add("url", help="address of the server, for example http://127.0.0.1:8000")
+    traces = f"poisson, bursty, time_varying, {', '.join(TRACES)}, or a file"
+    add("--trace", default="bursty", help=traces)
+    add("--rate", type=float, default=100.0, help="mean requests per second")
+    add("--seconds", type=float, default=10.0, help="length of the trace")
+    add("--slo-ms", type=float, default=50.0, help="time that a request has at the client")
+    add("--reserve-ms", type=float, default=5.0, help="part of the SLO kept for the network")
+    add("--min-accuracy", type=float, help="of the answering subnets, percent")
+    add("--cv2", type=float, default=4.0, help="burstiness of bursty traces")
+    add("--seed", type=int, default=0, help="of random traces and inputs")
+    add("--inputs", type=Path, help="inputs as a NumPy file (N, ...)")
+    add("--labels", type=Path, help="the right classes as a NumPy file (N,)")
+    add("--body", choices=BODIES, default="npy", help="how inputs travel")
+    add("--token", help="token of the server")
+    add("--out", type=Path, help="write the report to this file, as JSON")
+    add("--plot", type=Path, help="draw the run to this file")
+    return reported(_run, parser.parse_args(arguments), "subnetact.loadtest")
 
 
 def _run(args: argparse.Namespace) -> None:

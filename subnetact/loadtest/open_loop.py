@@ -1,7 +1,4 @@
-"""An open-loop client: every request is sent at its time in the trace, whether or not others were answered.
-
-`python -m subnetact.loadtest` is the program; the benchmarks of the batcher use the functions.
-"""
+"""An open-loop client: every request is sent at its time in a trace, whether or not others were answered."""
 
 from __future__ import annotations
 
@@ -12,8 +9,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Refused", "Reply", "Send", "Sent", "run_open_loop", "summary", "table"]
+from subnetact.serving import bursty, load_trace, poisson, time_varying
+from subnetact.serving.simulation.traces import from_timestamps
+
+__all__ = ["Refused", "Reply", "Send", "Sent", "run_open_loop", "summary", "table", "trace"]
 
 
 class Reply(NamedTuple):
@@ -52,9 +53,9 @@ async def run_open_loop(
 ) -> list[Sent]:
     """Send the requests of a trace at their times, each with `budget_ms`; return what became of them.
 
-    Latencies and deadlines count from the time at which a request should have been sent, so that a client
-    that falls behind does not hide how long requests wait (coordinated omission). What has no answer
-    `give_up_ms` after the last one was sent is unanswered. `tell` is called with every outcome.
+    Times count from when a request should have been sent, so that a client that falls behind does not hide
+    how long requests wait (coordinated omission). What has no answer `give_up_ms` after the last one was sent
+    is unanswered. `tell` is called with every outcome.
     """
     results: list[Sent | None] = [None] * len(arrivals_ms)
 
@@ -89,6 +90,24 @@ async def run_open_loop(
         await asyncio.gather(*waiting, return_exceptions=True)
     missing = Sent("unanswered", float("nan"), float("nan"), None)
     return [missing if result is None or tasks[i] in waiting else result for i, result in enumerate(results)]
+
+
+def trace(name: str, rate: float, seconds: float, cv2: float = 4.0, seed: int = 0) -> npt.NDArray[np.float64]:
+    """Return the arrival times of a trace, in ms, ascending.
+
+    `name` is `poisson`; `bursty`, half of whose rate is steady and the other half has gaps of `cv2`;
+    `time_varying`, whose rate rises from half to one and a half times the mean; a recorded trace (`maf`,
+    `azure_llm`, `servegen`); or the path of a file of time stamps, `.npy` or text. The mean `rate` is per
+    second, and what comes after `seconds` is cut.
+    """
+    if name == "poisson":
+        return poisson(rate, seconds, seed)
+    if name == "bursty":
+        return bursty(rate / 2, rate / 2, cv2, seconds, seed)
+    if name == "time_varying":
+        return time_varying(rate / 2, 1.5 * rate, 2 * rate / seconds, cv2, seconds / 4, seconds / 4, seed)
+    arrivals = from_timestamps(load_trace(name, seed=seed), mean_qps=rate)
+    return arrivals[arrivals < seconds * 1e3]
 
 
 def summary(sent: Sequence[Sent], labels: Sequence[int], slo_ms: float) -> dict[str, Any]:

@@ -16,18 +16,9 @@ from typing import Any, TypeVar
 
 from subnetact.command import json_object
 
-__all__ = ["OptionFormatter", "add_options", "call_with_options"]
+__all__ = ["add_options", "call_with_options"]
 
 Result = TypeVar("Result")
-
-
-class OptionFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults unless they are empty or explained already, and keeps the lines of the epilog."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        empty = action.default is False or action.default in (None, (), {})
-        explained = "default" in (action.help or "")
-        return action.help if empty or explained else super()._get_help_string(action)
 
 
 def add_options(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike
 
 from subnetact.errors import MissingFile, ServeError
@@ -80,9 +80,7 @@ def _token_of(authorization: str) -> bytes:
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
         return value.strip().encode("latin-1")
-    if kind.lower() == "basic":
-        try:
+    with suppress(ValueError):
+        if kind.lower() == "basic":
             return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
-            pass
     return b""

@@ -13,8 +13,8 @@ from urllib.parse import parse_qsl
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
-from subnetact.serve.base_app import UNREADY, BaseApp, Reply, now_ms
-from subnetact.serve.exchange import Exchange, Raw, Refusal, Terms, header_values, validated
+from subnetact.serve.base_app import UNREADY, Address, BaseApp, Reply, now_ms
+from subnetact.serve.exchange import Exchange, Raw, Refusal, Terms, header_values
 from subnetact.serve.inference import Ask, Asked, Decoded
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, Signature, named_tensors
@@ -22,11 +22,9 @@ from subnetact.serving import Answer
 
 __all__ = ["ServeApp", "build_app", "infer_rows"]
 SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
+OWN_SCRIPTS = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 SAFE_HEADERS = (
-    (
-        b"content-security-policy",
-        b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'",
-    ),
+    (b"content-security-policy", OWN_SCRIPTS),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"cache-control", b"no-store"),
@@ -99,10 +97,11 @@ class ServeApp(BaseApp):
         self.images = Images(self.signature, image_mean, image_std)
         model = f"/v2/models/{name}"
         version = f"{model}/versions/{self.version}"
-        self.post("/infer", partial(inference.infer_plain, self), inference.plain_document(self))
+        answer, document = partial(inference.infer_plain, self), inference.plain_document(self)
+        self.addresses["/infer"] = Address("POST", answer, document)
         answer, document = partial(inference.infer_tensors, self), inference.tensor_document(self)
         for path in (model, version):
-            self.post(f"{path}/infer", answer, document)
+            self.addresses[f"{path}/infer"] = Address("POST", answer, document)
             self.get(path, "Metadata of the model", lambda: (200, inference.model_metadata(self)))
         for path, what in (("/v2/health", "server"), (model, "model"), (version, "model")):
             summary, open_ = f"Whether the {what} should get requests", path == "/v2/health"
@@ -152,16 +151,22 @@ class ServeApp(BaseApp):
     ) -> tuple[Asked, Sequence[Answer], dict[str, Any]]:
         """Answer one request of an `exchange`, whose time counts from its arrival.
 
-        Returns:
-            What `decode` made of the body, the answers, and facts for the reply.
-
-        Raises:
-            DeadlinePassed: The time passed before the body was read. What the batcher raises passes too.
+        Return what `decode` made of the body, the answers, and facts for the reply. Raise DeadlinePassed if
+        the time passed before the body was read, and what the batcher raises.
         """
 
         async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
             _, rows, ask = found
-            deadline_ms = self._complete(ask, exchange)
+            texts = header_values(Terms, exchange.headers)
+            try:
+                query = exchange.scope["query_string"].decode("ascii")
+                texts |= parse_qsl(query, keep_blank_values=True, max_num_fields=16)
+            except ValueError:
+                raise InvalidRequest("query: not readable; give name=value pairs") from None
+            given = self.complete(ask, Ask, texts)
+            if given["deadline_ms"] is None:
+                given["deadline_ms"] = self.slo_ms
+            deadline_ms = float(given["deadline_ms"])
             left_ms = deadline_ms - (now_ms() - exchange.arrived_ms)
             if left_ms <= 0.0:
                 raise DeadlinePassed(
@@ -176,24 +181,6 @@ class ServeApp(BaseApp):
         accuracy = round(min([one.accuracy for one in answers]), 2)
         met = latency_ms <= (ask.deadline_ms or 0.0)
         return asked, answers, {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
-
-    def _complete(self, ask: Terms, exchange: Exchange) -> float:
-        """Fill what a body leaves out from the query, then from headers; return the deadline."""
-        texts = header_values(Terms, exchange.headers)
-        if query := exchange.scope["query_string"]:
-            try:
-                texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
-            except (ValueError, UnicodeDecodeError):
-                raise InvalidRequest("query: not readable; give name=value pairs") from None
-        given = vars(ask)  # pydantic's setattr takes 20 us
-        if texts:
-            found = vars(validated(Ask.model_validate_strings, texts))
-            given |= {name: found[name] for name in texts if given.get(name, name) is None}
-        if given["deadline_ms"] is None:
-            given["deadline_ms"] = self.slo_ms
-        else:
-            self.require_short("deadline_ms", given["deadline_ms"])
-        return float(given["deadline_ms"])
 
 
 build_app = ServeApp

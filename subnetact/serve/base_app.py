@@ -20,18 +20,30 @@ from subnetact.serve.access import Access
 from subnetact.serve.exchange import (
     LATER,
     ClientGone,
+    CommonTerms,
     Exchange,
-    Headers,
     Raw,
     Refusal,
+    read_headers,
     refusal_of,
     send_reply,
     shortened,
+    validated,
 )
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 
-__all__ = ["SHORT", "UNREADY", "BaseApp", "Reply", "model_schema", "now_ms", "operation", "properties"]
+__all__ = [
+    "SHORT",
+    "UNREADY",
+    "Address",
+    "BaseApp",
+    "Reply",
+    "model_schema",
+    "now_ms",
+    "operation",
+    "properties",
+]
 
 CLOSES = (400, 401, 408, 413, 415, 431)
 """Statuses after which the connection is closed, because part of the body may not have been read."""
@@ -68,19 +80,16 @@ class Address(NamedTuple):
     method: str
     answer: Callable[[Exchange], Awaitable[None]]
     operation: dict[str, Any]
-    open: bool
+    open: bool = False
 
 
 class BaseApp:
     """An ASGI application whose requests pass the names of the server and the tokens first.
 
-    Addresses are found in a dictionary: none has a part that varies. Every exception becomes an answer
-    without anything of the server's code or files, unless an answer has begun already: then the exchange ends
-    there, and the server closes the connection. Exceptions that are not expected are logged, with status 500.
-
-    `allowed_hosts` are names without ports; `*.example.com` has all below it. A page of another site can make
-    a browser send requests to this machine (DNS rebinding); the browser then names that site. One input has
-    `values` values. While `closing`, the server is about to end, and `/healthz` and `/readyz` return 503.
+    Every exception becomes an answer without anything of the server's code or files, unless an answer has
+    begun already: then the server closes the connection. `allowed_hosts` are names without ports: a page of
+    another site can make a browser send requests to this machine (DNS rebinding), but the browser then names
+    that site. One input has `values` values. While `closing`, `/healthz` and `/readyz` return 503.
     """
 
     def __init__(
@@ -114,7 +123,8 @@ class BaseApp:
         for path in ("/healthz", "/readyz"):
             summary = "Whether the server should get requests"
             self.get(path, summary, self._healthz, UNREADY, open_=True)
-        self.get("/metrics", "Metrics in Prometheus' text format", self._metrics)
+        kind, summary = b"text/plain; version=0.0.4; charset=utf-8", "Metrics in Prometheus' text format"
+        self.get("/metrics", summary, lambda: (200, self.prometheus().encode(), (), kind))
         self.get("/openapi.json", "This document", lambda: (200, self.openapi()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,12 +141,6 @@ class BaseApp:
 
         self.addresses[path] = Address("GET", answer, operation(summary, responses=responses or {}), open_)
 
-    def post(
-        self, path: str, answer: Callable[[Exchange], Awaitable[None]], operation: dict[str, Any]
-    ) -> None:
-        """Answer POST requests; `operation` describes them in the OpenAPI document."""
-        self.addresses[path] = Address("POST", answer, operation, False)
-
     def unready(self) -> str:
         """Return why the server should get no requests, or an empty text."""
         return "closing" if self.closing else ""
@@ -145,11 +149,16 @@ class BaseApp:
         reason = self.unready()
         return 503 if reason else 200, {"status": reason or "ok"}
 
-    def require_short(self, name: str, value: float) -> None:
-        """Refuse a time in ms that is beyond the limit."""
-        most = self.limits.deadline_ms
-        if value > most:
-            raise InvalidRequest(f"{name}: got {shortened(value)}, the most is {most:g} ms")
+    def complete(self, ask: CommonTerms, kind: type[CommonTerms], texts: Mapping[str, str]) -> dict[str, Any]:
+        """Fill what a body leaves out from texts, refuse times beyond the limit, and return all values."""
+        given, most = vars(ask), self.limits.deadline_ms  # pydantic's setattr takes 20 us
+        if texts:
+            found = vars(validated(kind.model_validate_strings, dict(texts)))
+            given |= {name: found[name] for name in texts if given.get(name, name) is None}
+        for name in ("deadline_ms", "slo_ttft_ms"):
+            if (given.get(name) or 0.0) > most:
+                raise InvalidRequest(f"{name}: got {shortened(given[name])}, the most is {most:g} ms")
+        return given
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""
@@ -170,16 +179,11 @@ class BaseApp:
         decode: Callable[[Raw], Asked],
         answer: Callable[[Asked], Awaitable[Answered]],
     ) -> tuple[Asked, Answered]:
-        """Read the body of a request, decode it and wait for the answer, as long as the client stays.
-
-        Long bodies and images are decoded on a thread.
-        """
-        loop = asyncio.get_running_loop()
+        """Read the body of a request, decode it and wait for the answer, as long as the client stays."""
+        loop, body = asyncio.get_running_loop(), bytearray()
         task: Any = asyncio.current_task()
-        body, reading = bytearray(), True
         refusal: Exception | None = None
-        watcher: asyncio.Task[None] | None = None
-        timer: asyncio.TimerHandle
+        watchers: list[asyncio.Task[None]] = []
 
         def end(why: Exception) -> None:
             nonlocal refusal
@@ -191,23 +195,15 @@ class BaseApp:
                 pass
             end(ClientGone())
 
-        def later() -> None:
-            nonlocal timer, watcher
-            if reading:
-                message = f"body: not complete after {self.limits.body_s:g} s; send it faster"
-                left_s = self.limits.body_s - WATCH_AFTER_S
-                timer = loop.call_later(left_s, end, Refusal(408, "TooSlow", message))
-            else:
-                watcher = loop.create_task(watch())
+        def slow() -> None:
+            message = f"body: not complete after {self.limits.body_s:g} s; send it faster"
+            end(Refusal(408, "TooSlow", message))
 
-        # One timer for both, because most requests end before it; anyio.fail_after takes 14 us more.
-        timer = first = loop.call_later(WATCH_AFTER_S, later)
+        timer = loop.call_later(self.limits.body_s, slow)  # anyio.fail_after takes 14 us more
         try:
             await self._read_body(exchange, body)
-            reading = False
-            if timer is not first:
-                timer.cancel()
-                later()
+            timer.cancel()
+            timer = loop.call_later(WATCH_AFTER_S, lambda: watchers.append(loop.create_task(watch())))
             if len(body) <= SHORT and not is_image(body):
                 asked = decode(body)
             else:
@@ -222,17 +218,17 @@ class BaseApp:
         finally:
             self.held_bytes -= len(body)
             timer.cancel()
-            if watcher is not None:
+            for watcher in watchers:
                 watcher.cancel()
 
     async def _read_body(self, exchange: Exchange, body: bytearray) -> None:
         """Read a body within the limits."""
-        most, more = self._body_bytes, True
-        if exchange.headers.get(b"content-encoding") not in (None, "", "identity"):
+        most, more, length = self._body_bytes, True, int(exchange.headers.get("content-length", 0))
+        if exchange.headers.get("content-encoding", "") not in ("", "identity"):
             message = "content-encoding: bodies are not decompressed; send them as they are"
             raise Refusal(415, "Unsupported", message)
         while True:
-            if max(exchange.headers.length, len(body)) > most:
+            if max(length, len(body)) > most:
                 raise Refusal(413, "TooLarge", f"body: more than {most} bytes; send a smaller one")
             if not more:
                 return
@@ -256,9 +252,6 @@ class BaseApp:
             "components": {"schemas": self.schemas},
         }
 
-    def _metrics(self) -> Reply:
-        return 200, self.prometheus().encode(), (), b"text/plain; version=0.0.4; charset=utf-8"
-
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_ms, path = now_ms(), scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         begun = False
@@ -269,10 +262,10 @@ class BaseApp:
             await send(message)
 
         try:
-            headers = Headers(scope["headers"], self.limits.header_bytes)
+            headers = read_headers(scope["headers"], self.limits.header_bytes)
             address = self.addresses.get(path)
             sender, open_ = scope.get("client") or [""], address is not None and address.open
-            client = self.access.client(headers.get(b"authorization"), sender[0], open_)
+            client = self.access.client(headers.get("authorization"), sender[0], open_)
             if address is None:
                 raise Refusal(404, "NotFound", "there is no such address; /openapi.json lists all")
             if scope["method"] != address.method:

@@ -27,7 +27,6 @@ import argparse
 import math
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,8 +34,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from subnetact.command import json_object
-from subnetact.errors import ServeError, SubnetActError, UserCodeError
+from subnetact.command import OptionFormatter, json_object, reported
+from subnetact.errors import ServeError
 from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
 
@@ -53,10 +52,6 @@ EPILOG = """replicas:
 your own network:
   --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
   that of `python -m subnetact.profile --help`, which explains it."""
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as written."""
 
 
 class Backend:
@@ -84,7 +79,7 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
         f"python -m {backend.command}",
         description=__doc__,
         epilog=backend.epilog,
-        formatter_class=_Formatter,
+        formatter_class=OptionFormatter,
     )
     backend.add_options(parser)
     source = parser.add_mutually_exclusive_group(required=True).add_argument
@@ -125,20 +120,15 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, backend: Backend | None = None) -> int:
     """Run the command line, with the options of `sys.argv` if None are given; return the exit status."""
-    backend = backend or Backend()
-    args = options(backend).parse_args(arguments)
-    try:
+    found = backend or Backend()
+
+    def serve(args: argparse.Namespace) -> None:
         from subnetact.serve import run  # The extra `serve` may be missing.
 
         with ExitStack() as stack:
-            app = _open(args, stack, backend)
-            run(app, args.host, args.port, args.grace_s)
-    except (SubnetActError, OSError) as error:
-        if isinstance(error, UserCodeError):
-            traceback.print_exception(error.__cause__)
-        print(f"{backend.command}: {error}", file=sys.stderr)
-        return 2
-    return 0
+            run(_open(args, stack, found), args.host, args.port, args.grace_s)
+
+    return reported(serve, options(found).parse_args(arguments), found.command)
 
 
 def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
@@ -188,11 +178,9 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     return build_app(batcher, engine, slo_ms=args.slo_ms, name=name, **images, **common)
 
 
-def _hosts(args: argparse.Namespace) -> list[str] | None:
-    """Return the names of the server, or None if any name will do."""
-    if args.allowed_hosts is None:
-        return [*LOOPBACK, args.host] if _is_loopback(args.host) else None
-    return None if "*" in args.allowed_hosts else args.allowed_hosts
+def _hosts(args: argparse.Namespace) -> list[str]:
+    """Return the names of the server; `*` is any name."""
+    return args.allowed_hosts or ([*LOOPBACK, args.host] if _is_loopback(args.host) else ["*"])
 
 
 def _is_loopback(host: str) -> bool:

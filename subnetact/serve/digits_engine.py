@@ -1,7 +1,4 @@
-"""The embedded digits supernet as an engine that is ready to serve, and digits to send to it.
-
-Used by `python -m subnetact.serve --demo`, by the load test of this server, and by the benchmarks.
-"""
+"""The embedded digits supernet as an engine that is ready to serve, and digits to send to it."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ FUSED_MB = 64.0
 
 
 def digits_engine(seed: int = 0) -> Engine:
-    """Make an engine of six calibrated subnets with fused programs.
-
-    Their accuracy is measured on one half of the held-out digits, which `seed` distorts.
-    """
+    """Make an engine of six calibrated subnets; their accuracy is of half of the held-out digits."""
     supernet = load_digits_supernet()
     specs = [
         supernet.space.parse({"depth": list(depth), "expand": list(expand), "width": [width]})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
@@ -18,12 +17,12 @@ __all__ = [
     "ClientGone",
     "CommonTerms",
     "Exchange",
-    "Headers",
     "Raw",
     "Refusal",
     "Strict",
     "Terms",
     "header_values",
+    "read_headers",
     "read_json",
     "refusal_of",
     "send_reply",
@@ -59,39 +58,31 @@ class Refusal(Exception):
         self.status, self.kind, self.headers = status, kind, dict(headers or {})
 
 
-class Headers:
-    """The headers of one request by lower-case name, of at most `most` bytes and without contradictions."""
-
-    __slots__ = ("_values", "length")
-
-    def __init__(self, pairs: Iterable[tuple[bytes, bytes]], most: int) -> None:
-        values: dict[bytes, bytes] = {}
-        for name, value in pairs:
-            if name in values and name in (b"content-length", b"transfer-encoding", b"host"):
-                raise Refusal(400, "InvalidRequest", f"{name.decode()}: given twice; send one")
-            values[name] = value
-            most -= len(name) + len(value)
-        if most < 0:
-            raise Refusal(431, "TooLarge", "headers: more bytes than this server reads; send fewer")
-        length = values.get(b"content-length", b"0")
-        if not (length.isdigit() and len(length) < 20) or (
-            b"transfer-encoding" in values and b"content-length" in values
-        ):
-            message = "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
-            raise Refusal(400, "InvalidRequest", message)
-        self._values, self.length = values, int(length)
-
-    def get(self, name: bytes) -> str | None:
-        """Return the value of a header, or None if the request does not have it."""
-        value = self._values.get(name)
-        return None if value is None else value.decode("latin-1")
+def read_headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str, str]:
+    """Return headers by lower-case name, of at most `most` bytes and without contradictions."""
+    values: dict[str, str] = {}
+    for raw, value in pairs:
+        name = raw.decode("latin-1")
+        if name in values and name in ("content-length", "transfer-encoding", "host"):
+            raise InvalidRequest(f"{name}: given twice; send one")
+        values[name] = value.decode("latin-1")
+        most -= len(raw) + len(value)
+    if most < 0:
+        raise Refusal(431, "TooLarge", "headers: more bytes than this server reads; send fewer")
+    length = values.get("content-length", "0")
+    both = "transfer-encoding" in values and "content-length" in values
+    if both or not (length.isdecimal() and len(length) < 20):
+        raise InvalidRequest(
+            "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
+        )
+    return values
 
 
 class Exchange(NamedTuple):
     """One request as an address gets it, with the name or address of its client and its time by `now_ms`."""
 
     scope: Scope
-    headers: Headers
+    headers: Mapping[str, str]
     client: str
     receive: Receive
     send: Send
@@ -121,21 +112,14 @@ class Terms(CommonTerms):
     )
 
 
-def header_values(model: type[BaseModel], headers: Headers) -> dict[str, str]:
+def header_values(model: type[BaseModel], headers: Mapping[str, str]) -> dict[str, str]:
     """Return the fields of a model that are given as headers."""
-    return {name: text for name, key in _header_names(model) if (text := headers.get(key)) is not None}
-
-
-@cache
-def _header_names(model: type[BaseModel]) -> list[tuple[str, bytes]]:
-    return [(name, f"x-{name.replace('_', '-')}".encode()) for name in model.model_fields]
+    names = ((name, f"x-{name.replace('_', '-')}") for name in model.model_fields)
+    return {name: headers[header] for name, header in names if header in headers}
 
 
 def read_json(text: Raw) -> Any:
-    """Read JSON as RFC 8259 has it, in UTF-8: without NaN, infinities and halves of characters.
-
-    Of a name that an object has twice, the last value counts. Whole numbers beyond 64 bits become fractions.
-    """
+    """Read JSON as RFC 8259 has it; of a name given twice, the last value counts."""
     try:
         return orjson.loads(text)
     except (orjson.JSONDecodeError, RecursionError) as error:

@@ -1,7 +1,6 @@
 """Inference over HTTP: `/infer`, and the Open Inference Protocol, version 2, of KServe and Triton.
 
-A request of the protocol holds tensors with a batch dimension; every row becomes a request of its own to the
-batcher, which forms its batches from the rows of all clients.
+Every row of the tensors of the protocol becomes a request of its own to the batcher.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.base_app import model_schema, operation, properties
-from subnetact.serve.exchange import Exchange, Headers, Raw, Strict, Terms, read_json, send_reply, validated
+from subnetact.serve.exchange import Exchange, Raw, Strict, Terms, read_json, send_reply, validated
 from subnetact.serve.payloads import (
     DATATYPES,
     NUMPY_MAGIC,
@@ -35,7 +34,7 @@ __all__ = ["Ask", "Asked", "Decoded", "infer_plain", "infer_tensors"]
 Asked = TypeVar("Asked")
 Decoded = tuple[Asked, Sequence[Any], Terms]
 """What a request asks for, the inputs of the engine, and their time."""
-HEADER_LENGTH = b"inference-header-content-length"
+HEADER_LENGTH = "inference-header-content-length"
 TORCH = {name: dtype for dtype, name in DATATYPES.items()} | {"UINT16": torch.uint16, "UINT32": torch.uint32}
 """What clients may send, by its name on the wire."""
 MOST_LISTED = 4096
@@ -139,19 +138,15 @@ async def infer_plain(app: Any, exchange: Exchange) -> None:
 
 def plain_document(app: Any) -> dict[str, Any]:
     """Describe `/infer`."""
-    parts, single, asked = app.signature.parts, app.signature.single, properties(Ask)
-    named = {part.name: _values(part) for part in parts}
+    single, body = app.signature.single, model_schema(PlainBody, app.schemas)
+    named = {part.name: _values(part) for part in app.signature.parts}
     several = {"type": "object", "required": list(named), "properties": named}
-    body = {
-        "type": "object",
-        "required": ["input"],
-        "additionalProperties": False,
-        "properties": {"input": named["input"] if single else several, **asked},
-    }
+    body["properties"]["input"] = named["input"] if single else several
     kinds = ["application/x-npy"] * single + ["image/png", "image/jpeg"] * app.images.served
     files = {kind: {"type": "string", "format": "binary"} for kind in kinds}
     found = operation("Answer one input", {"application/json": body, **files}, Terms)
-    found["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in asked.items()]
+    asked = properties(Ask).items()
+    found["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in asked]
     return found
 
 
@@ -173,13 +168,8 @@ def model_metadata(app: Any) -> dict[str, Any]:
         [{"name": name, "datatype": DATATYPES.get(t, "FP32"), "shape": [-1, *s]} for name, s, t in parts]
         for parts in (app.signature.parts, app.outputs)
     )
-    return {
-        "name": app.name,
-        "versions": [app.version],
-        "platform": "subnetact",
-        "inputs": inputs,
-        "outputs": outputs,
-    }
+    facts = {"name": app.name, "versions": [app.version], "platform": "subnetact"}
+    return {**facts, "inputs": inputs, "outputs": outputs}
 
 
 def tensor_document(app: Any) -> dict[str, Any]:
@@ -194,7 +184,10 @@ async def infer_tensors(app: Any, exchange: Exchange) -> None:
     """Answer one request of the protocol, row by row."""
 
     def decode(body: Raw) -> Decoded[tuple[InferRequest, RequestParameters]]:
-        text, raw = _split(exchange.headers, body)
+        length = exchange.headers.get(HEADER_LENGTH, str(len(body)))
+        if not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
+            raise InvalidRequest(f"{HEADER_LENGTH}: not the number of bytes of the JSON that begins the body")
+        text, raw = body[: int(length)], body[int(length) :]
         request = validated(InferRequest.model_validate, read_json(text))
         if request.model_name not in (None, app.name):
             raise InvalidRequest(f"model_name: not the model of this address, {app.name}")
@@ -216,20 +209,8 @@ async def infer_tensors(app: Any, exchange: Exchange) -> None:
     )
     if not raw:
         return await send_reply(exchange.send, 200, head)
-    headers = [(HEADER_LENGTH, b"%d" % len(head))]
+    headers = [(HEADER_LENGTH.encode(), b"%d" % len(head))]
     return await send_reply(exchange.send, 200, b"".join([head, *raw]), headers, b"application/octet-stream")
-
-
-def _split(headers: Headers, body: Raw) -> tuple[Raw, Raw]:
-    """Return the JSON and the raw tensors of a body."""
-    length = headers.get(HEADER_LENGTH)
-    if length is None:
-        return body, b""
-    if not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
-        raise InvalidRequest(
-            f"{HEADER_LENGTH.decode()}: not the number of bytes of the JSON at the start of the body"
-        )
-    return body[: int(length)], body[int(length) :]
 
 
 def _rows(app: Any, inputs: Sequence[RequestTensor], raw: Raw) -> list[Any]:
@@ -280,11 +261,8 @@ def _outputs(
             raise InvalidRequest(f"outputs: there is no {name[:60]!r}; the outputs are {', '.join(rows[0])}")
         tensor = torch.stack([row[name].detach().cpu() for row in rows])
         tensor = tensor if tensor.dtype in DATATYPES else tensor.float()
-        found: dict[str, Any] = {
-            "name": name,
-            "datatype": DATATYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-        }
+        kind, shape = DATATYPES[tensor.dtype], list(tensor.shape)
+        found: dict[str, Any] = {"name": name, "datatype": kind, "shape": shape}
         if as_bytes:
             raw.append(tensor.flatten().view(torch.uint8).numpy().tobytes())
             found["parameters"] = {"binary_data_size": len(raw[-1])}

@@ -36,10 +36,9 @@ __all__ = [
     "write_numpy",
 ]
 
-WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NAMES = "BOOL UINT8 INT8 INT16 INT32 INT64 FP16 BF16 FP32 FP64"
-DATATYPES = dict(zip((*WHOLE, *FRACTIONS), NAMES.split(), strict=True))
+DATATYPES = {torch.bfloat16: "BF16"} | {getattr(torch, f"float{n}"): f"FP{n}" for n in (16, 32, 64)}
+DATATYPES |= {getattr(torch, f"int{n}"): f"INT{n}" for n in (8, 16, 32, 64)}
+DATATYPES |= {torch.bool: "BOOL", torch.uint8: "UINT8"}
 """The names of the Open Inference Protocol."""
 NUMPY_MAGIC = b"\x93NUMPY"
 PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -60,10 +59,9 @@ class InputPart(NamedTuple):
 
 
 class Signature:
-    """The tensors of one input, and how they become an input of the engine again.
+    """The tensors of one input, in order, and how they become an input of the engine again.
 
-    A single tensor is called `input`, the tensors of a tuple `input_0`, `input_1` and so on, and those of a
-    dictionary have its keys. The sample is one input, without batch axis; `parts` are its tensors in order.
+    They are called `input`, or `input_0`, `input_1` and so on, or by the keys of a dictionary.
     """
 
     def __init__(self, sample: Any) -> None:
@@ -117,8 +115,7 @@ def tensor_of(
 ) -> Tensor:
     """Return numbers from JSON, nested like the shape or flat, as a tensor.
 
-    `declared` is what the client says that the values are. If None, they are what the tensor is.
-    Others than numbers, another shape, fractions for whole numbers, and what is beyond the dtype are refused.
+    `declared` is what the client says that they are. What fits neither that nor the part is refused.
     """
     dtype = part.dtype if declared is None else declared
     kind: type = float if dtype.is_floating_point else bool if dtype == torch.bool else int
@@ -198,10 +195,8 @@ def write_numpy(tensor: Tensor) -> bytes:
 class Images:
     """Decodes PNG and JPEG images into inputs of shape (C, H, W), C 1 or 3, or of shape (H, W).
 
-    Black is 0 and white 1, whatever the depth of the image; then (value - mean) / std per channel. 16-bit
-    grey keeps its depth, and all other images are read with 8 bits per channel. Colours become grey by the
-    weights of ITU-R 601, as in Pillow. Images with transparent pixels are refused, because what is behind
-    them is not known. The size is checked before an image is decoded.
+    Black is 0 and white 1, at 16 bits of grey or 8 bits per channel; then (value - mean) / std per channel.
+    Images with transparent pixels are refused, because what is behind them is not known.
     """
 
     def __init__(self, signature: Signature, mean: Sequence[float], std: Sequence[float]) -> None:

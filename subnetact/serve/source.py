@@ -17,7 +17,7 @@ from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import make_policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 
-__all__ = ["BundleState", "Source", "bundle_state", "written_over"]
+__all__ = ["Source"]
 
 
 @dataclass(frozen=True)
@@ -82,37 +82,20 @@ class Source:
             raise TableError("table: it lacks accuracies, which policies need; give a --table that has them")
         return table
 
-    def batcher(self, runners: Any | Sequence[Any], table: LatencyTable, **more: Any) -> Batcher:
-        """Open a batcher of the engine, or of one runner per worker; `more` are arguments of `Batcher`."""
-        settings: dict[str, Any] = {
-            "workers": self.workers,
-            "process": self.processes,
-            "threads_per_worker": self.threads_per_worker,
-            "check_finite": True,
-            "policy": make_policy(self.policy, table, self.slo_ms),
-            "slo_ms": self.slo_ms,
-            "max_queue": self.max_queue,
-            "shares": FairShares() if self.fair else None,
-        }
-        return Batcher(runners, **{**settings, **more})
+    def batcher(self, runners: Any | Sequence[Any], table: LatencyTable) -> Batcher:
+        """Open a batcher of the engine, or of one runner per worker."""
+        return Batcher(
+            runners,
+            workers=self.workers,
+            process=self.processes,
+            threads_per_worker=self.threads_per_worker,
+            check_finite=True,
+            policy=make_policy(self.policy, table, self.slo_ms),
+            slo_ms=self.slo_ms,
+            max_queue=self.max_queue,
+            shares=FairShares() if self.fair else None,
+        )
 
 
 def _checksum(bundle: str | None) -> str | None:
     return None if bundle is None else str(BUNDLE.read(Path(bundle) / INDEX)["checksum"])
-
-
-BundleState = dict[tuple[str, int], tuple[int, int]]
-
-
-def bundle_state(bundle: str) -> BundleState:
-    """Return size and time of change of a bundle's tensors, which stay mapped, by name and inode."""
-    try:
-        found = [(path.name, path.stat()) for path in Path(bundle).glob("*.safetensors")]
-    except OSError:  # The bundle is being replaced.
-        return {}
-    return {(name, stat.st_ino): (stat.st_size, stat.st_mtime_ns) for name, stat in found}
-
-
-def written_over(before: BundleState, now: BundleState) -> bool:
-    """Return whether tensors of a bundle were changed in place."""
-    return any(now.get(file, facts) != facts for file, facts in before.items())

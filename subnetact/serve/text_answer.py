@@ -34,10 +34,7 @@ class Choice:
         self.offset = 0  # characters of the tokens that were told
 
     def follow(self) -> bool:
-        """Read what has come, and return whether there is anything to take.
-
-        Token by token, so that the end does not depend on how many of them come at once.
-        """
+        """Read what has come, token by token however many come at once; return whether to take anything."""
         completion: Any = self.completion
         outcome = completion.result(0.0) if completion.done else None
         tokens = completion.tokens(self.read)

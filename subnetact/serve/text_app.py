@@ -10,17 +10,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
-from subnetact.serve.base_app import BaseApp, model_schema, operation
-from subnetact.serve.exchange import (
-    Exchange,
-    Headers,
-    Raw,
-    Refusal,
-    header_values,
-    read_json,
-    send_reply,
-    validated,
-)
+from subnetact.serve.base_app import Address, BaseApp, model_schema, operation
+from subnetact.serve.exchange import Exchange, Raw, Refusal, header_values, read_json, send_reply, validated
 from subnetact.serve.limits import Limits
 from subnetact.serve.text_answer import TextAnswer
 from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms
@@ -79,7 +70,8 @@ class TextApp(BaseApp):
             ("/v1/chat/completions", "Continue a chat", ChatBody),
         ):
             contents = {"application/json": model_schema(body, self.schemas)}
-            self.post(path, partial(self._complete, body), operation(summary, contents, TextTerms))
+            document = operation(summary, contents, TextTerms)
+            self.addresses[path] = Address("POST", partial(self._complete, body), document)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
         self.get("/v1/models", "Names of the models", lambda: (200, {"object": "list", "data": [model]}))
 
@@ -122,22 +114,18 @@ class TextApp(BaseApp):
         read, send = partial(self._read, body, exchange.headers), partial(self._send, exchange)
         await self.exchange(exchange, read, send)
 
-    def _read(self, body: type[TextBody], headers: Headers, raw: Raw) -> Asked:
+    def _read(self, body: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
         read: Any = body.model_validate
         ask: TextBody = validated(read, read_json(raw))
-        terms = validated(TextTerms.model_validate_strings, header_values(TextTerms, headers))
+        given = self.complete(ask, TextTerms, header_values(TextTerms, headers))
         if ask.model not in (None, self.name):
             raise Refusal(404, "model_not_found", f"model: this server has {self.name!r}")
-        options = {name: getattr(ask, name) for name in ("temperature", "top_p", "top_k")}
+        options = {name: given[name] for name in ("temperature", "top_p", "top_k")}
         options |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
-        for name in TextTerms.model_fields:
-            value = getattr(terms, name) if getattr(ask, name) is None else getattr(ask, name)
-            if value is not None:
-                self.require_short(name, value)
-                options["first_ms" if name == "slo_ttft_ms" else name] = value
-        if ask.likely() is not None:
-            options["logprobs"] = ask.likely()
+        wishes = {name: given[name] for name in ("deadline_ms", "min_accuracy")}
+        wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely()}
+        options |= {name: value for name, value in wishes.items() if value is not None}
         return ask, ask.tokens(self.codec), options
 
     async def _send(self, exchange: Exchange, asked: Asked) -> None:

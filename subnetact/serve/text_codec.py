@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from subnetact.errors import InvalidRequest
@@ -28,11 +27,7 @@ class TextCodec:
         return list(getattr(found, "ids", found))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of messages with `role` and `content`, up to where the answer begins.
-
-        The chat template of the tokenizer is used if it has one. Otherwise every message is a line, the role,
-        a colon and the content, and the last line is `assistant:`.
-        """
+        """Return the tokens of messages with `role` and `content`, up to where the answer begins."""
         if not getattr(self._tokenizer, "chat_template", None):
             lines = [f"{message['role']}: {message['content']}" for message in messages]
             return self.prompt("\n".join([*lines, "assistant:"]))
@@ -78,10 +73,7 @@ class TextCodec:
 
 
 def text_generator(token_ms: float, max_queue: int) -> Generator:
-    """Load the embedded language model and measure its steps on this machine.
-
-    The accuracy of a subnet is the share of next tokens of held-out docstrings that it predicts right.
-    """
+    """Load the embedded language model; accuracy is its share of right next tokens in held-out docstrings."""
     supernet = embedded.load_text_supernet()
     subnets = embedded.switchable_subnets(supernet)
     known = {one["subnet"]: one["right_percent"] for one in embedded.text_facts()["held_out"]}
@@ -91,7 +83,6 @@ def text_generator(token_ms: float, max_queue: int) -> Generator:
     return Generator(supernet, subnets, table, token_ms=token_ms, max_queue=max_queue, allow_approximate=True)
 
 
-@lru_cache(maxsize=1)
 def prompt_tokenizer() -> Any:
     """Return the tokenizer of the model, which puts the token that begins texts before each of them."""
     from tokenizers import Tokenizer

@@ -2,10 +2,8 @@
 
 Weights, inputs and outputs are in memory that all processes map; a pipe carries what is left of a batch.
 
-Which file answers which question:
-
 - `pool.py`: how many processes run, and how a spare replaces one that died (`ProcessPool`).
 - `process.py`: one process as its parent sees it; `child.py`: the program that it runs.
 - `engine_snapshot.py`: how an engine reaches a process, and how its changes do.
-- `batch_memory.py`, `memory.py`: inputs and outputs in shared memory, and the memory itself.
+- `memory.py`: shared memory, and inputs and outputs in it.
 """

@@ -1,7 +1,6 @@
 """The program of a worker process: it gets a runner, runs batches, and ends with its parent.
 
-Only the standard library is imported before the process is protected from signals, so this file imports torch
-and the rest of the package in functions.
+Functions import torch and the package, because the process must be protected from signals before that.
 """
 
 from __future__ import annotations
@@ -26,29 +25,24 @@ from typing import TYPE_CHECKING, Any
 from subnetact.errors import failure_text
 
 if TYPE_CHECKING:
-    from subnetact.workers.batch_memory import BatchMemory
     from subnetact.workers.engine_snapshot import Parts
-    from subnetact.workers.memory import SharedMemory
+    from subnetact.workers.memory import BatchMemory, SharedMemory
 
-__all__ = ["CHANGE", "DONE", "FAILED", "RUN", "is_worker", "main"]
+__all__ = ["CHANGE", "DONE", "FAILED", "RUN", "in_worker", "main"]
 
 RUN, CHANGE, DONE, FAILED = b"r", b"c", b"d", b"f"
 """The first byte of a message says its kind. File descriptors follow a change."""
 
 WARM_UP_S = 2.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_worker = False
-
-
-def is_worker() -> bool:
-    """Return whether this process is a worker process."""
-    return _worker
+in_worker = False
+"""Whether this process is a worker process."""
 
 
 def main() -> None:
     """Run the program, which standard input describes as `WorkerProcess` wrote it; it does not return."""
-    global _worker
-    _worker = True
+    global in_worker
+    in_worker = True
     for ignored in (signal.SIGINT, signal.SIGTERM):  # The parent decides when its processes end.
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -90,9 +84,8 @@ def _start(
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     import torch
 
-    from subnetact.workers.batch_memory import BatchMemory
     from subnetact.workers.engine_snapshot import Package, Parts, unpack
-    from subnetact.workers.memory import SharedMemory
+    from subnetact.workers.memory import BatchMemory, SharedMemory
 
     torch.set_num_threads(threads)
     prepare(main_program)  # It runs under another name, for the classes and functions that it defines.
@@ -106,7 +99,8 @@ def _start(
 
 def _serve(pipe: Connection, parts: Parts, requests: BatchMemory, answers: BatchMemory) -> int:
     """Run batches until the parent closes the pipe."""
-    run = parts.runner.run
+    from subnetact.workers.engine_snapshot import Package, apply
+
     while True:
         try:
             message = pipe.recv_bytes()
@@ -116,28 +110,19 @@ def _serve(pipe: Connection, parts: Parts, requests: BatchMemory, answers: Batch
         try:
             if kind == RUN:
                 subnet, size, layout = pickle.loads(data)
-                outputs = run(subnet, requests.read(layout, copy=False), size)
-                pipe.send_bytes(DONE + answers.write(_as_list(outputs)))
+                outputs = parts.runner.run(subnet, requests.read(layout, copy=False), size)
+                if isinstance(outputs, dict):
+                    raise TypeError("the engine returned a mapping; run() returns one output per input")
+                pipe.send_bytes(DONE + answers.write(list(outputs)))
             elif kind == CHANGE:
-                _follow(pickle.loads(data), pipe, parts)
+                part, content, sizes = pickle.loads(data)
+                segments = {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}
+                apply(part, Package(content, segments), parts)
                 pipe.send_bytes(DONE)
         except Exception as error:
             pipe.send_bytes(FAILED + _pickled(error))
             if kind == CHANGE:  # It may be half done.
                 return 1
-
-
-def _as_list(outputs: Any) -> list[Any]:
-    if isinstance(outputs, dict):
-        raise TypeError("the engine returned a mapping; run() returns one output per input")
-    return list(outputs)
-
-
-def _follow(content: tuple[int, bytes, dict[int, int]], pipe: Connection, parts: Parts) -> None:
-    from subnetact.workers.engine_snapshot import Package, apply
-
-    part, data, sizes = content
-    apply(part, Package(data, {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}), parts)
 
 
 def _opened(place: tuple[int, int]) -> SharedMemory:

@@ -1,10 +1,8 @@
 """EngineSnapshot: how an engine, and every change of it, gets to other processes; one copy of the weights.
 
-An engine is sent as its structure: tensors stand in it as addresses in shared memory. The tensors of the
-engine itself move to the same memory, so that there is one copy for all processes together.
-
-Before every batch the parent compares a few counters. If they have changed, the process gets what is new
-before the batch, so that no batch runs on a mixture of former and new weights.
+An engine is sent as its structure, with tensors as addresses in shared memory, to which its own tensors move.
+Before every batch the parent compares a few counters, and sends what has changed, so that no batch runs on a
+mixture of former and new weights.
 """
 
 from __future__ import annotations
@@ -93,7 +91,9 @@ class EngineSnapshot:
                 if part >= len(self._followed):
                     engine = self._parts.engines[part - len(self._followed)]
                     package = Package(pickle.dumps(engine.config), {})
-                elif known[0] != now[0] or not self._followed[part].is_shared():
+                elif known[0] != now[0] or not all(
+                    _segment_of(t.untyped_storage()) for t in self._parts.supernets[part].tensors()
+                ):
                     if part not in self._packed or self._packed[part][1][part] != now:
                         supernet = self._parts.supernets[part]
                         self._packed[part] = self._pack(supernet.__getstate__, [supernet])
@@ -149,10 +149,6 @@ class _Followed:
             self._tensors = [t for t in self._supernet.tensors() if not t.is_inference()]
             self._count += 1
         return self._count, sum(map(_version, self._tensors))
-
-    def is_shared(self) -> bool:
-        """Tell whether other processes see the values of all tensors."""
-        return all(_segment_of(t.untyped_storage()) for t in self._supernet.tensors())
 
 
 class _Packer(pickle.Pickler):
@@ -210,8 +206,7 @@ class _Packer(pickle.Pickler):
             segment = self.segments[0] = SharedMemory(self._size)
             _segments[torch.frombuffer(segment, dtype=torch.uint8).data_ptr()] = segment
             for number, (storage, offset) in self._new.items():
-                placed[number] = _storage(segment, offset, storage.nbytes())
-                placed[number].copy_(storage)
+                placed[number] = _storage(segment, offset, storage.nbytes()).copy_(storage)
         return placed
 
 

@@ -1,21 +1,29 @@
-"""Shared memory without a name: the system frees it with the last process that has it, however that ends."""
+"""Memory that processes share, without a name, and the inputs or outputs of a batch in it."""
 
 from __future__ import annotations
 
+import io
+import math
 import mmap
 import os
+import pickle
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["SharedMemory", "new_file"]
+import torch
+from torch import Tensor
 
+__all__ = ["BatchMemory", "SharedMemory", "new_file"]
+
+ALIGNMENT = 64
 STEP = mmap.ALLOCATIONGRANULARITY
 
 
 class SharedMemory(mmap.mmap):
-    """Bytes that several processes map. They are in no folder, so that nothing is left of them after a crash.
+    """Bytes that several processes map by a file `descriptor`; nothing is left of them after a crash.
 
-    Another process maps the same memory by its file `descriptor`. Tensors made of the memory keep it. A
-    MemoryError says that there is no room for so many bytes.
+    Tensors made of the memory keep it. A MemoryError says that there is no room for so many bytes.
     """
 
     descriptor: int
@@ -50,6 +58,82 @@ def new_file() -> int:
     """Return the descriptor of a file in memory, or of one that is in no folder."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("subnetact", os.MFD_CLOEXEC)
-    descriptor, path = tempfile.mkstemp(prefix="subnetact-")
-    os.unlink(path)
-    return descriptor
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class BatchMemory:
+    """Writes samples into shared memory in one process and reads them in another; it grows if need be.
+
+    Samples that are alike are one block there; of others, tensors and arrays are buffers beside the pickle.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+
+    def write(self, samples: Sequence[Any]) -> bytes:
+        """Copy samples over those that were there, and return the layout, which `read` needs."""
+        first = samples[0]
+        if all(
+            isinstance(x, Tensor)
+            and _plain(x)
+            and (x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device)
+            for x in samples
+        ):
+            shape, rows = (len(samples), *first.shape), [x.detach() for x in samples]
+            block = self._block(first.dtype, shape)
+            if first.device.type == "cpu":
+                torch.stack(rows, out=block)
+            else:
+                block.copy_(torch.stack(rows))
+            return pickle.dumps((first.dtype, shape))
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        _Pickler(file, 5, buffer_callback=buffers.append).dump(list(samples))
+        raw, places, end = [buffer.raw() for buffer in buffers], [], 0
+        for part in raw:
+            places.append((end, end + part.nbytes))
+            end = -(-(end + part.nbytes) // ALIGNMENT) * ALIGNMENT
+        self._grow(end)
+        for (start, stop), part in zip(places, raw, strict=True):
+            self.memory[start:stop] = part
+        return pickle.dumps((file.getvalue(), places))
+
+    def read(self, layout: bytes, copy: bool) -> list[Any]:
+        """Return the samples of a layout; without `copy`, they are valid until the next `write`."""
+        kind, rest = pickle.loads(layout)
+        if isinstance(kind, torch.dtype):
+            rows = self._block(kind, rest).unbind(0)
+            return [row.clone() for row in rows] if copy else list(rows)
+        self._grow(rest[-1][1] if rest else 0)
+        memory = memoryview(self.memory)
+        parts = (memory[start:stop] for start, stop in rest)
+        found: list[Any] = pickle.loads(kind, buffers=map(bytearray, parts) if copy else parts)
+        return found
+
+    def _block(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        self._grow(size)
+        return torch.frombuffer(self.memory, dtype=torch.uint8)[:size].view(dtype).view(shape)
+
+    def _grow(self, size: int) -> None:
+        if size > len(self.memory):
+            self.memory = SharedMemory(size, os.dup(self.memory.descriptor))
+
+
+class _Pickler(pickle.Pickler):
+    """Takes the values of tensors, as those of arrays, out of the band."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor is made of an array."""
+        if not isinstance(value, Tensor) or not _plain(value):
+            return NotImplemented
+        flat = value.detach().cpu().contiguous().view(-1)
+        return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+
+
+def _tensor(array: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(array).view(dtype).view(shape)
+
+
+def _plain(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_quantized and not x.is_conj() and not x.is_neg()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from subnetact.errors import EngineError, WorkerDied
-from subnetact.workers.child import is_worker
+from subnetact.workers import child
 from subnetact.workers.engine_snapshot import EngineSnapshot
 from subnetact.workers.process import WorkerProcess
 
@@ -60,7 +60,8 @@ class ProcessRunner:
         if process is None:
             raise WorkerDied("a worker process died while it had nothing to do, and no spare is ready")
         try:
-            self._pool.update(process)
+            if not self._pool.snapshot.is_current(process.states):
+                process.follow(*self._pool.snapshot.changes(process.states))
             return process.run(subnet, inputs, batch_size)
         except WorkerDied:
             if self.process is process:
@@ -78,11 +79,9 @@ class ProcessRunner:
 class ProcessPool:
     """Worker processes of one runner, and spares that take over at once when one dies.
 
-    A thread of its own starts the processes and notices when one ends. They start by spawn: a new interpreter
-    each, which imports what it needs. (A forked process would have copies of locks that threads of the parent
-    hold at that moment, and of CUDA contexts that do not work there.) A start takes 2 s of CPU time, 1.2 s of
-    them for importing torch, and as much longer as other programs use the cores: spares hide that. Each
-    process uses so many CPU `threads`, and warms up for the `batch_sizes`, for at most two seconds.
+    A thread starts the processes, each as a new interpreter (a fork would copy locks that other threads hold,
+    and CUDA contexts that do not work there), and notices when one ends. A start takes 2 s of CPU time, 1.2 s
+    of them for importing torch: spares hide that.
     """
 
     def __init__(
@@ -90,13 +89,13 @@ class ProcessPool:
     ) -> None:
         if os.name == "nt":
             raise EngineError("process: worker processes need Linux or macOS; run threads: process=False")
-        if is_worker():
+        if child.in_worker:
             raise EngineError(
                 "a worker process opens a batcher with worker processes: the main program runs again in it "
                 "because the engine needs its classes. Put what the program does under `if __name__ == "
                 '"__main__":`, or define the classes in a module'
             )
-        self._snapshot = EngineSnapshot(runner)
+        self.snapshot = EngineSnapshot(runner)
         self._threads = torch.get_num_threads() if threads is None else threads
         self._batch_sizes = tuple(batch_sizes)
         self._workers, self._spares = workers, spares
@@ -143,11 +142,6 @@ class ProcessPool:
     def has_spare(self) -> bool:
         """Return, without the lock, whether a process lives that has nothing to do."""
         return any(process.ended is None for process in list(self._ready))
-
-    def update(self, process: WorkerProcess) -> None:
-        """Let a process follow what has changed in the runner."""
-        if not self._snapshot.is_current(process.states):
-            process.follow(*self._snapshot.changes(process.states))
 
     def close(self) -> None:
         """End all processes: those that run a batch are given a few seconds to finish it."""
@@ -198,7 +192,7 @@ class ProcessPool:
                 return
         for _ in range(missing):
             try:
-                package, states = self._snapshot.whole()
+                package, states = self.snapshot.whole()
                 process = WorkerProcess(package, states, self._threads, niceness, self._batch_sizes)
             except Exception as error:
                 self._failed(error)

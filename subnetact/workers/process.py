@@ -17,10 +17,9 @@ from multiprocessing.spawn import get_executable, get_preparation_data
 from typing import Any
 
 from subnetact.errors import EngineError, WorkerDied, failure_text
-from subnetact.workers.batch_memory import BatchMemory
 from subnetact.workers.child import CHANGE, FAILED, RUN
 from subnetact.workers.engine_snapshot import Package, States
-from subnetact.workers.memory import SharedMemory, new_file
+from subnetact.workers.memory import BatchMemory, SharedMemory, new_file
 
 __all__ = ["WorkerProcess"]
 
@@ -37,18 +36,13 @@ class RemoteTraceback(Exception):
 
 
 class WorkerProcess:
-    """A process with an interpreter of its own that runs batches, one at a time.
-
-    The thread that makes this object must live as long as the process: Linux ends the process with it.
-    `states` are those of the runner's parts.
-    """
+    """A process that runs batches, one at a time; Linux ends it with the thread that made this object."""
 
     def __init__(
         self, package: Package, states: States, threads: int, niceness: int, batch_sizes: Sequence[int]
     ) -> None:
         self.states, self.niceness = states, niceness
-        self._requests = BatchMemory(SharedMemory(FIRST_BYTES))
-        self._answers = BatchMemory(SharedMemory(FIRST_BYTES))
+        self._requests, self._answers = (BatchMemory(SharedMemory(FIRST_BYTES)) for _ in range(2))
         memories = [self._requests.memory, self._answers.memory, *package.segments.values()]
         self.pipe, theirs = Pipe()
         content = (
@@ -140,12 +134,6 @@ class WorkerProcess:
             self.kill()
             self._popen.wait()
 
-    def close(self) -> None:
-        """Close the descriptors, in a process that was forked from this one."""
-        self.pipe.close()
-        for memory in (self._requests.memory, self._answers.memory):
-            memory.close_descriptor()
-
 
 def _main_program(data: bytes) -> dict[str, Any]:
     """Return how a worker process finds the classes that the main program defines, if the data need it."""
@@ -174,8 +162,10 @@ def _content(answer: bytes) -> bytes:
 
 
 def _note_fork() -> None:
-    for process in list(_processes):
-        process.close()  # Otherwise it would look alive as long as the forked process lives.
+    for process in list(_processes):  # They would look alive as long as the forked process lives.
+        process.pipe.close()
+        for memory in (process._requests.memory, process._answers.memory):
+            memory.close_descriptor()
 
 
 if hasattr(os, "register_at_fork"):

@@ -56,7 +56,7 @@ class Replicas:
             outcome = self.outcomes.pop(0) if self.outcomes else None
         if isinstance(outcome, BaseException) and not isinstance(outcome, RequestError):
             raise outcome
-        return outcome or [tuple(ANSWER._replace(output=x + 1)) for x in request["xs"]]
+        return outcome or [ANSWER._replace(output=x + 1) for x in request["xs"]]
 
 
 class Clock:

@@ -17,7 +17,6 @@ from subnetact import Engine
 from subnetact.cluster.replica import EngineReplica, to_arrays, to_tensors, unix_ms
 from subnetact.errors import DeadlinePassed, FileFormatError, InvalidRequest
 from subnetact.serve.source import Source
-from subnetact.serving import Answer
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +42,7 @@ def ask(replica, images=IMAGES, left_ms=1e7, due_in_ms=1e7, **more):
 def test_answers_are_the_engines(replica):
     reply = ask(replica, min_accuracy=80.0)
     expected = replica.engine(IMAGES, subnet=1)
-    for row, fields in zip(expected, reply, strict=True):
-        answer = Answer(*fields)
+    for row, answer in zip(expected, reply, strict=True):
         assert isinstance(answer.output, np.ndarray)
         assert np.allclose(answer.output, row.numpy(), atol=5e-4)
         assert (answer.subnet, answer.accuracy, answer.met) == (1, 82.0, True)

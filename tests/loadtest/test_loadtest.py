@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from subnetact.errors import ServeError, TraceError
-from subnetact.loadtest.arrivals import trace
 from subnetact.loadtest.cli import main
-from subnetact.loadtest.http_client import HttpClient
-from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary, table
-from subnetact.loadtest.server_client import refusal
+from subnetact.loadtest.http_client import HttpClient, refusal
+from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary, table, trace
 
 
 class Clock:

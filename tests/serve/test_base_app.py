@@ -11,7 +11,7 @@ pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 from subnetact.serve import build_text_app
-from subnetact.serve.base_app import BaseApp
+from subnetact.serve.base_app import Address, BaseApp
 
 TOKEN = "a-token-of-the-tests"
 KNOWN = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"host", b"tiny.example:80")]
@@ -86,7 +86,7 @@ def test_an_error_in_the_middle_of_an_answer_begins_no_second_answer(post, caplo
     async def send(message):
         sent.append(message["type"])
 
-    app.post("/infer", begin, {})
+    app.addresses["/infer"] = Address("POST", begin, {})
     scope = {"type": "http", "method": "POST", "path": "/infer", "headers": []}
     asyncio.run(app(scope, None, send))
     assert sent == ["http.response.start"]

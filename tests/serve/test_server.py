@@ -348,6 +348,6 @@ def test_which_names_a_server_has_by_default():
 
     assert {"localhost", "127.0.0.1", "::1"} <= set(of())
     assert "127.0.0.5" in of("--host", "127.0.0.5")
-    assert of("--host", "0.0.0.0") is None
+    assert of("--host", "0.0.0.0") == ["*"]
     assert of("--host", "0.0.0.0", "--allowed-hosts", "api.example") == ["api.example"]
-    assert of("--allowed-hosts", "*") is None
+    assert of("--allowed-hosts", "*") == ["*"]

@@ -36,8 +36,7 @@ from subnetact.errors import (
 )
 from subnetact.serving import Answer, Fixed
 from subnetact.supernet.supernet import Supernet
-from subnetact.workers.batch_memory import BatchMemory
-from subnetact.workers.memory import SharedMemory
+from subnetact.workers.memory import BatchMemory, SharedMemory
 from subnetact.workers.pool import NICENESS, ProcessPool
 from subnetact.workers.process import WorkerProcess
 
