@@ -10,7 +10,7 @@ import numpy as np
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import batch_limits, largest_within
-from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo, check_time
 from subnetact.serving.scheduling.context import Context
 
 __all__ = ["ModelSwitching"]
@@ -58,9 +58,7 @@ class ModelSwitching:
     ) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
-        if not (math.isfinite(window_ms) and window_ms > 0):
-            raise PolicyError(f"window_ms: {window_ms} must be finite and > 0")
-        self.window_ms = float(window_ms)
+        self.window_ms = check_time(window_ms, "window_ms")
         self.period_ms = check_margin(period_ms, "period_ms")
         subnets = range(len(table.subnets))
         if replicas is not None and len(replicas) != len(subnets):

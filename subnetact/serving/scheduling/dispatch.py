@@ -22,7 +22,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_accuracy, expired_rule, unreachable
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
-from subnetact.serving.scheduling.frontier import cheapest, largest_batches, least_from
+from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 from subnetact.serving.scheduling.request import Request
@@ -65,7 +65,7 @@ class _Plan:
         self.latency: list[list[float]] = table.latency_ms.tolist()
         self.fastest = table.fastest_ms
         self.largest = largest_batches(table)
-        self.cheapest = cheapest(table)
+        self.cheapest = cheapest_from(table, [0.0])[0]
         row = self.latency[self.cheapest]
         self.full = next(
             (ms, size) for ms, size in zip(row[::-1], table.batch_sizes[::-1], strict=True) if ms == ms

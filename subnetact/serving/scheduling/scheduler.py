@@ -17,7 +17,7 @@ from typing import Any
 
 from subnetact.errors import BatchFailed, RequestError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.context import Policy, RunningBatch
+from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
 from subnetact.serving.scheduling.failures import (
     alone_failed,
@@ -424,18 +424,7 @@ class Scheduler:
                 job.unpreempted_until_ms = until_ms
             if max(now_ms, min(context.free_at_ms)) <= until_ms:
                 return False
-        running = [
-            RunningBatch(
-                worker,
-                other.subnet,
-                len(other.part),
-                other.started_ms,
-                self.workers.free_at_ms[worker],
-                tuple(request.deadline_ms for request in other.part),
-            )
-            for worker, other in self.jobs.items()
-            if other.preempted is None
-        ]
+        running = [other for other in self.jobs.values() if other.preempted is None]
         urgent: bool = policy.preempt(context, running) == job.worker
         return urgent
 
