@@ -169,7 +169,7 @@ def test_histogram_edges_are_inclusive() -> None:
     for value in (0.5, 1.0, 1.5, 2.0, 7.0):
         histogram.add(value)
     histogram.add_all([1.0, 9.0])
-    assert histogram.snapshot().counts == (3, 2, 2)
+    assert histogram.snapshot().counts == [3, 2, 2]
     assert histogram.snapshot().total == 22.0
     assert histogram.snapshot().quantile(0.5) == 2.0
     assert histogram.snapshot().quantile(0.99) == math.inf

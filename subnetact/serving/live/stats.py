@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram, HistogramSnapshot
+from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram
 
 __all__ = ["OUTCOMES", "BatcherStats", "Counters"]
 
@@ -84,7 +84,7 @@ class BatcherStats:
     batch_sizes: Mapping[int, int] = field(default_factory=dict)
     batch_limits: Mapping[int, int] = field(default_factory=dict)
     drifted: Mapping[int, float] = field(default_factory=dict)
-    histograms: Mapping[str, HistogramSnapshot] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
 
     @property
     def attainment(self) -> float:
