@@ -94,22 +94,16 @@ class Preemptive:
             observe(subnet, batch_size, profiled_ms, measured_ms)
 
     def block_length(self, layer_blocks: int, batch_ms: float) -> int:
-        """Return how many layer blocks of a batch are one block, after which it looks at the queue.
+        """Return how many of a subnet's layer blocks are one block of a batch that should take `batch_ms`.
 
-        Args:
-            layer_blocks: how many layer blocks the subnet has.
-            batch_ms: expected latency of the batch, ms; 0 if it is not known.
+        After each block the batch looks at the queue. If the time is not known, `batch_ms` is 0.
         """
         if batch_ms <= 0 or self.block_ms * layer_blocks < batch_ms:
             return 1
         return min(layer_blocks, int(self.block_ms * layer_blocks / batch_ms))
 
     def calm_until(self, context: Context) -> float:
-        """Return the time, ms, until which the next worker may be busy before `preempt` is asked.
-
-        Args:
-            context: the state of the server while no worker is idle.
-        """
+        """Return the time, ms, until which the next worker may be busy before `preempt` is asked."""
         return context.queue.deadline() - self._fastest
 
     def preempt(self, context: Context, running: Sequence[Job]) -> int | None:

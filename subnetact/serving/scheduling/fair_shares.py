@@ -77,13 +77,8 @@ class _Client:
 class ShareGate:
     """Lets requests into the queue as far as their clients' shares go. The owner of the queue locks.
 
-    Args:
-        shares: the settings.
-        slo_ms: the usual time from arrival to deadline, in ms.
-        queue: the queue.
-        free_at_ms: when each worker is expected to be free; inf for one that is down.
-        cost_ms: returns the least worker time, in ms, of a request.
-        most: number of requests that an idle worker takes of those that are held back.
+    `cost_ms` returns the least worker time, in ms, of a request. An idle worker takes `most` of the requests
+    that are held back.
     """
 
     def __init__(
