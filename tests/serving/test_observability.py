@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 from pathlib import Path
@@ -141,7 +142,8 @@ def test_prometheus_reads_the_exposition() -> None:
     assert count == counts[-1] == 6
     assert total == pytest.approx(stats.histograms["latency_ms"].total / 1000.0)
     assert len(families) == text.count("# TYPE") == text.count("# HELP")
-    assert "# HELP subnetact_refused_total Requests the batcher refused" in text
+    assert "# HELP subnetact_refused_total requests that the batcher never accepted: invalid" in text
+    assert not re.search(r"# HELP \w+ *\n", text), "every metric is explained"
 
 
 def test_a_registry_takes_the_batcher_as_a_collector() -> None:

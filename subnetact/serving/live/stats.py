@@ -30,7 +30,7 @@ class BatcherStats:
         failed: ended with `BatchFailed`.
         cancelled: withdrawn by their client.
         closed: ended with `BatcherClosed`.
-        refused: requests that the batcher never accepted, because they were invalid or the queue was full.
+        refused: requests that the batcher never accepted: invalid, or queue full. A server may refuse more.
         full: how many of these were refused because the queue was full.
         queued: requests that wait now, deferred ones included.
         running: requests that are on a worker now.
