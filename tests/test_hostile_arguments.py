@@ -26,6 +26,7 @@ from subnetact.errors import (
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.fair_shares import FairShares
+from subnetact.serving.scheduling.request import Ask, Request
 from subnetact.training import sandwich_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -297,10 +298,10 @@ def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:
         def decide(self, context: Any) -> tuple[int, int]:
             return 1, 2
 
-    dispatcher: Dispatcher[str] = Dispatcher(
-        Planned(), [0.0], 50.0, "drop", table=[table, table], shape=lambda _: 0
-    )
-    dispatcher.queue.push(100.0, "x", 80.0)
+    dispatcher = Dispatcher(Planned(), [table, table], [0.0], 50.0, "drop", print)
+    request = Request(Ask(100.0, 80.0), 0.0)
+    request.shape = 0
+    dispatcher.queue.push(100.0, request, 80.0)
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
     assert batch.subnet == 1

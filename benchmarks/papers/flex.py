@@ -9,8 +9,9 @@ from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import batch_limits, largest_within
 from subnetact.serving.scheduling.checks import check_accuracy
-from subnetact.serving.scheduling.context import Context, RunningBatch
-from subnetact.serving.scheduling.frontier import cheapest
+from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.frontier import cheapest_from
+from subnetact.serving.scheduling.request import Job
 
 __all__ = ["Flex"]
 
@@ -42,7 +43,7 @@ class Flex:
         if subnet is not None and not 0 <= subnet < len(table.subnets):
             raise PolicyError(f"subnet: {subnet} is not in the table; choose 0 to {len(table.subnets) - 1}")
         self.table = check_accuracy(table)
-        self.subnet = cheapest(table) if subnet is None else subnet
+        self.subnet = cheapest_from(table, [0.0])[0] if subnet is None else subnet
         self.factor = float(factor)
         self._limits = batch_limits(table, self.subnet)
 
@@ -54,7 +55,7 @@ class Flex:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
         return Flex(table, self.subnet, self.factor)
 
-    def preempt(self, context: Context, running: Sequence[RunningBatch]) -> int | None:
+    def preempt(self, context: Context, running: Sequence[Job]) -> int | None:
         """Choose the running batch that a batch formed now replaces.
 
         Args:
@@ -69,8 +70,9 @@ class Flex:
         takes = self._limits[0][self._limits[1].index(size)]
         if takes > context.slack_ms:
             return None
-        victim = min(running, key=lambda batch: (batch.k, -batch.free_at_ms, batch.worker))
-        soonest = min(batch.free_at_ms for batch in running)
-        if soonest + takes <= context.now_ms + context.slack_ms or worth < self.factor * victim.k:
+        ends = context.free_at_ms
+        k, _, victim = min((len(job.part), -ends[job.worker], job.worker) for job in running)
+        soonest = min(ends[job.worker] for job in running)
+        if soonest + takes <= context.now_ms + context.slack_ms or worth < self.factor * k:
             return None
-        return victim.worker
+        return victim

@@ -3,14 +3,67 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_margin
 from subnetact.serving.scheduling.context import Context, Policy
+from subnetact.serving.scheduling.request import Job
+from subnetact.serving.simulation.event_loop import EventLoop
+from subnetact.serving.simulation.result import SimulationResult
+from subnetact.serving.simulation.scenario import Scenario, checked
 
-__all__ = ["Veltair"]
+__all__ = ["CoRunner", "Veltair", "simulate_beside"]
+
+
+class CoRunner(NamedTuple):
+    """A period from `start_ms` to `end_ms` in which `number` co-runners use every worker's device.
+
+    Periods that overlap add up, and fractions are interpolated.
+    """
+
+    start_ms: float
+    end_ms: float
+    number: float
+
+
+class _Beside(EventLoop):
+    """A simulation beside co-runners, which the policy does not see."""
+
+    co_runners: Sequence[CoRunner]
+
+    def took_ms(self, job: Job, now_ms: float) -> float:
+        """Return the latency of a job that starts now."""
+        number = sum(one.number for one in self.co_runners if one.start_ms <= now_ms < one.end_ms)
+        table: LatencyTable = self._scenario.table
+        column = table.batch_sizes.index(job.size)
+        return float(self._under(number)[job.subnet, column])
+
+    @cache  # noqa: B019
+    def _under(self, number: float) -> npt.NDArray[np.float64]:
+        return self._scenario.table.at_co_runners(number).latency_ms
+
+
+def simulate_beside(
+    co_runners: Sequence[CoRunner],
+    arrivals_ms: npt.ArrayLike,
+    table: LatencyTable,
+    policy: Policy,
+    slo_ms: float,
+    workers: int = 1,
+    **options: Any,
+) -> SimulationResult:
+    """Simulate a policy as `simulate(expired="serve")` does, with the latencies beside co-runners."""
+    scenario = checked(Scenario(arrivals_ms, table, policy, slo_ms, workers))
+    loop = _Beside(scenario, expired="serve", rng=np.random.default_rng(0), progress=False, **options)
+    loop.co_runners = co_runners
+    return loop.run()
 
 
 class Veltair:

@@ -457,7 +457,7 @@ def fuzz_traces(source: random.Random, place: Path) -> None:
     elif kind == 1:
         traces.from_counts(source.choice(([1, 2, 3], number())), number(), number())
     elif kind == 2:
-        traces.from_timestamps(source.choice(([1.0, 2.0], number())), number(), number())
+        traces.from_timestamps(source.choice(([1.0, 2.0], number())), number())
     else:
         traces.time_varying(number(), number(), number(), number(), number())
 
@@ -468,7 +468,6 @@ def fuzz_simulate(source: random.Random, place: Path) -> None:
     arguments: dict[str, Any] = {
         **{"arrivals_ms": [0.0, 1.0, 2.0], "slo_ms": 20.0, "workers": 2, "expired": "drop", "noise": 0.1},
         **{"overhead_ms": 0.1, "min_accuracy": 60.0, "seed": 1, "switch_ms": 0.0, "blocks": 1, "events": ()},
-        "co_runners": (),
     }
     name = source.choice(list(arguments))
     arguments[name] = source.choice(NASTY)

@@ -18,6 +18,7 @@ from subnetact.serving.scheduling import dispatch
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Ask, Request
 
 SMALL = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
 
@@ -41,7 +42,8 @@ class Counted(list[Any]):
 
 def filled(queue: EDFQueue[Any], count: int, floors: list[float]) -> None:
     for i in range(count):
-        queue.push(1000.0 + i / 10, object(), floors[i % len(floors)])
+        request = Request(Ask(1000.0 + i / 10, floors[i % len(floors)]), 0.0)
+        queue.push(request.deadline_ms, request, request.ask.floor)
     queue._floors = Counted(queue._floors)
 
 
@@ -54,7 +56,7 @@ def test_a_decision_with_floors_looks_at_a_bounded_number_of_requests(
 ) -> None:
     read = []
     for count in (5_000, 50_000):
-        dispatcher: Dispatcher[Any] = Dispatcher(HullFit(a40, 1000.0), [0.0] * 8, 1000.0, expired)
+        dispatcher = Dispatcher(HullFit(a40, 1000.0), [a40], [0.0] * 8, 1000.0, expired, print)
         filled(dispatcher.queue, count, [0.0, 76.0, 0.0, 78.0, 79.4])
         Counted.read = 0
         assert dispatcher.next_batch(0.0, 0) is not None
@@ -63,13 +65,13 @@ def test_a_decision_with_floors_looks_at_a_bounded_number_of_requests(
 
 
 def test_a_batch_looks_at_a_bounded_number_of_requests_that_demand_more() -> None:
-    dispatcher: Dispatcher[Any] = Dispatcher(Fixed(SMALL, 0), [0.0], 1000.0, "drop")
+    dispatcher = Dispatcher(Fixed(SMALL, 0), [SMALL], [0.0], 1000.0, "drop", print)
     filled(dispatcher.queue, 20_000, [80.0])
-    dispatcher.queue.push(999.0, "first", 0.0)
+    dispatcher.queue.push(999.0, first := Request(Ask(999.0), 0.0))
     Counted.read = 0
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    assert batch.items == ["first"]
+    assert batch.items == [first]
     assert Counted.read < 5_000
 
 

@@ -15,12 +15,12 @@ from subnetact.serving import FairShares
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.fair_shares import ShareGate
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Ask, Request
 
 
-class Item:
-    def __init__(self, client, cost_ms=1.0):
-        self.client = client
-        self.charge_ms = 0.0
+class Item(Request):
+    def __init__(self, client, due_ms, cost_ms=1.0, floor=0.0):
+        super().__init__(Ask(due_ms, floor, client=client), 0.0)
         self.cost_ms = cost_ms
 
 
@@ -32,7 +32,7 @@ def gate(shares=None, workers=1, most=4, slo_ms=20.0, cost_ms=lambda *_: 1.0):
 def serve(gate_, queue, now_ms, k=1):
     """Let an idle worker take a batch; return its requests."""
     gate_.release(now_ms)
-    items = queue.take(min(k, len(queue)))[1]
+    items = queue.take(min(k, len(queue)))
     if items:
         gate_.spend(items, sum(item.cost_ms for item in items))
         for item in items:
@@ -57,7 +57,7 @@ def test_clients_that_always_have_requests_get_time_by_their_weights(weights, se
     for _ in range(600):
         for i, name in enumerate(names):
             while waiting[name] < 5:  # the first client is always the most urgent one
-                gate_.push(now, now + 1 + 10 * i, Item(name, rng.choice([0.5, 1.0, 3.0])), 0.0)
+                gate_.push(now, Item(name, now + 1 + 10 * i, rng.choice([0.5, 1.0, 3.0])))
                 waiting[name] += 1
         for item in serve(gate_, queue, now):
             waiting[item.client] -= 1
@@ -80,9 +80,9 @@ def test_a_client_within_its_share_is_never_held_back(seed):
     now = next_ms = 0.0
     for _ in range(150):
         for _ in range(rng.randint(0, 4)):
-            gate_.push(now, now + 6, Item("greedy", 2.0), 0.0)
+            gate_.push(now, Item("greedy", now + 6, 2.0))
         if now >= next_ms:  # one request of 1 ms every 4 ms is half of its share
-            gate_.push(now, now + 20, Item("modest"), 0.0)
+            gate_.push(now, Item("modest", now + 20))
             next_ms = now + 4
             assert not any(item.client == "modest" for item in gate_.items())
         now += max(sum(item.cost_ms for item in serve(gate_, queue, now)), 0.1)
@@ -97,18 +97,18 @@ def test_every_request_comes_out_once_and_no_client_stays(seed):
     for _ in range(200):
         kind = rng.randrange(5)
         if kind <= 1:
-            item = Item(rng.choice("abc"), rng.choice([0.2, 1.0, 5.0]))
-            pushed.append((now + rng.uniform(1, 50), item))
-            gate_.push(now, pushed[-1][0], item, 0.0)
+            item = Item(rng.choice("abc"), now + rng.uniform(1, 50), rng.choice([0.2, 1.0, 5.0]))
+            pushed.append(item)
+            gate_.push(now, item)
         elif kind == 2:
             out += serve(gate_, queue, now, rng.randint(1, 4))
         elif kind == 3:
-            for item in gate_.expire(now, lambda *_: 1.0)[1]:
+            for item in gate_.expire(now, lambda *_: 1.0):
                 gate_.ended(item)
                 out.append(item)
         elif pushed:
-            deadline, item = rng.choice(pushed)
-            if gate_.remove(deadline, item) or queue.remove(deadline, item):
+            item = rng.choice(pushed)
+            if gate_.remove(item) or queue.remove(item.deadline_ms, item):
                 gate_.ended(item)
                 out.append(item)
         now += rng.choice([0.0, 0.1, 3.0])
@@ -116,7 +116,7 @@ def test_every_request_comes_out_once_and_no_client_stays(seed):
         assert len(gate_) + len(queue) + len(out) == len(pushed)
     while len(gate_) + len(queue):
         out += serve(gate_, queue, now)
-    assert {id(item) for item in out} == {id(item) for _, item in pushed}
+    assert {id(item) for item in out} == {id(item) for item in pushed}
     assert len(out) == len(pushed)
     gate_.release(now + 1e6)
     assert gate_.clients == 0
@@ -128,8 +128,8 @@ def test_a_client_that_is_alone_sees_the_plain_queue(deadlines):
     gate_, queue = gate(FairShares(burst_ms=0.1))
     plain = EDFQueue()
     for deadline in deadlines:
-        item = Item("alone")
-        gate_.push(0.0, deadline, item, 0.0)
+        item = Item("alone", deadline)
+        gate_.push(0.0, item)
         plain.push(deadline, item)
     assert len(gate_) == 0
     assert queue.take(len(queue)) == plain.take(len(plain))
@@ -138,9 +138,9 @@ def test_a_client_that_is_alone_sees_the_plain_queue(deadlines):
 def test_a_second_client_does_not_wait_behind_a_flood():
     gate_, queue = gate(FairShares(burst_ms=5.0))
     for i in range(100):
-        gate_.push(0.0, 20.0 + i, Item("flood"), 0.0)
+        gate_.push(0.0, Item("flood", 20.0 + i))
     assert len(queue) == 100
-    gate_.push(0.0, 200.0, Item("second"), 0.0)
+    gate_.push(0.0, Item("second", 200.0))
     assert len(queue) == 6
     assert len(gate_) == 95
     assert [serve(gate_, queue, 0.0)[0].client for _ in range(6)][-1] == "second"
@@ -148,13 +148,13 @@ def test_a_second_client_does_not_wait_behind_a_flood():
 
 def test_a_request_that_never_ran_is_not_paid():
     gate_, queue = gate(FairShares(burst_ms=2.0))
-    gate_.push(0.0, 50.0, Item("other"), 0.0)
+    gate_.push(0.0, Item("other", 50.0))
     for _ in range(20):
-        item = Item("cancels")
-        gate_.push(0.0, 50.0, item, 0.0)
+        item = Item("cancels", 50.0)
+        gate_.push(0.0, item)
         assert queue.remove(50.0, item)
         gate_.ended(item)
-    gate_.push(0.0, 50.0, Item("cancels"), 0.0)
+    gate_.push(0.0, Item("cancels", 50.0))
     assert len(gate_) == 0
 
 
@@ -162,11 +162,11 @@ def test_the_places_of_the_queue_are_shared():
     gate_, _ = gate()
     taken = 0
     while gate_.has_room("first", 100, taken):
-        gate_.push(0.0, 50.0, Item("first"), 0.0)
+        gate_.push(0.0, Item("first", 50.0))
         taken += 1
     assert taken == 50
     assert gate_.has_room("second", 100, 100)  # a new client gets one place even of a full queue
-    gate_.push(0.0, 50.0, Item("second"), 0.0)
+    gate_.push(0.0, Item("second", 50.0))
     assert gate_.has_room("second", 100, 51)
     assert not gate_.has_room("first", 100, 51)
 
@@ -207,28 +207,28 @@ TABLE = LatencyTable(["small", "large"], [60.0, 80.0], [1, 8], [[1.0, 1.2], [5.0
 def in_time(shares):
     """How many of 53 requests of a modest client are in time beside a greedy one with 6 ms and a floor."""
     dropped = []
-    dispatcher = Dispatcher(SlackFit(TABLE, slo_ms=20.0), [0.0], 20.0, "drop", dropped.extend)
+    dispatcher = Dispatcher(SlackFit(TABLE, slo_ms=20.0), [TABLE], [0.0], 20.0, "drop", dropped.extend)
     gate_ = None if shares is None else dispatcher.share(shares)
-    arrivals = [(0.3 * i, Item("greedy"), 6.0, 80.0) for i in range(2200)]
-    arrivals += [(50.0 + 5.3 * i, Item("modest"), 8.0, 0.0) for i in range(53)]
+    arrivals = [(0.3 * i, Item("greedy", 0.3 * i + 6.0, floor=80.0)) for i in range(2200)]
+    arrivals += [(50.0 + 5.3 * i, Item("modest", 50.0 + 5.3 * i + 8.0)) for i in range(53)]
     arrivals.sort(key=lambda arrival: arrival[0])
     met = {"greedy": 0, "modest": 0}
     now, at = 0.0, 0
     while at < len(arrivals) or len(dispatcher):
         while at < len(arrivals) and arrivals[at][0] <= now:
-            arrived_ms, item, given_ms, floor = arrivals[at]
+            arrived_ms, item = arrivals[at]
             at += 1
             if gate_ is None:
-                dispatcher.queue.push(arrived_ms + given_ms, item, floor)
+                dispatcher.queue.push(item.deadline_ms, item, item.ask.floor)
             else:
-                gate_.push(arrived_ms, arrived_ms + given_ms, item, floor)
+                gate_.push(arrived_ms, item)
         batch = dispatcher.next_batch(now, 0)
         if batch is None:
             now = arrivals[at][0] if at < len(arrivals) else now + 1.0
             continue
         now += batch.expected_ms
-        for item, deadline_ms in zip(batch.items, batch.deadlines_ms, strict=True):
-            met[item.client] += now <= deadline_ms
+        for item in batch.items:
+            met[item.client] += now <= item.deadline_ms
             if gate_ is not None:
                 gate_.ended(item)
         for item in dropped:

@@ -14,6 +14,7 @@ from subnetact import Batcher, HullFit, LatencyTable, SlackFit
 from subnetact.errors import DeadlinePassed, ProfileMismatch
 from subnetact.serving import Fixed
 from subnetact.serving.scheduling.dispatch import Dispatcher
+from subnetact.serving.scheduling.request import Ask, Request
 
 SIZES = (1, 2, 4)
 
@@ -64,15 +65,15 @@ def test_batches_hold_one_shape(policy: Any, largest: int) -> None:
 
 def decide(shapes: dict[str, int], deadline_ms: float, policy: Any = SlackFit) -> tuple[int, int, list[str]]:
     """Return the subnet, the batch size and the requests of the first decision of an idle server."""
-    dispatcher: Dispatcher[str] = Dispatcher(
-        policy(LONG, slo_ms=500.0), [0.0], 500.0, "drop", None, [SHORT, LONG], shape=shapes.__getitem__
-    )
-    for name in shapes:
-        dispatcher.queue.push(deadline_ms, name)
-        dispatcher.arrivals.append(0.0)
+    dispatcher = Dispatcher(policy(LONG, slo_ms=500.0), [SHORT, LONG], [0.0], 500.0, "drop", print)
+    for name, shape in shapes.items():
+        request = Request(Ask(deadline_ms), 0.0, name)
+        request.shape = shape
+        dispatcher.queue.push(deadline_ms, request)
+        dispatcher.arrivals.extend([0.0])
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    return batch.subnet, batch.batch_size, batch.items
+    return batch.subnet, batch.batch_size, [request.x for request in batch.items]
 
 
 def test_the_table_of_the_shape_decides_how_accurate_an_answer_can_be() -> None:

@@ -106,14 +106,14 @@ def test_a_policy_that_asks_for_the_impossible_is_told_so(a40):
 
 def test_the_batcher_pads_to_a_size_that_was_measured():
     table = LatencyTable(["a"], [70.0], [1, 2, 4], [[1.0, math.nan, 2.0]])
-    dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0, expired="serve")
+    dispatcher = Dispatcher(Fixed(table, 0), [table], [0.0], 36.0, "serve", print)
     assert [dispatcher.padded(0, k) for k in (1, 2, 3, 4)] == [1, 4, 4, 4]
     assert [dispatcher.expected_ms(0, k) for k in (1, 2)] == [1.0, 2.0]
 
 
 def test_what_floors_cost_is_kept_once_for_each_accuracy():
     table = LatencyTable(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]])
-    dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0, expired="serve")
+    dispatcher = Dispatcher(Fixed(table, 0), [table], [0.0], 36.0, "serve", print)
     floors = [60.0 + i / 1000 for i in range(20_000)]
     tracemalloc.start()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 from pathlib import Path
@@ -141,7 +142,8 @@ def test_prometheus_reads_the_exposition() -> None:
     assert count == counts[-1] == 6
     assert total == pytest.approx(stats.histograms["latency_ms"].total / 1000.0)
     assert len(families) == text.count("# TYPE") == text.count("# HELP")
-    assert "# HELP subnetact_refused_total Requests the batcher refused" in text
+    assert "# HELP subnetact_refused_total requests that the batcher never accepted: invalid" in text
+    assert not re.search(r"# HELP \w+ *\n", text), "every metric is explained"
 
 
 def test_a_registry_takes_the_batcher_as_a_collector() -> None:
@@ -169,7 +171,7 @@ def test_histogram_edges_are_inclusive() -> None:
     for value in (0.5, 1.0, 1.5, 2.0, 7.0):
         histogram.add(value)
     histogram.add_all([1.0, 9.0])
-    assert histogram.snapshot().counts == (3, 2, 2)
+    assert histogram.snapshot().counts == [3, 2, 2]
     assert histogram.snapshot().total == 22.0
     assert histogram.snapshot().quantile(0.5) == 2.0
     assert histogram.snapshot().quantile(0.99) == math.inf

@@ -10,12 +10,11 @@ import pytest
 from papers.coarse import Coarse
 from papers.flex import Flex
 from papers.optimum import exact_optimum
-from papers.veltair import Veltair
+from papers.veltair import CoRunner, Veltair, simulate_beside
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import ModelSwitching, Preemptive, SlackFit, bursty, poisson, simulate
-from subnetact.serving.simulation.simulator import CoRunner
+from subnetact.serving import Fixed, ModelSwitching, Preemptive, SlackFit, bursty, poisson, simulate
 
 Make = Callable[[LatencyTable], Any]
 
@@ -27,6 +26,16 @@ def test_coarse_pays_for_switching(a40: LatencyTable) -> None:
         for policy in (Coarse(a40, 36.0), ModelSwitching(a40, 36.0))
     )
     assert coarse.attainment < switching.attainment
+
+
+def test_co_runners_slow_what_runs_beside_them() -> None:
+    table = LatencyTable(
+        ["only"], [80.0], [1], [[5.0]], co_runners=[0.0, 1.0], co_runner_ms=[[[5.0]], [[9.0]]]
+    )
+    trace, runners = [0.0, 100.0, 200.0], [CoRunner(90.0, 150.0, 1.0)]
+    result = simulate_beside(runners, trace, table, Fixed(table, 0), 36.0, decisions=True)
+    assert result.decisions is not None
+    assert [d.finish_ms - d.t_ms for d in result.decisions] == pytest.approx([5.0, 9.0, 5.0])
 
 
 def test_veltair_estimates_co_runners(a40: LatencyTable) -> None:
@@ -42,7 +51,7 @@ def test_veltair_estimates_co_runners(a40: LatencyTable) -> None:
     trace = bursty(1500, 3000, 2, 8, seed=0)
     runners = [CoRunner(2000.0, 6000.0, 2.0)]
     aware, blind = (
-        simulate(trace, table, policy, 36.0, 8, "serve", co_runners=runners)
+        simulate_beside(runners, trace, table, policy, 36.0, 8)
         for policy in (
             Veltair(table, lambda t: SlackFit(t, buckets=4, slo_ms=36.0)),
             SlackFit(table, buckets=4, slo_ms=36.0),

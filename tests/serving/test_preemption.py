@@ -23,8 +23,9 @@ from subnetact.serving import (
     poisson,
     simulate,
 )
-from subnetact.serving.scheduling.context import ArrivalMeter, Context, RunningBatch
+from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Ask, Job, Request
 
 BLOCKS = 10
 TABLE = LatencyTable(["small", "large"], [70.0, 80.0], [1, 16], [[2.0, 10.0], [8.0, 40.0]])
@@ -39,8 +40,8 @@ def context(deadlines: Sequence[float], free_at: Sequence[float], now: float = 0
     return made
 
 
-def running(free_at: float = 40.0, deadlines: Sequence[float] = (), worker: int = 0) -> RunningBatch:
-    return RunningBatch(worker, 1, max(1, len(deadlines)), 0.0, free_at, deadlines)
+def running(deadlines: Sequence[float] = (), worker: int = 0) -> Job:
+    return Job(worker, 1, [Request(Ask(deadline), 0.0) for deadline in deadlines], 0, 0.0)
 
 
 # -- the rule ------------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ def running(free_at: float = 40.0, deadlines: Sequence[float] = (), worker: int 
 
 def test_an_urgent_request_preempts_if_nothing_becomes_late() -> None:
     policy = Preemptive(Fixed(TABLE, 1))
-    assert policy.preempt(context([20.0], [40.0]), [running(40.0, [60.0] * 16)]) == 0
+    assert policy.preempt(context([20.0], [40.0]), [running([60.0] * 16)]) == 0
     assert policy.decide(context([20.0], [40.0])) == (1, 1)  # the most accurate subnet that is in time
     assert policy.decide(context([20.0], [40.0])) == (1, 1)  # and then what the policy itself decides
     assert policy.preempt(context([5.0], [40.0]), [running()]) == 0
@@ -60,16 +61,16 @@ def test_nothing_preempts_without_need_or_without_use() -> None:
     assert policy.preempt(context([100.0], [40.0]), [running()]) is None  # in time after the running batch
     assert policy.preempt(context([1.0], [40.0]), [running()]) is None  # late in any case
     assert (
-        policy.preempt(context([30.0], [20.0, 40.0]), [running(40.0)]) is None
+        policy.preempt(context([30.0], [20.0, 40.0]), [running(worker=1)]) is None
     )  # another worker is free soon
 
 
 def test_the_value_of_both_sides_decides() -> None:
-    victim = running(40.0, [41.0, 41.0, 300.0])  # two of its requests cannot wait
+    victim = running([41.0, 41.0, 300.0])  # two of its requests cannot wait
     assert Preemptive(Fixed(TABLE, 1)).preempt(context([5.0], [40.0]), [victim]) is None
     assert Preemptive(Fixed(TABLE, 1)).preempt(context([30.0] * 3, [40.0]), [victim]) == 0
     assert Preemptive(Fixed(TABLE, 1), factor=3.03).preempt(context([30.0] * 3, [40.0]), [victim]) is None
-    other = running(40.0, [300.0], worker=1)
+    other = running([300.0], worker=1)
     assert Preemptive(Fixed(TABLE, 1)).preempt(context([30.0], [40.0, 40.0]), [victim, other]) == 1
 
 

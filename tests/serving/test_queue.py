@@ -46,19 +46,17 @@ class QueueModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def take(self, data):
         k = data.draw(st.integers(1, len(self.model)))
-        deadlines, items = self.queue.take(k)
+        items = self.queue.take(k)
         expected, self.model = self.model[:k], self.model[k:]
         assert items == [item for _, item, _ in expected]
-        assert deadlines == [deadline for deadline, _, _ in expected]
 
     @precondition(lambda self: self.model)
     @rule(k=st.integers(1, 8), accuracy=st.sampled_from([60.0, 70.0, 80.0]))
     def take_satisfied(self, k, accuracy):
-        deadlines, items = self.queue.take_satisfied(k, accuracy)
+        items = self.queue.take_satisfied(k, accuracy)
         expected = [entry for entry in self.model if entry[2] <= accuracy][:k]
         self.model = [entry for entry in self.model if entry not in expected]
         assert items == [item for _, item, _ in expected]
-        assert deadlines == [deadline for deadline, _, _ in expected]
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -90,7 +88,7 @@ def test_equal_deadlines_leave_in_order_of_arrival():
     for item in "abc":
         queue.push(5.0, item)
     queue.push(4.0, "first")
-    assert queue.take(4) == ([4.0, 5.0, 5.0, 5.0], ["first", "a", "b", "c"])
+    assert queue.take(4) == ["first", "a", "b", "c"]
 
 
 def test_taken_items_are_released():

@@ -15,7 +15,7 @@ from subnetact.serving.policies import (
     SlackFit,
     make_policy,
 )
-from subnetact.serving.simulation.simulator import CoRunner, WorkerEvent, simulate
+from subnetact.serving.simulation.simulator import WorkerEvent, simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 
 NAMES = ["hullfit", "slackfit", "slackfit:3", "maxbatch", "maxacc", "modelswitching", "cheapest"]
@@ -243,23 +243,6 @@ def test_switching_a_worker_costs_its_delay(a40):
     assert result.switches == 2
 
 
-def test_co_runners_slow_what_runs_beside_them():
-    table = LatencyTable(
-        ["only"], [80.0], [1], [[5.0]], co_runners=[0.0, 1.0], co_runner_ms=[[[5.0]], [[9.0]]]
-    )
-    result = simulate(
-        [0.0, 100.0, 200.0],
-        table,
-        Fixed(table, 0),
-        workers=1,
-        co_runners=[CoRunner(90.0, 150.0, 1.0)],
-        decisions=True,
-        slo_ms=36.0,
-        expired="serve",
-    )
-    assert [d.finish_ms - d.t_ms for d in result.decisions] == pytest.approx([5.0, 9.0, 5.0])
-
-
 def test_a_policy_may_leave_workers_idle_but_not_for_ever(a40):
     policy = ModelSwitching(a40, replicas=[1, 1, 1, 1, 1, 1], slo_ms=36.0)
     result = simulate(
@@ -306,7 +289,6 @@ def test_bad_arrivals_are_refused(a40, times, message):
         ({"noise": -0.1}, PolicyError, "noise"),
         ({"overhead_ms": math.nan}, PolicyError, "overhead_ms"),
         ({"events": [WorkerEvent(0.0, 8, False)]}, TraceError, "worker from 0 to 7"),
-        ({"co_runners": [CoRunner(0.0, 1.0, 1.0)]}, TraceError, "no co-runner dimension"),
         ({"policy": "slackfit"}, PolicyError, "no policy object; make one .* for example HullFit"),
     ],
 )

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from subnetact.serving.policies import Fixed, HullFit
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Ask, Request
 
 TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 FOREVER = 1e7
@@ -491,15 +493,15 @@ def test_an_event_loop_that_is_gone_harms_nobody() -> None:
 # -- priorities ------------------------------------------------------------------------------
 
 
-def queue_of(*entries: tuple[float, int]) -> EDFQueue[int]:
-    queue: EDFQueue[int] = EDFQueue()
+def queue_of(*entries: tuple[float, int]) -> EDFQueue[Request]:
+    queue: EDFQueue[Request] = EDFQueue(attrgetter("ask.priority"))
     for deadline, priority in entries:
-        queue.push(deadline, priority)
+        queue.push(deadline, Request(Ask(deadline, priority=priority), 0.0))
     return queue
 
 
-def expired(queue: EDFQueue[int], free: list[float]) -> list[int]:
-    return unaffordable(queue, 0.0, free, 2.0, 4, 1.0, lambda priority: priority)
+def expired(queue: EDFQueue[Request], free: list[float]) -> list[int]:
+    return unaffordable(queue, 0.0, free, (2.0, 4), 1.0)
 
 
 def test_while_all_deadlines_can_be_met_priority_does_nothing() -> None:
@@ -521,18 +523,15 @@ def test_among_equals_nobody_expires() -> None:
 
 @pytest.mark.parametrize("rule", ["drop", "defer", "serve"])
 def test_priority_decides_who_misses(rule: str) -> None:
-    dropped: list[str] = []
-    dispatcher: Dispatcher[str] = Dispatcher(
-        Fixed(TABLE, 0), [0.0], 36.0, rule, dropped.extend, priority=lambda item: int(item[0])
+    dropped: list[Request] = []
+    dispatcher = Dispatcher(Fixed(TABLE, 0), [TABLE], [0.0], 36.0, rule, dropped.extend)
+    dispatcher.queue = dispatcher.context.queue = queue_of(
+        *[(2.0 + i / 100, 0) for i in range(4)], *[(2.5, 1)] * 4
     )
-    for i in range(4):
-        dispatcher.queue.push(2.0 + i / 100, f"0 {i}")
-    for i in range(4):
-        dispatcher.queue.push(2.5, f"1 {i}")
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    served = {item[0] for item in batch.items}
-    assert served == ({"0"} if rule == "serve" else {"1"})
+    served = {request.ask.priority for request in batch.items}
+    assert served == ({0} if rule == "serve" else {1})
     assert len(dropped) == (4 if rule == "drop" else 0)
     assert len(dispatcher.deferred) == (4 if rule == "defer" else 0)
 

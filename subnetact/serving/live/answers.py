@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any, NamedTuple
@@ -76,11 +76,7 @@ class AnswerFuture(concurrent.futures.Future[Answer]):
         return True
 
     def on_cancel(self, withdraw: Callable[[], object]) -> None:
-        """Set the function that `cancel` calls.
-
-        Args:
-            withdraw: takes the request off the queue.
-        """
+        """Set the function that `cancel` calls, which takes the request off the queue."""
         self.__dict__["withdraw"] = withdraw
 
 
@@ -91,22 +87,14 @@ Outcome = tuple[Request, Answer | None, BaseException | None]
 
 
 def settle(outcomes: Iterable[Outcome]) -> None:
-    """Deliver outcomes to the clients: directly to threads, and with one call to every event loop.
-
-    Args:
-        outcomes: requests that were closed, each with its answer or its error.
-    """
-    by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
+    """Deliver outcomes to the clients: directly to threads, and with one call to every event loop."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         request, answer, error = outcome
         request.x = None  # a client that keeps the future must not keep the input alive
         loop = request.loop
         if loop is not None:
-            for_loop = by_loop.get(loop)
-            if for_loop is None:
-                by_loop[loop] = [outcome]
-            else:
-                for_loop.append(outcome)
+            by_loop[loop].append(outcome)
             continue
         future, request.future = request.future, None
         try:

@@ -198,7 +198,7 @@ class Batcher(ClosedOnExit):
             max_queue=max_queue,
             watchdog_ms=watchdog_ms,
             shares=shares,
-            is_there=self._is_there if in_processes else None,
+            is_there=(lambda worker: bool(self._runners[worker].is_ready)) if in_processes else None,
         )
         self._log: DecisionLog | None = None
         if decision_log is not None:
@@ -400,14 +400,6 @@ class Batcher(ClosedOnExit):
             raise BatcherClosed("the batcher is closed; open another one")
         return self
 
-    def _is_there(self, worker: int) -> bool:
-        """Return whether a worker has a process that lives, or a spare that takes over."""
-        return bool(self._runners[worker].is_ready)
-
-    def _is_on_own_thread(self) -> bool:
-        """Return whether the caller runs on a thread of the batcher, as callbacks of futures do."""
-        return self._driver.is_current()
-
     def _check_process(self, *_: Any) -> Any:
         if self._forked:
             raise BatcherClosed(
@@ -476,7 +468,7 @@ def close_elsewhere(batchers: Collection[Batcher], close: Callable[[], None]) ->
 
     Such a thread runs a callback, and must go on for the batchers to finish what they accepted.
     """
-    if not any(batcher._is_on_own_thread() for batcher in batchers):
+    if not any(batcher._driver.is_current() for batcher in batchers):
         return False
     threading.Thread(target=close, name="subnetact-closing", daemon=True).start()
     return True

@@ -64,17 +64,9 @@ class Driver:
 
     Whoever takes outcomes delivers them without the lock; `wait_until_drained` waits for that too.
 
-    Args:
-        scheduler: decides what runs.
-        runners: one per worker; several workers may share one.
-        learn: whether the policy plans with learned latencies.
-        clock_ms: a monotonic clock, in ms.
-        shape_of: returns the position among the tables of an input's shape. Needed only for several.
-        on_decision: called with a `Decided` before every batch runs.
-        threads: argument of `runner.enter_worker(threads)`, which is called once in every worker thread.
-        log: the decision log; the planner flushes it after every tick.
-        on_end: called when all has ended but the workers' threads.
-        shared: what the driver shares with others, and its name there. If None, its workers are its own.
+    There is one runner per worker; several may be the same. `shape_of` returns the position among the tables
+    of an input's shape, and `on_end` is called when all has ended but the workers' threads. The other
+    arguments are as in `Batcher`.
     """
 
     def __init__(
@@ -144,12 +136,7 @@ class Driver:
     # -- clients ---------------------------------------------------------------------------------
 
     def admit(self, x: Any, ask: Ask, future: Any, loop: Any) -> Request:
-        """Queue one request; `loop` is None if the future is an `AnswerFuture`.
-
-        Raises:
-            QueueFull: there is no room for the request.
-            BatcherClosed: The batcher is closed or draining.
-        """
+        """Queue one request, or refuse it; `loop` is None if the future is an `AnswerFuture`."""
         request = Request(ask, self.clock_ms(), x)
         request.future, request.loop = future, loop
         if self._shape_of is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
-__all__ = ["COUNTS", "MILLISECONDS", "Histogram", "HistogramSnapshot"]
+__all__ = ["COUNTS", "MILLISECONDS", "Histogram"]
 
 #: edges for times: 0.01, 0.02, 0.05, 0.1 ... 5000 ms
 MILLISECONDS = tuple(m * 10.0**e for e in range(-2, 4) for m in (1.0, 2.0, 5.0))
@@ -16,9 +16,9 @@ MILLISECONDS = tuple(m * 10.0**e for e in range(-2, 4) for m in (1.0, 2.0, 5.0))
 COUNTS = tuple(float(2**i) for i in range(15))
 
 
-@dataclass(frozen=True)
-class HistogramSnapshot:
-    """The state of a histogram at one moment.
+@dataclass(slots=True)
+class Histogram:
+    """Counts values in buckets.
 
     Attributes:
         edges: upper edges of the buckets, inclusive and ascending. One more bucket has no upper edge.
@@ -26,9 +26,12 @@ class HistogramSnapshot:
         total: sum of all values.
     """
 
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
+    edges: Sequence[float]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.edges) + 1)
 
     @property
     def count(self) -> int:
@@ -47,29 +50,18 @@ class HistogramSnapshot:
                 return edge
         return math.nan
 
-
-class Histogram:
-    """Counts values in buckets (previous edge, edge], whose upper edges ascend. The owner holds the lock."""
-
-    __slots__ = ("_counts", "_edges", "_total")
-
-    def __init__(self, edges: Sequence[float]) -> None:
-        self._edges = tuple(edges)
-        self._counts = [0] * (len(self._edges) + 1)
-        self._total = 0.0
-
     def add(self, value: float) -> None:
         """Count one value."""
-        self._counts[bisect_left(self._edges, value)] += 1
-        self._total += value
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.total += value
 
     def add_all(self, values: Sequence[float]) -> None:
         """Count several values."""
-        edges, counts = self._edges, self._counts
+        edges, counts = self.edges, self.counts
         for value in values:
             counts[bisect_left(edges, value)] += 1
-        self._total += sum(values)
+        self.total += sum(values)
 
-    def snapshot(self) -> HistogramSnapshot:
-        """Return a copy that does not change any more."""
-        return HistogramSnapshot(self._edges, tuple(self._counts), self._total)
+    def snapshot(self) -> Histogram:
+        """Return a copy, which does not change any more."""
+        return Histogram(self.edges, self.counts.copy(), self.total)

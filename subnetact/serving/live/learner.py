@@ -14,7 +14,7 @@ from subnetact.errors import SubnetActError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.scheduling.dispatch import Dispatcher
-from subnetact.serving.scheduling.request import Job, Request
+from subnetact.serving.scheduling.request import Job
 
 __all__ = ["Learner"]
 
@@ -41,7 +41,7 @@ class Learner:
     def __init__(
         self,
         tables: Sequence[LatencyTable],
-        dispatcher: Dispatcher[Request],
+        dispatcher: Dispatcher,
         lock: Lock,
         clock_ms: Callable[[], float],
         learn: bool,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from inspect import cleandoc
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -12,28 +14,16 @@ from subnetact.serving.live.stats import OUTCOMES, BatcherStats
 
 __all__ = ["Collector"]
 
-_COUNTERS = {
-    "submitted": "Requests accepted.",
-    "refused": "Requests the batcher refused: invalid, or queue full. A server may refuse more on its own.",
-    "full": "Requests refused because the queue was full.",
-    "batches": "Batches started.",
-    "preempted": "Batches suspended between two blocks for an urgent one.",
-    "bisected": "Batches that raised and were split.",
-    "out_of_memory": "Batches that ran out of memory and were split.",
-    "hung": "Workers that hung and were replaced.",
-    "died": "Workers that died.",
-    "revived": "Worker threads started again.",
-    "retried": "Requests given a second try after their worker was lost.",
-    "replanned": "Times the policy was given other latencies.",
-    "accuracy_sum": "Sum of profiled accuracy over requests that met their deadline.",
+_COUNTERS = (
+    *("submitted", "refused", "full", "batches", "preempted", "bisected", "out_of_memory", "hung", "died"),
+    *("revived", "retried", "replanned", "accuracy_sum"),
+)
+_GAUGES = ("queued", "running", "workers", "workers_up", "correction")
+_ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+_HELP = {
+    name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(cleandoc(BatcherStats.__doc__ or ""))
 }
-_GAUGES = {
-    "queued": "Requests waiting.",
-    "running": "Requests on a worker.",
-    "workers": "Workers of the batcher.",
-    "workers_up": "Workers that are up.",
-    "correction": "Measured latency over the table's, typical batch.",
-}
+"""What the documentation of `BatcherStats` says of each attribute; nothing under `python -OO`."""
 _HISTOGRAMS = {
     "latency_ms": ("latency_seconds", "Time from submission to answer.", 1e-3),
     "slack_ms": ("slack_seconds", "Slack of the most urgent request at each decision.", 1e-3),
@@ -79,22 +69,20 @@ class Collector:
         """Yield the current metrics as families of `prometheus_client`; a registry calls this method."""
         counter, gauge = self._families.CounterMetricFamily, self._families.GaugeMetricFamily
         stats, prefix = self._batcher.stats(), self._prefix
-        for kind, texts in ((counter, _COUNTERS), (gauge, _GAUGES)):
-            for name, text in texts.items():
+        for kind, names in ((counter, _COUNTERS), (gauge, _GAUGES)):
+            for name in names:
                 shown = "accuracy_percent_sum" if name == "accuracy_sum" else name
-                yield kind(prefix + shown, text, getattr(stats, name))
+                yield kind(prefix + shown, _HELP.get(name, ""), getattr(stats, name))
         outcomes = {name: getattr(stats, name) for name in OUTCOMES}
-        drifted = "Measured latency over the table's, subnets beyond the threshold."
-        limits = "Largest batch of subnets that ran out of memory."
-        accuracy = "Profiled accuracy of each subnet."
+        accuracy = "profiled accuracy per subnet id, in percent."
         for kind, name, text, label, values in (
-            (counter, "requests", "Accepted requests by outcome.", "outcome", outcomes),
-            (gauge, "drifted", drifted, "subnet", stats.drifted),
-            (gauge, "batch_limit", limits, "subnet", stats.batch_limits),
-            (counter, "served", "Requests answered by subnet.", "subnet", stats.served_by),
+            (counter, "requests", "accepted requests by outcome.", "outcome", outcomes),
+            (gauge, "drifted", _HELP.get("drifted"), "subnet", stats.drifted),
+            (gauge, "batch_limit", _HELP.get("batch_limits"), "subnet", stats.batch_limits),
+            (counter, "served", _HELP.get("served_by"), "subnet", stats.served_by),
             (gauge, "subnet_accuracy_percent", accuracy, "subnet", self._batcher.accuracy),
         ):
-            family = kind(prefix + name, text, labels=[label])
+            family = kind(prefix + name, text or "", labels=[label])
             for key, value in values.items():
                 family.add_metric([str(key)], value)
             yield family

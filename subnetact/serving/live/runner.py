@@ -110,20 +110,12 @@ def check_runner(
                 f"check_finite: {type(engine).__name__}.check(x) takes no `finite`; add it, or leave "
                 "check_finite out"
             ) from error
-    _check_shapes(engine, tables)
-    _check_preemption(engine, policy, in_processes)
-
-
-def _check_shapes(engine: Any, tables: Sequence[LatencyTable]) -> None:
     served = len(getattr(engine, "samples", [None])) if hasattr(engine, "shape_of") else 1
     if len(tables) > 1 and len(tables) != served:
         raise ProfileMismatch(
             f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or "
             "one per shape: profile_latency(engine, shape=i)"
         )
-
-
-def _check_preemption(engine: Any, policy: Policy, in_processes: bool) -> None:
     if not hasattr(policy, "preempt"):
         return
     name = type(policy).__name__

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram, HistogramSnapshot
+from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram
 
 __all__ = ["OUTCOMES", "BatcherStats", "Counters"]
 
@@ -30,7 +30,7 @@ class BatcherStats:
         failed: ended with `BatchFailed`.
         cancelled: withdrawn by their client.
         closed: ended with `BatcherClosed`.
-        refused: requests that the batcher never accepted, because they were invalid or the queue was full.
+        refused: requests that the batcher never accepted: invalid, or queue full. A server may refuse more.
         full: how many of these were refused because the queue was full.
         queued: requests that wait now, deferred ones included.
         running: requests that are on a worker now.
@@ -84,7 +84,7 @@ class BatcherStats:
     batch_sizes: Mapping[int, int] = field(default_factory=dict)
     batch_limits: Mapping[int, int] = field(default_factory=dict)
     drifted: Mapping[int, float] = field(default_factory=dict)
-    histograms: Mapping[str, HistogramSnapshot] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
 
     @property
     def attainment(self) -> float:

@@ -25,7 +25,7 @@ from subnetact.errors import (
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
-from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
+from subnetact.serving.live.histograms import MILLISECONDS, Histogram
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
@@ -98,7 +98,7 @@ class PipelineStats:
     cancelled: int
     refused: int
     open: int
-    latency_ms: HistogramSnapshot
+    latency_ms: Histogram
     stages: dict[str, BatcherStats]
 
 

@@ -20,6 +20,7 @@ from subnetact.serving.pipelines.model import (
     StageChoice,
     estimate_pipeline,
 )
+from subnetact.serving.planning.planner import fewest
 from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.simulation.scenario import checked_arrivals
@@ -84,13 +85,9 @@ class PlanSearch:
 
     def fewest(self, make: Callable[[int], Choices], high: int | None = None) -> Choices | None:
         """Return the plan with the fewest workers that meets the percentile, or None."""
-        failed, passed = 0, high or 1
-        while not self.meets(make(passed)):
-            if high is not None or passed >= self.most_workers:
-                return None
-            failed, passed = passed, min(2 * passed, self.most_workers)
-        between = range(failed + 1, passed)
-        return make(failed + 1 + bisect_left(between, True, key=lambda workers: self.meets(make(workers))))
+        most = self.most_workers if high is None else high
+        found = fewest(lambda workers: self.meets(make(workers)), most, high or 1)
+        return None if found is None else make(found)
 
     def uniform(self, workers: int, hardware: str | None = None) -> Choices:
         """Return a plan with as many workers at every stage, on its fastest hardware if none is given."""

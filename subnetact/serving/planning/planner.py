@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.scenario import checked_arrivals
 from subnetact.serving.simulation.simulator import simulate
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "fewest", "plan"]
 
 Make = Callable[[LatencyTable], Policy]
 
@@ -95,23 +96,21 @@ def plan(
         names = ("hullfit", "slackfit:4", "slackfit:8", "slackfit:16")
         candidates = {name: partial(make_policy, name, slo_ms=slo_ms) for name in names}
     tried: dict[tuple[str, int], float] = {}
+    results: dict[tuple[str, int], SimulationResult] = {}
+
+    def meets(name: str, workers: int) -> bool:
+        if (name, workers) not in results:
+            policy = candidates[name](slower)
+            found = simulate(arrivals, slower, policy, slo_ms, workers=workers, expired=rule, seed=seed)
+            results[name, workers], tried[name, workers] = found, found.attainment
+        found = results[name, workers]
+        return found.attainment >= attainment and found.mean_accuracy >= min_mean_accuracy
+
     best: Plan | None = None
     for name, make in candidates.items():
-        results: dict[int, SimulationResult] = {}
-
-        def meets(
-            workers: int, name: str = name, make: Make = make, results: dict[int, SimulationResult] = results
-        ) -> bool:
-            if workers not in results:
-                policy = make(slower)
-                found = simulate(arrivals, slower, policy, slo_ms, workers=workers, expired=rule, seed=seed)
-                results[workers], tried[name, workers] = found, found.attainment
-            found = results[workers]
-            return found.attainment >= attainment and found.mean_accuracy >= min_mean_accuracy
-
-        workers = _fewest(meets, most_workers if best is None else best.workers)
+        workers = fewest(partial(meets, name), most_workers if best is None else best.workers)
         if workers is not None:
-            found = Plan(workers, name, make, results[workers], tried)
+            found = Plan(workers, name, make, results[name, workers], tried)
             if best is None or _cost(found) < _cost(best):
                 best = found
     if best is None:
@@ -127,17 +126,11 @@ def _cost(found: Plan) -> tuple[int, float]:
     return found.workers, -found.result.effective_accuracy
 
 
-def _fewest(meets: Callable[[int], bool], most: int) -> int | None:
-    """Return the least number from 1 to `most` that `meets`; greater numbers must meet as well."""
-    failed, passed = 0, 1
+def fewest(meets: Callable[[int], bool], most: int, first: int = 1) -> int | None:
+    """Return the least number from 1 to `most` that `meets`, as greater ones do; `first` is tried first."""
+    failed, passed = 0, first
     while not meets(passed):
         if passed >= most:
             return None
         failed, passed = passed, min(2 * passed, most)
-    while passed - failed > 1:
-        middle = (failed + passed) // 2
-        if meets(middle):
-            passed = middle
-        else:
-            failed = middle
-    return passed
+    return failed + 1 + bisect_left(range(failed + 1, passed), True, key=meets)

@@ -10,7 +10,7 @@ import numpy as np
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import batch_limits, largest_within
-from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo, check_time
 from subnetact.serving.scheduling.context import Context
 
 __all__ = ["ModelSwitching"]
@@ -58,31 +58,23 @@ class ModelSwitching:
     ) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
-        if not (math.isfinite(window_ms) and window_ms > 0):
-            raise PolicyError(f"window_ms: {window_ms} must be finite and > 0")
-        self.window_ms = float(window_ms)
+        self.window_ms = check_time(window_ms, "window_ms")
         self.period_ms = check_margin(period_ms, "period_ms")
-        subnets = range(len(table.subnets))
-        if replicas is not None and len(replicas) != len(subnets):
+        rows = len(table.subnets)
+        if replicas is not None and len(replicas) != rows:
             raise PolicyError(
-                f"replicas: {len(replicas)} values for {len(subnets)} table rows; give one per table row"
+                f"replicas: {len(replicas)} values for {rows} table rows; give one per table row"
             )
         self._given_replicas = replicas
-        self._replicas = [
-            math.inf if replicas is None else check_count(replicas[i], "replicas") for i in subnets
-        ]
-        self._limits: dict[int, tuple[list[float], list[int]]] = {}
-        self._rates = [0.0 for _ in subnets]
-        for i in subnets:
-            if np.isnan(table.latency_ms[i]).all():
-                continue
-            self._limits[i] = batch_limits(table, i)
-            sustained = [
-                size / latency
-                for latency, size in zip(*self._limits[i], strict=True)
-                if 2 * latency <= slo_ms
-            ]
-            self._rates[i] = max(sustained, default=0.0)
+        self._replicas = (
+            [math.inf] * rows if replicas is None else [check_count(one, "replicas") for one in replicas]
+        )
+        runs: list[int] = np.flatnonzero(~np.isnan(table.latency_ms).all(axis=1)).tolist()
+        self._limits = {i: batch_limits(table, i) for i in runs}
+        self._rates = {
+            i: max((size / ms for ms, size in zip(*limits, strict=True) if 2 * ms <= slo_ms), default=0.0)
+            for i, limits in self._limits.items()
+        }
         self._by_accuracy = sorted(self._limits, key=lambda i: (-table.accuracy[i], -self._rates[i]))
         self.reset()
 

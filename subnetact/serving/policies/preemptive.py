@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from subnetact.errors import PolicyError
-from subnetact.serving.scheduling.checks import check_margin, check_policy
-from subnetact.serving.scheduling.context import Context, Policy, RunningBatch
+from subnetact.serving.policies.fronts import Fronts
+from subnetact.serving.scheduling.checks import check_margin, check_policy, check_time
+from subnetact.serving.scheduling.context import Context, Policy
+from subnetact.serving.scheduling.request import Job
 
 __all__ = ["Preemptive"]
 
@@ -55,22 +56,15 @@ class Preemptive:
         check_policy(policy)
         if hasattr(policy, "preempt"):
             raise PolicyError(f"policy: {type(policy).__name__} preempts by itself; use it as it is")
-        if not (math.isfinite(factor) and factor > 0):
-            raise PolicyError(f"factor: {factor} must be finite and > 0")
         self.policy = policy
         self.table = policy.table
-        self.factor = float(factor)
+        self.factor = check_time(factor, "factor")
         self.block_ms = check_margin(block_ms, "block_ms")
         for name in ("slo_ms", "switch_ms"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
-        self._latency: list[list[float]] = self.table.latency_ms.tolist()
         self._fastest = self.table.fastest_ms
-        accuracy = self.table.known_accuracy()
-        self._by_accuracy = sorted(range(len(accuracy)), key=lambda i: (-accuracy[i], i))
-        self._accuracy = accuracy
-        self._sizes = self.table.batch_sizes
-        self._pad = self.table.pad_index
+        self._fronts = Fronts(self.table)
         self._urgent: tuple[int, int] | None = None
 
     def decide(self, context: Context) -> tuple[int, int] | None:
@@ -100,64 +94,50 @@ class Preemptive:
             observe(subnet, batch_size, profiled_ms, measured_ms)
 
     def block_length(self, layer_blocks: int, batch_ms: float) -> int:
-        """Return how many layer blocks of a batch are one block, after which it looks at the queue.
+        """Return how many of a subnet's layer blocks are one block of a batch that should take `batch_ms`.
 
-        Args:
-            layer_blocks: how many layer blocks the subnet has.
-            batch_ms: expected latency of the batch, ms; 0 if it is not known.
+        After each block the batch looks at the queue. If the time is not known, `batch_ms` is 0.
         """
         if batch_ms <= 0 or self.block_ms * layer_blocks < batch_ms:
             return 1
         return min(layer_blocks, int(self.block_ms * layer_blocks / batch_ms))
 
     def calm_until(self, context: Context) -> float:
-        """Return the time, ms, until which the next worker may be busy before `preempt` is asked.
-
-        Args:
-            context: the state of the server while no worker is idle.
-        """
+        """Return the time, ms, until which the next worker may be busy before `preempt` is asked."""
         return context.queue.deadline() - self._fastest
 
-    def preempt(self, context: Context, running: Sequence[RunningBatch]) -> int | None:
+    def preempt(self, context: Context, running: Sequence[Job]) -> int | None:
         """Choose the running batch that gives way to the urgent requests of the queue.
 
         Args:
             context: the state of the server while no worker is idle.
-            running: the batches that can be suspended; at least one.
+            running: the batches that can be suspended; at least one. They end at `context.free_at_ms`.
 
         Returns:
             The worker whose batch is suspended, or None.
         """
         self._urgent = None
-        now, queue = context.now_ms, context.queue
-        next_free = max(now, min(context.free_at_ms))
-        most = min(len(queue), self._sizes[-1])
+        now, queue, free_at_ms = context.now_ms, context.queue, context.free_at_ms
+        next_free = max(now, min(free_at_ms))
+        most = min(len(queue), self._fronts.sizes[-1])
         saved = 0
         while saved < most and queue.deadline(saved) < next_free + self._fastest:
             saved += 1
         while saved:
             floor = max(queue.floor(i) for i in range(saved)) if queue.demanding else 0.0
-            found = self._subnet(saved, queue.deadline() - now, floor)
+            column = self._fronts.column_for(saved)
+            found = self._fronts.most_accurate(column, queue.deadline() - now, floor)
             if found is not None:
-                subnet, takes = found
-                victim = min(running, key=lambda batch: (_made_late(batch, takes), -batch.free_at_ms))
-                if saved > self.factor * _made_late(victim, takes):
-                    self._urgent = subnet, saved
-                    return victim.worker
+                ends = [(job, free_at_ms[job.worker]) for job in running]
+                costs = [(_made_late(job, ms, found.latency_ms), -ms, job.worker) for job, ms in ends]
+                late, _, worker = min(costs)
+                if saved > self.factor * late:
+                    self._urgent = found.subnet, saved
+                    return worker
             saved //= 2
         return None
 
-    def _subnet(self, count: int, within_ms: float, floor: float) -> tuple[int, float] | None:
-        """Return the most accurate subnet that runs so many requests in time, and how long it takes."""
-        column = self._pad[count]
-        for subnet in self._by_accuracy:
-            takes = self._latency[subnet][column]
-            if self._accuracy[subnet] >= floor and takes <= within_ms:
-                return subnet, takes
-        return None
 
-
-def _made_late(batch: RunningBatch, takes_ms: float) -> int:
-    """Return how many requests of a batch miss their deadlines if it pauses for `takes_ms`."""
-    late = batch.free_at_ms + takes_ms
-    return sum(batch.free_at_ms <= deadline < late for deadline in batch.deadlines_ms)
+def _made_late(job: Job, ends_ms: float, pause_ms: float) -> int:
+    """Return how many requests of a batch miss their deadlines if it pauses for so long."""
+    return sum(ends_ms <= request.deadline_ms < ends_ms + pause_ms for request in job.part)

@@ -51,10 +51,6 @@ def make_policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
 
 
 def policy_names(table: LatencyTable) -> list[str]:
-    """Return the names that `all` stands for on the command line; `Fixed` is there with every subnet.
-
-    Args:
-        table: the latency table.
-    """
+    """Return the names that `all` stands for on the command line; `Fixed` is there with every subnet."""
     names = [name for name in POLICIES if name != "fixed"]
     return [*names, *(f"fixed:{i}" for i in range(len(table.subnets)))]

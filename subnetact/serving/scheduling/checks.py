@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from decimal import ROUND_CEILING, Context
 from numbers import Real
 from typing import Any
@@ -92,19 +93,18 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
 
 
 def check_time(value: object, name: str) -> float:
-    """Return a time, in ms, as a float."""
-    time_ms = _number(value, name)
-    if not (math.isfinite(time_ms) and time_ms > 0):
-        raise PolicyError(f"{name}: {value} must be finite and > 0")
-    return time_ms
+    """Return a finite number above 0, such as a time in ms, as a float."""
+    return _number(value, name, "finite and > 0", lambda number: 0.0 < number < math.inf)
 
 
 def check_positive(value: object, name: str) -> float:
     """Return a number above 0, which may be infinite, as a float."""
-    number = _number(value, name)
-    if not number > 0.0:
-        raise PolicyError(f"{name}: {value} must be > 0")
-    return number
+    return _number(value, name, "> 0", lambda number: number > 0.0)
+
+
+def check_margin(margin: object, name: str) -> float:
+    """Return a finite number of at least 0 as a float."""
+    return _number(margin, name, "finite and >= 0", lambda number: 0.0 <= number < math.inf)
 
 
 def check_deadline(value: object, name: str = "deadline_ms") -> float:
@@ -132,18 +132,11 @@ def check_request_number(value: object, name: str, hint: str) -> float:
         raise InvalidRequest(f"{name}: an {kind} beyond every float; give a smaller one") from error
 
 
-def check_margin(margin: float, name: str) -> float:
-    """Return `margin` as a float."""
-    margin = _number(margin, name)
-    if not (math.isfinite(margin) and margin >= 0):
-        raise PolicyError(f"{name}: {margin} must be finite and >= 0")
-    return margin
-
-
-def _number(value: Any, name: str) -> float:
+def _number(value: Any, name: str, rule: str, meets: Callable[[float], bool]) -> float:
     try:
-        if not isinstance(value, str | bytes | bool):
-            return float(value)
+        number = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        pass
-    raise PolicyError(f"{name}: {value!r} must be a number")
+        number = math.nan
+    if not meets(number):
+        raise PolicyError(f"{name}: {value!r} must be a number that is {rule}")
+    return number

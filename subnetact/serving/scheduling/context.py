@@ -10,17 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.queue import EDFQueue
 
-__all__ = ["ArrivalMeter", "Context", "Policy", "RunningBatch"]
+__all__ = ["ArrivalMeter", "Context", "Policy"]
 
 Choice = tuple[int, int]
 
 
 class ArrivalMeter:
-    """Counts the arrivals within recent windows of time.
-
-    Args:
-        horizon_ms: the longest window that can be asked for. Older arrival times are discarded from time to
-            time, so that memory stays bounded.
+    """Counts the arrivals within recent windows of time, of at most `horizon_ms`; older ones are forgotten.
 
     Attributes:
         start_ms: time of the first arrival. Before it, None.
@@ -45,15 +41,6 @@ class ArrivalMeter:
         if len(self._times) > self._limit:
             self._trim()
 
-    def append(self, time_ms: float) -> None:
-        """Record one arrival."""
-        if self.start_ms is None:
-            self.start_ms = time_ms
-        self._times.append(time_ms)
-        self.total += 1
-        if len(self._times) > self._limit:
-            self._trim()
-
     def count(self, since_ms: float, until_ms: float) -> int:
         """Return the number of arrivals after `since_ms`, up to and including `until_ms`."""
         times = self._times
@@ -73,39 +60,11 @@ class ArrivalMeter:
         self._limit = max(8192, 2 * len(self._times))
 
 
-@dataclass(frozen=True)
-class RunningBatch:
-    """A batch that runs on a worker, as policies that preempt see it.
-
-    Attributes:
-        worker: index of the worker.
-        subnet: index of the subnet.
-        k: number of requests in the batch.
-        started_ms: when the batch started.
-        free_at_ms: when the batch is expected to end.
-        deadlines_ms: the deadlines of its requests.
-    """
-
-    worker: int
-    subnet: int
-    k: int
-    started_ms: float
-    free_at_ms: float
-    deadlines_ms: Sequence[float] = ()
-
-
+@dataclass(slots=True, eq=False)
 class Context:
     """The state of the server at one decision.
 
     One object is reused for all decisions, so a policy must not keep a reference to it.
-
-    Args:
-        queue: the queue.
-        arrivals: the meter of arrivals.
-        free_at_ms: when each worker is expected to be free.
-        slo_ms: the usual time from arrival to deadline, ms.
-        expire: removes that many of the most urgent requests from the queue by the rule for expired
-            requests. If None, the rule keeps them in the queue and `expire` has no effect.
 
     Attributes:
         now_ms: the time.
@@ -118,44 +77,24 @@ class Context:
         arrivals: recent arrivals, for `rate_per_ms`.
         free_at_ms: when each worker is expected to be free; inf for one that is down.
         expired: number of requests that have expired so far.
-        may_expire: whether the policy may treat requests as expired with `expire(count)`.
     """
 
-    __slots__ = (
-        "_expire",
-        "arrivals",
-        "expired",
-        "floor",
-        "free_at_ms",
-        "may_expire",
-        "now_ms",
-        "queue",
-        "queued",
-        "slack_ms",
-        "slo_ms",
-        "worker",
-    )
+    queue: EDFQueue[Any]
+    arrivals: ArrivalMeter
+    free_at_ms: list[float]
+    slo_ms: float
+    _expire: Callable[[int], None] | None = None
+    now_ms: float = 0.0
+    worker: int = 0
+    queued: int = 0
+    slack_ms: float = 0.0
+    floor: float = 0.0
+    expired: int = 0
 
-    def __init__(
-        self,
-        queue: EDFQueue[Any],
-        arrivals: ArrivalMeter,
-        free_at_ms: list[float],
-        slo_ms: float,
-        expire: Callable[[int], None] | None = None,
-    ) -> None:
-        self.queue = queue
-        self.arrivals = arrivals
-        self.free_at_ms = free_at_ms
-        self.slo_ms = slo_ms
-        self.may_expire = expire is not None
-        self._expire = expire
-        self.expired = 0
-        self.now_ms = 0.0
-        self.worker = 0
-        self.queued = 0
-        self.slack_ms = 0.0
-        self.floor = 0.0
+    @property
+    def may_expire(self) -> bool:
+        """Whether the policy may treat requests as expired with `expire(count)`."""
+        return self._expire is not None
 
     def expire(self, count: int) -> None:
         """Treat the most urgent requests as expired, although a subnet could still meet their deadlines.

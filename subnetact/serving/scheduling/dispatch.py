@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from operator import index
-from typing import Any, Generic, NamedTuple, TypeVar
+from operator import attrgetter, index
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,13 +22,13 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_accuracy, expired_rule, unreachable
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
-from subnetact.serving.scheduling.frontier import cheapest, largest_batches, least_from
+from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
+from subnetact.serving.scheduling.request import Request
 
 __all__ = ["Batch", "Dispatcher"]
 
-Item = TypeVar("Item")
 _REMEMBERED_SLOS = 12.0
 """Policies may ask for the arrival rate of this many SLOs."""
 
@@ -40,7 +40,6 @@ class Batch(NamedTuple):
         subnet: index of the subnet in the table.
         batch_size: the planned batch size, one of the table's (a compiled engine pads to it).
         items: the requests, most urgent first.
-        deadlines_ms: their deadlines, ascending.
         expected_ms: the latency that the table gives.
         queued: number of requests in the queue before the batch was formed.
         slack_ms: slack of the most urgent request of the queue when the batch was formed.
@@ -48,8 +47,7 @@ class Batch(NamedTuple):
 
     subnet: int
     batch_size: int
-    items: list[Any]
-    deadlines_ms: list[float]
+    items: list[Request]
     expected_ms: float
     queued: int
     slack_ms: float
@@ -58,27 +56,20 @@ class Batch(NamedTuple):
 class _Plan:
     """A policy and the latencies of one input shape, with what is derived from them.
 
-    Args:
-        policy: decides which subnet runs and how large the batch is.
-        table: the latencies to plan with.
-        accuracy: the accuracy of each subnet, percent. If None, the table's.
-
-    Attributes:
-        floor_cost: for each accuracy, ascending: (least latency in ms, subnet) of the subnets that reach it.
-        work: likewise, the least worker time per request, ms.
+    `floor_cost` has for each accuracy, ascending, (least latency in ms, subnet) of the subnets that reach it;
+    `work` the least worker time per request, ms.
     """
 
-    def __init__(self, policy: Policy, table: LatencyTable, accuracy: Sequence[float] | None = None) -> None:
+    def __init__(self, policy: Policy, table: LatencyTable, percent: Sequence[float]) -> None:
         self.policy = policy
         self.latency: list[list[float]] = table.latency_ms.tolist()
         self.fastest = table.fastest_ms
         self.largest = largest_batches(table)
-        self.cheapest = cheapest(table)
+        self.cheapest = cheapest_from(table, [0.0])[0]
         row = self.latency[self.cheapest]
         self.full = next(
             (ms, size) for ms, size in zip(row[::-1], table.batch_sizes[::-1], strict=True) if ms == ms
         )
-        percent = table.known_accuracy() if accuracy is None else accuracy
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
         per_request = (cells / table.batch_sizes).min(axis=1).tolist()
@@ -89,7 +80,7 @@ class _Plan:
         ]
 
 
-class Dispatcher(Generic[Item]):
+class Dispatcher:
     """Applies the rule for expired requests, asks the policy, and forms the batch.
 
     A request has expired if its deadline is before now plus the least latency of the subnets that meet its
@@ -102,17 +93,13 @@ class Dispatcher(Generic[Item]):
 
     Args:
         policy: decides which subnet runs and how large the batch is.
+        tables: the latencies to plan with, one table per input shape, the largest shape last. For shapes but
+            the last, the policy is made anew by `retabled(table)`, if it has that method.
         free_at_ms: when each worker is expected to be free; inf for one that is down. The caller updates it.
         slo_ms: the usual time from arrival to deadline, ms; the context passes it to the policy.
-        expired: the rule for expired requests: `drop`, `defer` or `serve`.
+        expired: the rule for expired requests. Unless it is `serve`, requests that would make more important
+            ones miss are treated as expired.
         on_drop: called with the requests that were dropped.
-        table: the latencies to plan with, or one table per input shape, the largest shape last. If None, the
-            policy's table. For shapes but the last, the policy is made anew by `retabled(table)`, if it has
-            that method.
-        priority: returns the priority of a request; higher is more important. If given, and unless the rule
-            is `serve`, requests that would make more important ones miss are treated as expired.
-        shape: returns the position of a request's input shape among the tables. If None, all requests have
-            the last one.
 
     Attributes:
         queue: the requests that have not expired.
@@ -131,26 +118,21 @@ class Dispatcher(Generic[Item]):
     def __init__(
         self,
         policy: Policy,
+        tables: Sequence[LatencyTable],
         free_at_ms: list[float],
         slo_ms: float,
         expired: str,
-        on_drop: Callable[[list[Item]], None] | None = None,
-        table: LatencyTable | Sequence[LatencyTable] | None = None,
-        priority: Callable[[Item], int] | None = None,
-        shape: Callable[[Item], int] | None = None,
+        on_drop: Callable[[list[Request]], None],
     ) -> None:
-        given = policy.table if table is None else table
-        tables = [given] if isinstance(given, LatencyTable) else list(given)
         table = check_accuracy(tables[-1])
         self.expired = expired_rule(expired)
-        self._priority = priority
         self.limits: dict[int, int] = {}
-        self.queue: EDFQueue[Item] = EDFQueue(priority)
-        self.deferred: EDFQueue[Item] = EDFQueue()
+        self.queue: EDFQueue[Request] = EDFQueue(attrgetter("ask.priority"))
+        self.deferred: EDFQueue[Request] = EDFQueue()
         self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
-        self.gate: ShareGate[Any] | None = None
-        self._on_drop = on_drop or _forget
-        self.taken: list[Item] = []
+        self.gate: ShareGate | None = None
+        self._on_drop = on_drop
+        self.taken: list[Request] = []
         self._accuracy = table.known_accuracy()
         self._accuracies = sorted(set(self._accuracy))
         self._sizes = table.batch_sizes
@@ -160,7 +142,7 @@ class Dispatcher(Generic[Item]):
             self.plan(policy if one is table or retabled is None else retabled(one), one) for one in tables
         ]
         self._plan = self._plans[-1]
-        self._shape = shape if len(tables) > 1 else None
+        self._shaped = len(tables) > 1
         self.context = Context(
             self.queue, self.arrivals, free_at_ms, slo_ms, None if expired == "serve" else self._expire
         )
@@ -174,7 +156,7 @@ class Dispatcher(Generic[Item]):
         self._plans[shape] = plan
         self._plan = self._plans[-1]
 
-    def share(self, shares: FairShares) -> ShareGate[Any]:
+    def share(self, shares: FairShares) -> ShareGate:
         """Hold back requests of clients beyond their shares; the owner gives new requests to the gate."""
         context = self.context
         self.gate = ShareGate(
@@ -182,13 +164,10 @@ class Dispatcher(Generic[Item]):
         )
         return self.gate
 
-    def _shape_of(self, item: Item) -> int:
-        return -1 if self._shape is None else self._shape(item)
-
-    def _least_work_ms(self, floor: float, item: Item) -> float:
-        """Return the least worker time of a request, ms, in a full batch of a subnet that meets `floor`."""
-        plan = self._plans[self._shape_of(item)]
-        at = bisect_left(self._accuracies, floor)
+    def _least_work_ms(self, request: Request) -> float:
+        """Return the least worker time of a request, ms, in a full batch of a subnet that meets its floor."""
+        plan = self._plans[request.shape]
+        at = bisect_left(self._accuracies, request.ask.floor)
         return plan.work[at] if at < len(plan.work) and plan.work[at] < math.inf else plan.fastest
 
     def policy_of(self, shape: int = -1) -> Policy:
@@ -230,8 +209,11 @@ class Dispatcher(Generic[Item]):
             self.remove_expired(now_ms)
         if self.gate is not None:
             self.gate.release(now_ms)
-        if self.expired != "serve" and self._priority is not None and queue.prioritised and len(queue) > 1:
-            self._remove_unaffordable(now_ms, self._priority)
+        if self.expired != "serve" and queue.prioritised and len(queue) > 1:
+            plan = self._plans[-1]
+            positions = unaffordable(queue, now_ms, self.context.free_at_ms, plan.full, plan.fastest)
+            if positions:
+                self._drop_or_defer(queue.take_at(positions))
         queued = len(queue)
         if not queued:
             return self.cheapest_batch(now_ms)
@@ -273,20 +255,20 @@ class Dispatcher(Generic[Item]):
         size = plan.largest[plan.cheapest]
         return self._form(queue, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
 
-    def _turn_to(self, queue: EDFQueue[Item]) -> _Plan:
+    def _turn_to(self, queue: EDFQueue[Request]) -> _Plan:
         """Make the plan of the most urgent request's shape the current one, and return it."""
-        if self._shape is not None:
-            self._plan = self._plans[self._shape(queue.item())]
+        if self._shaped:
+            self._plan = self._plans[queue.item().shape]
         return self._plan
 
-    def _form(self, queue: EDFQueue[Item], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
+    def _form(self, queue: EDFQueue[Request], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
         plan = self._plan
         if self.limits:
             size = min(size, self.limits.get(subnet, size))
-        if self._shape is None and not queue.demanding:
-            deadlines, items = queue.take(min(size, len(queue)))
+        if self._shaped or queue.demanding:
+            subnet, items = self._take_alike(queue, subnet, size)
         else:
-            subnet, deadlines, items = self._take_alike(queue, subnet, size)
+            items = queue.take(min(size, len(queue)))
         column = self._column(plan, subnet, len(items))
         expected = plan.latency[subnet][column]
         if expected != expected:
@@ -297,24 +279,19 @@ class Dispatcher(Generic[Item]):
             )
         if self.gate is not None:
             self.gate.spend(items, expected)
-        return Batch(subnet, self._sizes[column], items, deadlines, expected, queued, slack_ms)
+        return Batch(subnet, self._sizes[column], items, expected, queued, slack_ms)
 
-    def _take_alike(
-        self, queue: EDFQueue[Item], subnet: int, size: int
-    ) -> tuple[int, list[float], list[Item]]:
-        """Take what one subnet may answer, of the most urgent one's shape; return the subnet and the rest."""
-        plan, shape_of = self._plan, self._shape
-        alike: Callable[[Item], bool] | None = None
-        if shape_of is not None:
-            shape = shape_of(queue.item())
-            alike = lambda item: shape_of(item) == shape  # noqa: E731
-        deadlines, items = queue.take_satisfied(size, self._accuracy[subnet], alike)
+    def _take_alike(self, queue: EDFQueue[Request], subnet: int, size: int) -> tuple[int, list[Request]]:
+        """Take what one subnet may answer, of the most urgent one's shape; return the subnet and that."""
+        plan, shape = self._plan, queue.item().shape
+        alike = (lambda request: request.shape == shape) if self._shaped else None
+        items = queue.take_satisfied(size, self._accuracy[subnet], alike)
         if not items:
             _, subnet = self._cost_of(plan, queue.floor())
             size = min(size, plan.largest[subnet], self.limits.get(subnet, size))
-            deadlines, items = queue.take_satisfied(size, self._accuracy[subnet], alike)
+            items = queue.take_satisfied(size, self._accuracy[subnet], alike)
         if alike is None:
-            return subnet, deadlines, items
+            return subnet, items
         planned = plan.latency[subnet][self._column(plan, subnet, size)]
         better = [
             (accuracy, -row[column], other)
@@ -323,48 +300,32 @@ class Dispatcher(Generic[Item]):
             and row[column := self._column(plan, other, len(items))] <= planned
             and len(items) <= self.limits.get(other, len(items))
         ]
-        return max(better, default=(0.0, 0.0, subnet))[2], deadlines, items
+        return max(better, default=(0.0, 0.0, subnet))[2], items
 
     def remove_expired(self, now_ms: float) -> None:
         """Drop or defer the expired requests at the head of the queue; the rule must not be `serve`."""
         queue = self.queue
         if self.gate is not None:
-            self._expire_held(self.gate, now_ms)
+            self._drop_or_defer(self.gate.expire(now_ms, self.least_ms))
         count, waiting = 0, len(queue)
         while count < waiting:
-            shape = self._shape_of(queue.item(count))
+            shape = queue.item(count).shape
             if queue.deadline(count) >= now_ms + self.least_ms(queue.floor(count), shape):
                 break
             count += 1
         if count:
             self._expire(count)
 
-    def _expire_held(self, gate: ShareGate[Any], now_ms: float) -> None:
-        deadlines, items, floors = gate.expire(
-            now_ms, lambda floor, item: self.least_ms(floor, self._shape_of(item))
-        )
-        if items:
-            self._drop_or_defer(deadlines, items, floors)
-
-    def _remove_unaffordable(self, now_ms: float, priority: Callable[[Item], int]) -> None:
-        queue, (full_ms, full_size) = self.queue, self._plans[-1].full
-        positions = unaffordable(
-            queue, now_ms, self.context.free_at_ms, full_ms, full_size, self._plans[-1].fastest, priority
-        )
-        if positions:
-            floors = [queue.floor(at) for at in positions]
-            self._drop_or_defer(*queue.take_at(positions), floors)
-
     def _expire(self, count: int) -> None:
-        floors = [self.queue.floor(i) for i in range(count)] if self.expired == "defer" else []
-        self._drop_or_defer(*self.queue.take(count), floors)
+        self._drop_or_defer(self.queue.take(count))
 
-    def _drop_or_defer(self, deadlines: list[float], items: list[Item], floors: list[float]) -> None:
-        self.context.expired += len(items)
+    def _drop_or_defer(self, requests: list[Request]) -> None:
+        self.context.expired += len(requests)
         if self.expired == "drop":
-            self._on_drop(items)
+            self._on_drop(requests)
         else:
-            self.deferred.extend(deadlines, items, floors)
+            for request in requests:
+                self.deferred.push(request.deadline_ms, request, request.ask.floor)
 
     def _cost_of(self, plan: _Plan, floor: float) -> tuple[float, int]:
         """Return (least latency in ms, subnet) among the subnets that meet `floor`."""
@@ -373,7 +334,3 @@ class Dispatcher(Generic[Item]):
         if found is None or found[0] == math.inf:
             raise unreachable(floor, max(self._accuracy))
         return found
-
-
-def _forget(items: list[Any]) -> None:
-    """Ignore the dropped requests; used if no `on_drop` was given."""

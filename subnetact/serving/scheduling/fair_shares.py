@@ -20,11 +20,12 @@ import heapq
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from subnetact.errors import PolicyError
 from subnetact.serving.scheduling.checks import check_time
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Request
 
 __all__ = ["FairShares", "ShareGate"]
 
@@ -61,25 +62,7 @@ class FairShares:
                 )
 
 
-class Owned(Protocol):
-    """A request that has a client.
-
-    Attributes:
-        charge_ms: worker time that was taken from the client's bucket for the request and was not used yet.
-    """
-
-    charge_ms: float
-
-    @property
-    def client(self) -> str:
-        """Name of the client."""
-        ...
-
-
-Item = TypeVar("Item", bound=Owned)
-
-
-class _Client(Generic[Item]):
+class _Client:
     __slots__ = ("filling", "finish", "held", "name", "open", "weight")
 
     def __init__(self, name: str, weight: float, finish: float) -> None:
@@ -88,28 +71,23 @@ class _Client(Generic[Item]):
         self.finish = finish
         self.filling = False
         self.open = 0
-        self.held: EDFQueue[Item] = EDFQueue()
+        self.held: EDFQueue[Request] = EDFQueue()
 
 
-class ShareGate(Generic[Item]):
+class ShareGate:
     """Lets requests into the queue as far as their clients' shares go. The owner of the queue locks.
 
-    Args:
-        shares: the settings.
-        slo_ms: the usual time from arrival to deadline, in ms.
-        queue: the queue.
-        free_at_ms: when each worker is expected to be free; inf for one that is down.
-        cost_ms: returns the least worker time, in ms, of a request with a floor.
-        most: number of requests that an idle worker takes of those that are held back.
+    `cost_ms` returns the least worker time, in ms, of a request. An idle worker takes `most` of the requests
+    that are held back.
     """
 
     def __init__(
         self,
         shares: FairShares,
         slo_ms: float,
-        queue: EDFQueue[Item],
+        queue: EDFQueue[Request],
         free_at_ms: list[float],
-        cost_ms: Callable[[float, Item], float],
+        cost_ms: Callable[[Request], float],
         most: int,
     ) -> None:
         self._shares = shares
@@ -118,8 +96,8 @@ class ShareGate(Generic[Item]):
         self._free_at_ms = free_at_ms
         self._cost_ms = cost_ms
         self._most = most
-        self._clients: dict[str, _Client[Item]] = {}
-        self._holding: dict[str, _Client[Item]] = {}
+        self._clients: dict[str, _Client] = {}
+        self._holding: dict[str, _Client] = {}
         self._filling: list[tuple[float, str]] = []
         self._weight = self._open_weight = 0.0
         self._virtual = 0.0
@@ -147,7 +125,7 @@ class ShareGate(Generic[Item]):
         most = max_queue * state.weight / (self._open_weight + self._shares.weight)
         return state.open < most and waiting < max_queue
 
-    def push(self, now_ms: float, deadline_ms: float, item: Item, floor: float) -> None:
+    def push(self, now_ms: float, item: Request) -> None:
         """Add a request to the queue, or hold it back."""
         self._advance(now_ms)
         client = self._clients.get(item.client)
@@ -160,10 +138,10 @@ class ShareGate(Generic[Item]):
         if not client.open:
             self._open_weight += client.weight
         client.open += 1
-        if not client.held and self._may_pass(client, floor, item):
-            self._let_in(client, deadline_ms, item, floor)
+        if not client.held and self._may_pass(client, item):
+            self._let_in(client, item)
         else:
-            self._hold(client, deadline_ms, item, floor)
+            self._hold(client, item)
 
     def release(self, now_ms: float) -> None:
         """Let in what the shares allow now, and what an idle worker has time for; a worker is idle."""
@@ -171,8 +149,8 @@ class ShareGate(Generic[Item]):
         if not self._held:
             return
         for client in list(self._holding.values()):
-            while client.held and self._may_pass(client, client.held.floor(), client.held.item()):
-                self._let_in_first(client)
+            while client.held and self._may_pass(client, client.held.item()):
+                self._let_in(client, self._take_first(client))
         if len(self._queue):
             return
         waiting = [(client.finish, client.name) for client in self._holding.values()]
@@ -180,11 +158,11 @@ class ShareGate(Generic[Item]):
         for _ in range(min(self._most, self._held)):
             _, name = heapq.heappop(waiting)
             client = self._holding[name]
-            self._let_in_first(client)
+            self._let_in(client, self._take_first(client))
             if client.held:
                 heapq.heappush(waiting, (client.finish, name))
 
-    def spend(self, items: list[Item], expected_ms: float) -> None:
+    def spend(self, items: list[Request], expected_ms: float) -> None:
         """Take what a batch really costs from its clients' buckets."""
         each_ms = expected_ms / len(items)
         for item in items:
@@ -193,7 +171,7 @@ class ShareGate(Generic[Item]):
                 self._take(client, each_ms - item.charge_ms)
             item.charge_ms = 0.0
 
-    def ended(self, item: Item) -> None:
+    def ended(self, item: Request) -> None:
         """Forget a request that has its outcome; if it never ran, its client gets the time back."""
         client = self._clients.get(item.client)
         if client is None:
@@ -207,78 +185,64 @@ class ShareGate(Generic[Item]):
         if not client.filling:
             self._forget(client)
 
-    def expire(
-        self, now_ms: float, least_ms: Callable[[float, Item], float]
-    ) -> tuple[list[float], list[Item], list[float]]:
-        """Remove the requests that were held back until they expired."""
-        deadlines: list[float] = []
-        items: list[Item] = []
-        floors: list[float] = []
+    def expire(self, now_ms: float, least_ms: Callable[[float, int], float]) -> list[Request]:
+        """Remove and return the requests that were held back until they expired."""
+        expired: list[Request] = []
         for client in list(self._holding.values()):
             held = client.held
-            while held and held.deadline() < now_ms + least_ms(held.floor(), held.item()):
-                floors.append(held.floor())
-                deadline_ms, item = self._take_first(client)
-                deadlines.append(deadline_ms)
-                items.append(item)
-        return deadlines, items, floors
+            while held and held.deadline() < now_ms + least_ms(held.floor(), held.item().shape):
+                expired.append(self._take_first(client))
+        return expired
 
-    def remove(self, deadline_ms: float, item: Item) -> bool:
-        """Remove one request that is held back."""
+    def remove(self, item: Request) -> bool:
+        """Remove one request that is held back; return whether it was."""
         client = self._holding.get(item.client)
-        if client is None or not client.held.remove(deadline_ms, item):
+        if client is None or not client.held.remove(item.deadline_ms, item):
             return False
         self._let_go(client)
         return True
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[Request]:
         """Return all requests that are held back."""
         return [
             item for client in self._holding.values() for _, item in client.held.entries(len(client.held))
         ]
 
-    def take_all(self) -> list[Item]:
-        """Remove and return all requests that are held back."""
-        items = self.items()
+    def take_all(self) -> None:
+        """Remove all requests that are held back."""
         for client in self._holding.values():
             client.held.take(len(client.held))
         self._holding.clear()
         self._held = 0
-        return items
 
-    def _may_pass(self, client: _Client[Item], floor: float, item: Item) -> bool:
+    def _may_pass(self, client: _Client, item: Request) -> bool:
         if len(self._clients) == 1:
             return True
         ahead_ms = max(client.finish - self._virtual, 0.0)
         # A request that costs more than a full bucket passes if the bucket is full.
-        return ahead_ms <= 0.0 or ahead_ms + self._cost_ms(floor, item) / client.weight <= self._burst_ms
+        return ahead_ms <= 0.0 or ahead_ms + self._cost_ms(item) / client.weight <= self._burst_ms
 
-    def _let_in(self, client: _Client[Item], deadline_ms: float, item: Item, floor: float) -> None:
-        item.charge_ms = self._cost_ms(floor, item)
+    def _let_in(self, client: _Client, item: Request) -> None:
+        item.charge_ms = self._cost_ms(item)
         self._take(client, item.charge_ms)
-        self._queue.push(deadline_ms, item, floor)
+        self._queue.push(item.deadline_ms, item, item.ask.floor)
 
-    def _let_in_first(self, client: _Client[Item]) -> None:
-        floor = client.held.floor()
-        deadline_ms, item = self._take_first(client)
-        self._let_in(client, deadline_ms, item, floor)
-
-    def _take_first(self, client: _Client[Item]) -> tuple[float, Item]:
-        [deadline_ms], [item] = client.held.take(1)
+    def _take_first(self, client: _Client) -> Request:
+        [item] = client.held.take(1)
         self._let_go(client)
-        return deadline_ms, item
+        return item
 
-    def _hold(self, client: _Client[Item], deadline_ms: float, item: Item, floor: float) -> None:
-        client.held.push(deadline_ms, item, floor)
+    def _hold(self, client: _Client, item: Request) -> None:
+        client.held.push(item.deadline_ms, item, item.ask.floor)
         self._holding[client.name] = client
         self._held += 1
 
-    def _let_go(self, client: _Client[Item]) -> None:
+    def _let_go(self, client: _Client) -> None:
         self._held -= 1
         if not client.held:
             del self._holding[client.name]
 
-    def _recall(self, client: _Client[Item]) -> None:
+    def _recall(self, client: _Client) -> None:
         """Hold back what a client that was alone has in the queue beyond its share, least urgent first."""
         queue, positions = self._queue, []
         entries = queue.entries(len(queue))
@@ -290,13 +254,12 @@ class ShareGate(Generic[Item]):
                 positions.append(position)
                 ahead_ms -= entries[position][1].charge_ms / client.weight
         positions.reverse()
-        floors = [queue.floor(position) for position in positions]
-        for deadline_ms, item, floor in zip(*queue.take_at(positions), floors, strict=True):
+        for item in queue.take_at(positions):
             client.finish -= item.charge_ms / client.weight
             item.charge_ms = 0.0
-            self._hold(client, deadline_ms, item, floor)
+            self._hold(client, item)
 
-    def _take(self, client: _Client[Item], cost_ms: float) -> None:
+    def _take(self, client: _Client, cost_ms: float) -> None:
         """Take worker time from a bucket, or give some back if the number is negative."""
         client.finish = max(client.finish, self._virtual) + cost_ms / client.weight
         if not client.filling and client.finish > self._virtual:
@@ -326,6 +289,6 @@ class ShareGate(Generic[Item]):
             if not client.open:
                 self._forget(client)
 
-    def _forget(self, client: _Client[Item]) -> None:
+    def _forget(self, client: _Client) -> None:
         del self._clients[client.name]
         self._weight = self._weight - client.weight if self._clients else 0.0

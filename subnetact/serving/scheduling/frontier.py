@@ -13,7 +13,6 @@ from subnetact.latency.table import LatencyTable
 
 __all__ = [
     "Option",
-    "cheapest",
     "cheapest_from",
     "hull_of_front",
     "largest_batches",
@@ -42,15 +41,11 @@ class Option(NamedTuple):
     batch_size: int
 
 
-def pareto_of_batch(table: LatencyTable, column: int, floor: float = 0.0) -> list[Option]:
+def pareto_of_batch(table: LatencyTable, column: int) -> list[Option]:
     """Return the Pareto-optimal subnets at one batch size; latency and accuracy both ascend strictly."""
-    table.known_accuracy()
+    rows = zip(table.latency_ms[:, column].tolist(), table.known_accuracy(), strict=True)
     size = table.batch_sizes[column]
-    options = [
-        Option(latency, table.accuracy[subnet], subnet, size)
-        for subnet, latency in _column(table, column)
-        if table.accuracy[subnet] >= floor
-    ]
+    options = [Option(ms, accuracy, i, size) for i, (ms, accuracy) in enumerate(rows) if ms == ms]
     return pareto_front(options, cost=lambda option: option.latency_ms, gain=lambda option: option.accuracy)
 
 
@@ -61,15 +56,6 @@ def time_per_request(table: LatencyTable) -> list[tuple[float, int]]:
     per_request = np.where(np.isnan(per_request), math.inf, per_request)
     best = per_request.argmin(axis=1)
     return list(zip(per_request.min(axis=1).tolist(), sizes[best].tolist(), strict=True))
-
-
-def cheapest(table: LatencyTable, floor: float = 0.0) -> int:
-    """Return the subnet with the least time per request among those of at least `floor` percent."""
-    return min(
-        (tau, -table.accuracy[i], i)
-        for i, (tau, _) in enumerate(time_per_request(table))
-        if table.accuracy[i] >= floor
-    )[2]
 
 
 def least_from(
@@ -88,7 +74,7 @@ def least_from(
 
 
 def cheapest_from(table: LatencyTable, accuracies: Sequence[float]) -> list[int]:
-    """Return, for each of `accuracies` (ascending, percent), what `cheapest` returns for it."""
+    """Return, for each of `accuracies` (ascending), the subnet with the least time per request from it on."""
     taus = enumerate(time_per_request(table))
     ranks = [(tau, -table.accuracy[i], i) for i, (tau, _) in taus]
     return [rank[2] for rank in least_from(accuracies, table.accuracy, ranks) if rank is not None]
@@ -117,8 +103,3 @@ def hull_of_front(points: Iterable[tuple[float, float, int]]) -> list[tuple[floa
             hull.pop()
         hull.append((x, y, label))
     return hull
-
-
-def _column(table: LatencyTable, column: int) -> list[tuple[int, float]]:
-    cells = enumerate(table.latency_ms[:, column].tolist())
-    return [(subnet, latency) for subnet, latency in cells if not math.isnan(latency)]

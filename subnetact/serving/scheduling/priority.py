@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from heapq import heapify, heappush, heappushpop, heapreplace
-from typing import Any
 
 from subnetact.serving.scheduling.queue import LOOK, EDFQueue
+from subnetact.serving.scheduling.request import Request
 
 __all__ = ["unaffordable"]
 
 
 def unaffordable(
-    queue: EDFQueue[Any],
+    queue: EDFQueue[Request],
     now_ms: float,
     free_at_ms: list[float],
-    full_ms: float,
-    full_size: int,
+    full: tuple[float, int],
     fastest_ms: float,
-    priority: Callable[[Any], int],
 ) -> list[int]:
     """Choose the requests that must expire so that requests of higher priority can meet their deadlines.
 
-    The function assumes that the queue leaves in full batches of the cheapest subnet, in order of deadline.
+    The function assumes that the queue leaves in full batches of the cheapest subnet, in order of deadline;
+    `full` is the latency of such a batch and its size.
     Whenever a request would have expired by the time its batch starts, the request of the lowest priority
     among those up to it is chosen (the algorithm of Moore and Hodgson for the fewest late jobs). If all of
     them have the same priority, none is chosen, because the policy decides between equals. Only the 1024
@@ -33,6 +31,7 @@ def unaffordable(
     if not seats:
         return []
     heapify(seats)
+    full_ms, full_size = full
     starts: list[float] = []
 
     def start_of(batch: int) -> float:
@@ -46,8 +45,8 @@ def unaffordable(
         return []
     kept: list[tuple[int, float, int]] = []
     chosen: list[int] = []
-    for at, (deadline, item) in enumerate(queue.entries(LOOK)):
-        mine = (priority(item), -deadline, at)
+    for at, (deadline, request) in enumerate(queue.entries(LOOK)):
+        mine = (request.ask.priority, -deadline, at)
         if deadline >= start_of(len(kept) // full_size) + fastest_ms:
             heappush(kept, mine)
             continue

@@ -8,6 +8,7 @@ shortcut in `EDFQueue.extend`, which appends requests whose deadlines are equal 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -120,35 +121,34 @@ class EDFQueue(Generic[Item]):
         cut = slice(self._head + start, None if stop is None else self._head + stop, step)
         return list(zip(self._deadlines[cut], self._floors[cut], strict=True))
 
-    def take(self, k: int) -> tuple[list[float], list[Item]]:
-        """Remove the k most urgent requests and return (deadlines, items), most urgent first."""
+    def take(self, k: int) -> list[Item]:
+        """Remove and return the k most urgent requests, most urgent first."""
         head, end = self._head, self._head + k
-        deadlines, items = self._deadlines[head:end], self._items[head:end]
+        items = self._items[head:end]
         if self.demanding:
             self.demanding -= sum(map(NO_FLOOR.__lt__, self._floors[head:end]))
         if self.prioritised:
             self.prioritised -= self._with_priority(items)  # type: ignore[arg-type]
         self._advance(end)
-        return deadlines, items  # type: ignore[return-value]
+        return items  # type: ignore[return-value]
 
     def take_satisfied(
         self, k: int, accuracy: float, alike: Callable[[Item], bool] | None = None
-    ) -> tuple[list[float], list[Item]]:
-        """Remove the k most urgent requests whose floor is at most `accuracy`.
+    ) -> list[Item]:
+        """Remove and return the k most urgent requests whose floor is at most `accuracy`.
 
         Only the 1024 most urgent requests are examined, or 2 k if that is more. So a decision takes the same
         time behind any number of requests that demand more.
         """
-        if alike is None:
-            return self._take_where(k, lambda at: self._floors[at] <= accuracy, max(LOOK, 2 * k))
+        floors, items = self._floors, self._items
         return self._take_where(
             k,
-            lambda at: self._floors[at] <= accuracy and alike(self._items[at]),  # type: ignore[arg-type]
+            lambda at: floors[at] <= accuracy and (alike is None or alike(items[at])),  # type: ignore[arg-type]
             max(LOOK, 2 * k),
         )
 
-    def take_at(self, positions: Sequence[int]) -> tuple[list[float], list[Item]]:
-        """Remove the requests at the given positions (ascending) and return (deadlines, items)."""
+    def take_at(self, positions: Sequence[int]) -> list[Item]:
+        """Remove and return the requests at the given positions (ascending)."""
         wanted = {self._head + i for i in positions}
         return self._take_where(len(wanted), wanted.__contains__)
 
@@ -166,18 +166,14 @@ class EDFQueue(Generic[Item]):
             at += 1
         return False
 
-    def _take_where(
-        self, k: int, wanted: Callable[[int], bool], most: int | None = None
-    ) -> tuple[list[float], list[Item]]:
+    def _take_where(self, k: int, wanted: Callable[[int], bool], most: float = math.inf) -> list[Item]:
         chosen: list[int] = []
-        end, last = self._head, len(self._deadlines)
-        if most is not None:
-            last = min(last, end + most)
+        end = self._head
+        last = min(len(self._deadlines), end + most)
         while end < last and len(chosen) < k:
             if wanted(end):
                 chosen.append(end)
             end += 1
-        deadlines = [self._deadlines[at] for at in chosen]
         items = [self._items[at] for at in chosen]
         self.demanding -= sum(self._floors[at] > NO_FLOOR for at in chosen)
         if self.prioritised:
@@ -189,7 +185,7 @@ class EDFQueue(Generic[Item]):
         self._items[start:end] = [self._items[at] for at in kept]
         self._floors[start:end] = [self._floors[at] for at in kept]
         self._advance(start)
-        return deadlines, items  # type: ignore[return-value]
+        return items  # type: ignore[return-value]
 
     def _with_priority(self, items: Sequence[Item]) -> int:
         return 0 if self._priority is None else sum(map(bool, map(self._priority, items)))

@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter
 from typing import Any
 
 from subnetact.errors import BatchFailed, RequestError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.context import Policy, RunningBatch
+from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
 from subnetact.serving.scheduling.failures import (
     alone_failed,
@@ -85,16 +84,7 @@ class Scheduler:
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
         self.workers = WorkerStates(workers, is_there)
-        self.dispatcher: Dispatcher[Request] = Dispatcher(
-            policy,
-            self.workers.free_at_ms,
-            slo_ms,
-            expired,
-            self._drop_all,
-            tables,
-            priority=attrgetter("ask.priority"),
-            shape=attrgetter("shape"),
-        )
+        self.dispatcher = Dispatcher(policy, tables, self.workers.free_at_ms, slo_ms, expired, self._drop_all)
         self.gate = None if shares is None else self.dispatcher.share(shares)
         self.jobs: dict[int, Job] = {}
         self.closing = self.shares_workers = False
@@ -125,7 +115,7 @@ class Scheduler:
         elif waiting >= self.max_queue:
             if not self.dispatcher.deferred:
                 raise queue_full(int(self.max_queue))
-            self._drop_all(self.dispatcher.deferred.take(1)[1])
+            self._drop_all(self.dispatcher.deferred.take(1))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests to those that wait, in the order in which they arrived."""
@@ -139,7 +129,7 @@ class Scheduler:
             self._queue.extend(deadlines, requests, [request.ask.floor for request in requests])
         else:
             for request, now in zip(requests, times, strict=True):
-                self.gate.push(now, request.deadline_ms, request, request.ask.floor)
+                self.gate.push(now, request)
         for job in self.jobs.values():  # one of the new requests may be urgent
             job.unpreempted_until_ms = -math.inf
 
@@ -353,7 +343,7 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         """Remove a request from wherever it waits."""
         at_ms = request.deadline_ms
-        held = self.gate is not None and self.gate.remove(at_ms, request)
+        held = self.gate is not None and self.gate.remove(request)
         if not held and not self._queue.remove(at_ms, request):
             self.dispatcher.deferred.remove(at_ms, request)
         self._suspects = [entry for entry in self._suspects if entry[0] is not request]
@@ -434,18 +424,7 @@ class Scheduler:
                 job.unpreempted_until_ms = until_ms
             if max(now_ms, min(context.free_at_ms)) <= until_ms:
                 return False
-        running = [
-            RunningBatch(
-                worker,
-                other.subnet,
-                len(other.part),
-                other.started_ms,
-                self.workers.free_at_ms[worker],
-                tuple(request.deadline_ms for request in other.part),
-            )
-            for worker, other in self.jobs.items()
-            if other.preempted is None
-        ]
+        running = [other for other in self.jobs.values() if other.preempted is None]
         urgent: bool = policy.preempt(context, running) == job.worker
         return urgent
 
@@ -465,7 +444,7 @@ class Scheduler:
                 if self._is_too_late(request, subnet, now_ms):
                     self._end(request, "dropped")
                     continue
-                batch = Batch(subnet, 1, [request], [], 0.0, len(self) + 1, request.deadline_ms - now_ms)
+                batch = Batch(subnet, 1, [request], 0.0, len(self) + 1, request.deadline_ms - now_ms)
                 return self._job_of(batch, worker, now_ms)
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from subnetact.serving.scheduling.request import Job
 from subnetact.serving.scheduling.scheduler import Scheduler
@@ -10,19 +11,13 @@ from subnetact.serving.scheduling.scheduler import Scheduler
 __all__ = ["Turn", "Turns"]
 
 
+@dataclass(eq=False)
 class Turn:
-    """The right of a scheduler to use one worker, which it wants, has, or had.
+    """The right of a scheduler, by its name, to use one worker; it begins at `began_ms`."""
 
-    Attributes:
-        worker: number of the worker.
-        name: name of the scheduler.
-        began_ms: when the turn began, in ms.
-    """
-
-    def __init__(self, worker: int, name: str) -> None:
-        self.worker = worker
-        self.name = name
-        self.began_ms = 0.0
+    worker: int
+    name: str
+    began_ms: float = 0.0
 
 
 class Turns:

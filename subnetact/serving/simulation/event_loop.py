@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from itertools import repeat
 
 import numpy as np
 from tqdm import tqdm
@@ -23,16 +24,9 @@ _LEAST_FACTOR = 0.1
 
 
 class _Run:
-    """A job on a worker, which runs in `steps` steps.
+    """A job on a worker, which runs in `steps` steps, of which `done` have ended.
 
-    Attributes:
-        job: the job.
-        start_ms: when it started, or went on after it was suspended.
-        finish_ms: when it ends.
-        steps: number of its steps; between two of them another job may go first.
-        done: how many of them have ended.
-        step_ms: length of a step, ms.
-        began_ms: when it started first.
+    It started at `began_ms` for the first time, and at `start_ms` since it was suspended last.
     """
 
     __slots__ = ("began_ms", "done", "finish_ms", "job", "start_ms", "step_ms", "steps")
@@ -49,15 +43,7 @@ class EventLoop:
 
     Time advances only when no idle worker has anything to serve. Requests are numbered by arrival. A job of a
     policy that preempts runs in steps of layer blocks; after each of them the scheduler may let an urgent job
-    go first, and the suspended one goes on afterwards on the same worker.
-
-    Args:
-        scenario: the input.
-        expired: the rule for expired requests.
-        rng: the source of the noise.
-        decisions: whether to keep every decision.
-        requests: whether to keep the outcome of every request.
-        progress: whether to show a progress bar.
+    go first, and the suspended one goes on afterwards on the same worker. The arguments are as in `simulate`.
     """
 
     def __init__(
@@ -99,7 +85,7 @@ class EventLoop:
         self._last_subnet = [-1] * workers
         self._serial = 0
         self._feed = ArrivalFeed(scenario)
-        self._real_ms = RealLatency(scenario, rng)
+        self._noise = noise_factors(scenario.noise, rng) if scenario.noise else repeat(1.0)
         self._bar = tqdm(total=count, unit="req", unit_scale=True, delay=1, disable=not progress or None)
 
     def run(self) -> SimulationResult:
@@ -166,9 +152,13 @@ class EventLoop:
                 self._start(urgent)
         scheduler.ended.clear()
 
+    def took_ms(self, job: Job, now_ms: float) -> float:  # noqa: ARG002
+        """Return the latency of a job that starts now, with what the policy does not see."""
+        return job.expected_ms * next(self._noise) + self._scenario.overhead_ms
+
     def _start(self, job: Job) -> None:
         now, worker, subnet = self._now, job.worker, job.subnet
-        took = self._real_ms(now, subnet, job.size, job.expected_ms)
+        took = self.took_ms(job, now)
         if self._last_subnet[worker] != subnet:
             if self._last_subnet[worker] >= 0:
                 self._result.switches += 1
@@ -264,12 +254,9 @@ class EventLoop:
 
 
 class ArrivalFeed:
-    """Hands out requests in order of arrival.
+    """Hands out requests in order of arrival; the next one arrives at `next_ms`, inf if there is none.
 
     Arrays are converted to Python numbers one chunk at a time, so that memory does not grow with the trace.
-
-    Attributes:
-        next_ms: time of the next arrival, ms; inf if all have been handed out.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -304,32 +291,6 @@ class ArrivalFeed:
         self._times: list[float] = self._arrivals[start:end].tolist()
         self._asks = self._scenario.asks(start, end)
         self.next_ms = self._times[0] if self._times else math.inf
-
-
-class RealLatency:
-    """The latency that a batch takes, with noise, overhead and co-runners, which the policy does not see."""
-
-    def __init__(self, scenario: Scenario, rng: np.random.Generator) -> None:
-        self._overhead_ms = scenario.overhead_ms
-        self._noise = noise_factors(scenario.noise, rng) if scenario.noise else None
-        self._co_runners = scenario.co_runners
-        self._table = scenario.table
-        self._columns = {size: j for j, size in enumerate(scenario.table.batch_sizes)}
-        self._co_runner_ms: dict[float, list[list[float]]] = {}
-
-    def __call__(self, now_ms: float, subnet: int, batch_size: int, expected_ms: float) -> float:
-        """Return the latency, ms, of a batch that starts at `now_ms`."""
-        if self._co_runners:
-            number = sum(r.number for r in self._co_runners if r.start_ms <= now_ms < r.end_ms)
-            expected_ms = self._under(number)[subnet][self._columns[batch_size]]
-        if self._noise is not None:
-            expected_ms *= next(self._noise)
-        return expected_ms + self._overhead_ms
-
-    def _under(self, number: float) -> list[list[float]]:
-        if number not in self._co_runner_ms:
-            self._co_runner_ms[number] = self._table.at_co_runners(number).latency_ms.tolist()
-        return self._co_runner_ms[number]
 
 
 def noise_factors(noise: float, rng: np.random.Generator) -> Iterator[float]:

@@ -19,7 +19,7 @@ from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.request import Ask
 
-__all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked", "checked_arrivals", "numeric_arguments"]
+__all__ = ["Scenario", "WorkerEvent", "checked", "checked_arrivals", "numeric_arguments"]
 
 Floats = npt.NDArray[np.float64]
 MOST_WORKERS = 65_536
@@ -27,11 +27,7 @@ MOST_WORKERS = 65_536
 
 @contextmanager
 def numeric_arguments() -> Iterator[None]:
-    """Translate the errors of arguments that are no numbers, or are too large; also a decorator.
-
-    Raises:
-        TraceError: there was such an error inside the block.
-    """
+    """Raise TraceError for errors of arguments that are no numbers, or are too large; also a decorator."""
     try:
         yield
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -54,32 +50,8 @@ class WorkerEvent(NamedTuple):
     up: bool
 
 
-class CoRunner(NamedTuple):
-    """A period in which `number` co-runners use every worker's device.
-
-    Attributes:
-        start_ms: when they start.
-        end_ms: when they end.
-        number: how many co-runners; fractions are interpolated. Periods that overlap add up.
-    """
-
-    start_ms: float
-    end_ms: float
-    number: float
-
-
 def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
-    """Return arrival times as a float64 array.
-
-    Args:
-        arrivals_ms: arrival times, ms, shape (n,).
-
-    Returns:
-        The same times, shape (n,).
-
-    Raises:
-        TraceError: they are empty, not one-dimensional, not finite, or not ascending.
-    """
+    """Return arrival times as a float64 array; TraceError if they are none, or do not ascend."""
     try:
         arrivals = np.asarray(arrivals_ms, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -120,7 +92,6 @@ class Scenario:
     overhead_ms: float = 0.0
     switch_ms: float = 0.0
     events: Sequence[WorkerEvent] = ()
-    co_runners: Sequence[CoRunner] = ()
     blocks: int = 1
     look_ms: float = 0.0
 
@@ -173,7 +144,6 @@ def checked(given: Scenario) -> Scenario:
         floors=known(asked) if isinstance(asked, float) else known.of_all(asked),
         priority=_per_request(given.priority, count, "priority", least=-(2.0**53)),
         events=_checked_events(given.events, workers),
-        co_runners=_checked_co_runners(given.co_runners, table),
         **amounts,
     )
 
@@ -193,15 +163,3 @@ def _checked_events(events: Sequence[WorkerEvent], workers: int) -> tuple[Worker
         if not math.isfinite(event.t_ms) or not 0 <= event.worker < workers:
             raise TraceError(f"events: {event} needs a finite time and a worker from 0 to {workers - 1}")
     return tuple(sorted(checked, key=lambda event: event.t_ms))
-
-
-def _checked_co_runners(co_runners: Sequence[CoRunner], table: LatencyTable) -> tuple[CoRunner, ...]:
-    checked = tuple(CoRunner(*map(float, runner)) for runner in co_runners)
-    for runner in checked:
-        if not all(map(math.isfinite, runner)) or runner.end_ms < runner.start_ms or runner.number < 0:
-            raise TraceError(f"co_runners: {runner} needs start_ms <= end_ms and a number >= 0")
-    if checked and not table.co_runners:
-        raise TraceError(
-            "co_runners: the table has no co-runner dimension; profile it under co-runners first"
-        )
-    return checked

@@ -14,9 +14,9 @@ from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import SimulationResult
-from subnetact.serving.simulation.scenario import CoRunner, Scenario, WorkerEvent, checked, numeric_arguments
+from subnetact.serving.simulation.scenario import Scenario, WorkerEvent, checked, numeric_arguments
 
-__all__ = ["CoRunner", "WorkerEvent", "simulate"]
+__all__ = ["WorkerEvent", "simulate"]
 
 
 def simulate(
@@ -36,7 +36,6 @@ def simulate(
     shares: FairShares | None = None,
     switch_ms: float = 0.0,
     events: Sequence[WorkerEvent] = (),
-    co_runners: Sequence[CoRunner] = (),
     blocks: int = 1,
     look_ms: float = 0.0,
     decisions: bool = False,
@@ -52,7 +51,7 @@ def simulate(
     * Among idle workers the one with the lowest number decides first.
     * A batch of k requests takes the latency of the smallest profiled batch size >= k.
     * No worker waits for a fuller batch, unless the policy answers None.
-    * The policy sees expected latencies only; noise, overhead and co-runners are hidden from it.
+    * The policy sees expected latencies only; noise and overhead are hidden from it.
 
     The result depends only on the arguments.
 
@@ -76,7 +75,6 @@ def simulate(
             used.
         events: times at which workers go down or come up. Every request of a worker that goes down gets a
             second try, alone, if its deadline allows, as in `Batcher`.
-        co_runners: periods in which co-runners use the devices; they need a table with a co-runner dimension.
         blocks: a batch consists of this many equal layer blocks. Between two of them a policy that preempts
             may let an urgent batch go first; the same worker continues the suspended one afterwards.
         look_ms: time that a batch of such a policy loses between two blocks, ms. Like the overhead, it is
@@ -91,7 +89,7 @@ def simulate(
 
     Raises:
         TraceError: the arrivals are empty, not finite or not ascending, or the SLOs, minimum accuracies,
-            events or co-runners do not fit them or the table.
+            or events do not fit them or the table.
         PolicyError: a setting is out of range, or the policy answered with something that cannot run.
         ProfileMismatch: the policy was made for another table.
         TableError: the accuracy of a subnet is not known.
@@ -114,7 +112,6 @@ def simulate(
             overhead_ms,
             switch_ms,
             events,
-            co_runners,
             blocks,
             look_ms,
         )

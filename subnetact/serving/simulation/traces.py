@@ -97,22 +97,18 @@ def from_counts(
     counts: npt.ArrayLike,
     duration_s: float,
     mean_qps: float | None = None,
-    in_bin: str = "poisson",
     peak_qps: float | None = None,
     seed: int = 0,
 ) -> Floats:
     """Return arrivals from recorded counts per time bin, compressed into `duration_s`.
 
-    When a long trace is compressed, the arrivals inside a bin decide how many deadlines are missed, so the
-    process inside a bin is an argument.
+    The arrivals inside a bin are a Poisson process with the rate of the bin.
 
     Args:
         counts: number of requests in each bin, shape (bins,); all bins have the same length.
         duration_s: length of the resulting trace, s.
         mean_qps: the counts are scaled to this mean rate, arrivals per second, before clipping. If None, they
             are not scaled.
-        in_bin: the process inside a bin. `poisson` draws a Poisson process with the rate of the bin,
-            `uniform` places the rounded number of arrivals at random, `even` places them at equal gaps.
         peak_qps: the rate of every bin is clipped at this, arrivals per second. If None, it is not clipped.
         seed: seed of the arrivals.
 
@@ -123,8 +119,6 @@ def from_counts(
     if bins.ndim != 1 or not len(bins) or not np.isfinite(bins).all() or bins.min() < 0 or not bins.sum():
         raise TraceError("counts: give one dimension of finite counts >= 0, not all zero")
     check(duration_s=duration_s)
-    if in_bin not in ("poisson", "uniform", "even"):
-        raise TraceError(f"in_bin: {in_bin!r} is not a process; choose from poisson, uniform, even")
     width_ms = duration_s * 1000.0 / len(bins)
     expected = bins
     if mean_qps is not None:
@@ -135,33 +129,23 @@ def from_counts(
         expected = np.minimum(expected, peak_qps * width_ms / 1000.0)
     _bounded("counts", float(expected.sum()))
     rng = np.random.default_rng(seed)
-    if in_bin == "poisson":
-        numbers = rng.poisson(expected)
-    else:
-        numbers = np.diff(np.round(np.concatenate([[0.0], np.cumsum(expected)]))).astype(np.int64)
+    numbers = rng.poisson(expected)
     starts = np.repeat(np.arange(len(bins)) * width_ms, numbers)
-    if in_bin == "even":
-        firsts = np.concatenate([[0], np.cumsum(numbers)[:-1]])
-        within = np.arange(numbers.sum()) - np.repeat(firsts, numbers)
-        even: Floats = starts + (within + 0.5) * np.repeat(width_ms / np.maximum(numbers, 1), numbers)
-        return even
     return np.sort(starts + rng.random(int(numbers.sum())) * width_ms)
 
 
 @numeric_arguments()
-def from_timestamps(timestamps: npt.ArrayLike, unit_ms: float = 1.0, mean_qps: float | None = None) -> Floats:
+def from_timestamps(timestamps: npt.ArrayLike, mean_qps: float | None = None) -> Floats:
     """Return arrivals from recorded time stamps; the first is shifted to 0.
 
     Args:
-        timestamps: recorded times, shape (n,), in any order.
-        unit_ms: length of one unit of the time stamps, ms.
+        timestamps: recorded times, ms, shape (n,), in any order.
         mean_qps: time is stretched or compressed to this mean rate, arrivals per second. If None, it is not.
 
     Raises:
         TraceError: the time stamps are empty or not finite, or an argument is out of range.
     """
-    check(unit_ms=unit_ms)
-    arrivals = checked_arrivals(np.sort(np.asarray(timestamps, dtype=np.float64).ravel())) * unit_ms
+    arrivals = checked_arrivals(np.sort(np.asarray(timestamps, dtype=np.float64).ravel()))
     arrivals -= arrivals[0]
     if mean_qps is not None:
         check(mean_qps=mean_qps)
