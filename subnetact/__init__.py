@@ -48,7 +48,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     errors            88    44     37
     files            441    59      0
     device           109     9      7
-    command           46     4      6
+    command           64     8      7
     comparison        74     4      9
     spec              78    34      6
     space            359   160      6
@@ -61,20 +61,20 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     calibration      740   148      1
     latency          502   224      5
     engine          2447   646      5
-    workers          776   106      0
+    workers          757    88      0
     costs            294    65      4
     nas              712   199      6
-    profile         1357   237      1
-    serving         6215  2326     36
-    generation      1342   404     12
+    profile         1352   236      1
+    serving         5977  2192     36
+    generation      1230   392     12
     export          1115   305      6
-    demo             451    58      0
+    demo             417    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1761   344      7
-    loadtest         353    74      0
-    cluster          497   128      2
-    all            28963  7793    207
+    serve           1693   304      7
+    loadtest         331    63      0
+    cluster          482   118      2
+    all            28468  7573    208
 
 The README has a glossary of the words that are used here.
 """
