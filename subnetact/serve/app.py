@@ -151,8 +151,12 @@ class ServeApp(BaseApp):
     ) -> tuple[Asked, Sequence[Answer], dict[str, Any]]:
         """Answer one request of an `exchange`, whose time counts from its arrival.
 
-        Return what `decode` made of the body, the answers, and facts for the reply. Raise DeadlinePassed if
-        the time passed before the body was read, and what the batcher raises.
+        Returns:
+            What `decode` made of the body, the answers, and facts for the reply.
+
+        Raises:
+            InvalidRequest: the query cannot be read.
+            DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
         """
 
         async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
