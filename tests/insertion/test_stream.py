@@ -9,6 +9,7 @@ import torch
 from small_decoders import SIZES, small_decoder
 from torch import Tensor, nn
 
+from subnetact.insertion.hugging_face import as_pretrained
 from subnetact.insertion.importance import ChannelGroup
 from subnetact.insertion.insert import describe, insert_
 from subnetact.insertion.reorder import reorder_
@@ -74,6 +75,16 @@ def test_all_axes_together_in_the_vocabulary_of_transformers() -> None:
     stated = supernet.space.format(supernet.space.smallest())
     assert all(fields["hidden_size"] == 8 for fields in stated.values())
     assert supernet.space.parse(stated) == supernet.space.smallest()
+
+
+def test_smallest_is_a_model_of_its_own() -> None:
+    axes = ("stream", "heads", "ffn", "depth")
+    supernet = insert_(small_decoder("Qwen3Config"), example=TOKENS, axes=axes, choices=(0.5, 1.0))
+    extracted = supernet.extract(supernet.space.smallest())
+    alone: Any = as_pretrained(extracted, TOKENS)
+    fields = ("hidden_size", "num_key_value_heads", "intermediate_size")
+    assert [getattr(alone.config, field) for field in fields] == [8, 1, 12]
+    torch.testing.assert_close(logits(alone), logits(extracted))
 
 
 def test_language_models_have_a_stream_only_if_it_is_asked_for() -> None:
