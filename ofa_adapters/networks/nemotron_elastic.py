@@ -17,6 +17,9 @@ the `config.json`, or the argument `budgets`: name of a budget -> its sizes, for
 `{"12B": {"hidden_size": 1920, "mamba_num_heads": 32}}`. What a budget leaves out is as in the full network,
 whose budget is called "full". `space.parse` takes such a name, or sizes.
 
+All budgets are views of one copy, but for the Mamba mixers: their heads are several runs of rows, of which
+views have packed copies. Numbers of experts are no axis here.
+
 MatMamba keeps a prefix of heads, with B and C whole, in one group, and its residual width stays: budgets of
 `mamba_num_heads` alone with `n_groups=1` are its slices. Its language models consist of Mamba-2 mixers only,
 so their weights belong into transformers' Mamba2ForCausalLM, whose heads

@@ -122,6 +122,18 @@ def test_budget_equals_its_class_and_the_masked_network(name: str, supernet: Sup
         torch.testing.assert_close(logits(found), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_only_heads_per_group_are_copied(supernet: Supernet) -> None:
+    def places(network: nn.Module) -> dict[str, int]:
+        return {n: t.untyped_storage().data_ptr() for n, t in network.state_dict(keep_vars=True).items()}
+
+    own = set(places(supernet.network).values())
+    for name in ("full", *BUDGETS):
+        view = places(supernet.subnet(supernet.space.parse(name)))
+        copied = {key for key, place in view.items() if place not in own}
+        mixers = {key for key in view if ".layers.0.mixer." in key or ".layers.4.mixer." in key}
+        assert not copied if name == "full" else copied == mixers
+
+
 def test_layers_may_differ(supernet: Supernet, model: Any) -> None:
     loaded = ofa_adapters.load(
         "nemotron_elastic",
