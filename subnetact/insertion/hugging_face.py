@@ -79,6 +79,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     try:
         found.load_state_dict(weights)
     except RuntimeError as error:
+        config.allow_global_per_layer_attribute_access = True  # transformers refuses it where layers differ
         fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if number_of(config, f)]
         told = ", ".join(f"{field}={getattr(config, field)}" for field in fields)
         why = str(error).splitlines()[1].strip(" \t.")

@@ -9,6 +9,7 @@ import torch
 from small_state_spaces import NEMOTRON, TOKENS, filled, logits, narrowed, small_mamba, small_nemotron
 
 from subnetact.errors import CacheMismatch, InsertError
+from subnetact.insertion.hugging_face import as_pretrained
 from subnetact.insertion.insert import describe, insert_
 from subnetact.insertion.key_value_cache import cache_relation, switch
 from subnetact.operators import LayerNormSlice, Segments
@@ -109,6 +110,12 @@ def test_skipped_state_space_leaves_the_cache_right() -> None:
         cache = view(TOKENS[:, :-1], use_cache=True).past_key_values
         found = view(TOKENS[:, -1:], past_key_values=cache).logits
     torch.testing.assert_close(found[:, -1], logits(view)[:, -1], rtol=1e-4, atol=5e-5)
+
+
+def test_no_configuration_of_fewer_state_space_heads_is_guessed() -> None:
+    supernet = insert_(small_nemotron(), example=TOKENS, axes=("heads", "ffn"), choices=(0.5, 1.0))
+    with pytest.raises(InsertError, match="no configuration of NemotronHForCausalLM"):
+        as_pretrained(supernet.extract(supernet.space.smallest()), TOKENS)
 
 
 def test_sizes_that_break_groups_are_refused() -> None:
