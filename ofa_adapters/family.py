@@ -51,6 +51,8 @@ class Family:
         unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
         infer: takes the tensors and the constructor arguments that were given; returns the arguments
             completed with what the tensors reveal. If None, nothing is inferred.
+        convert: takes the tensors of a checkpoint; returns them as the network has them, if several tensors
+            there are one here.
         settings: takes a directory that transformers saved; returns the constructor arguments that its
             `config.json` states. If None, its entries of the same names are taken.
         calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
@@ -69,6 +71,7 @@ class Family:
     checkpoints: tuple[str, ...] = ()
     unused: str | None = None
     infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     settings: Callable[[str | PathLike[str]], dict[str, Any]] | None = None
     calibration: str = WEIGHTED_BIASED
     listed_statistics: bool = False

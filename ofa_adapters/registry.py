@@ -35,7 +35,7 @@ _MODULES = (
     "us_mobilenet_v2",
     "hydravit",
 )
-_LANGUAGE_MODELS = ("gemma3n",)
+_LANGUAGE_MODELS = ("gemma3n", "nemotron_elastic")
 ALL = (*_MODULES, *_LANGUAGE_MODELS)
 LARGEST_ARGUMENT = 2**22
 """The largest whole number in constructor arguments, such as a number of classes or of tokens."""
@@ -128,6 +128,8 @@ def load(
     elif checkpoint is not None:
         subject = f"{family}: state_dict"
         tensors = unwrap(checkpoint, subject)
+    if tensors is not None and found.convert is not None:
+        tensors = found.convert(tensors)
     if tensors is not None and found.infer is not None:
         constructor = found.infer(tensors, constructor)
     network, space, elastic = _built(family, found, constructor)

@@ -1,9 +1,10 @@
 """CacheRules: what the key-value cache of a subnet of a language model depends on.
 
-A cache holds keys and values per layer, which depend on everything in front of the layer. Layers are found by
-the structure of the network: a stack of layers that take a cache and contain an attention with the index of
-its entry (`layer_idx`). What runs after the keys and values of a layer are written is seen in one run of the
-network; where it does not run, everything in a layer counts.
+A cache holds keys and values per layer, or the states of a state space, which depend on everything in front
+of the layer. Layers are found by the structure of the network: a stack of layers that take a cache and
+contain an attention or a state space with the index of its entry (`layer_idx`). What runs after the keys and
+values of a layer are written is seen in one run of the network; where it does not run, and in a state space,
+everything in a layer counts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from subnetact.supernet.unused_weights import shared_view
 
 __all__ = ["CACHE_NAMES", "CacheArgument", "CacheLayer", "CacheRules", "CacheSignature", "rules_of"]
 
-CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _QUERY = re.compile(r"^w?q(uer(y|ies))?(_|$)")
 
 CacheSignature: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -152,6 +153,8 @@ def _started(supernet: Supernet, arguments: dict[str, CacheArgument], example: A
 
     if example is None:
         example = getattr(supernet.network, "dummy_inputs", None)
+    if isinstance(example, dict):  # It may say that no cache is used.
+        example = {name: value for name, value in example.items() if name != "use_cache"}
     view = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
     for path, module in view.named_modules():
         if path in arguments:
@@ -181,7 +184,7 @@ def _layer(
             m
             for name, attention in found.items()
             for child, inner in attention._modules.items()
-            if inner is not None and not _QUERY.search(child)
+            if inner is not None and not _QUERY.search(child) and child != "out_proj"
             for m in inner.modules()
             if id(m) not in after[name]
         ),
@@ -203,11 +206,11 @@ def _positions(modules: Any, inputs: bool = True) -> set[int]:
 
 
 def attentions(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the innermost modules with an index of an entry in caches, each with its name in the layer."""
-    found = {name: template_of(module) for name, module in layer.named_modules()}
+    """Yield the innermost modules in a layer with an index of an entry in caches, each with its name."""
+    found = {name: template_of(module) for name, module in layer.named_modules() if name}
     indexed = [name for name, module in found.items() if type(module.__dict__.get("layer_idx")) is int]
     for name in indexed:
-        if not any(other.startswith(f"{name}." if name else "") and other != name for other in indexed):
+        if not any(other.startswith(f"{name}.") for other in indexed):
             yield name, found[name]
 
 

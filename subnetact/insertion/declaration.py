@@ -29,6 +29,8 @@ from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.description_proof import disturbed_copy
 from subnetact.insertion.layer_vocabulary import number_of
+from subnetact.insertion.state_space import is_state_space, state_space_group
+from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with
@@ -66,7 +68,7 @@ class Declaration(NamedTuple):
     refused: Mapping[str, str]
 
 
-def declared(model: nn.Module, example: Any) -> Declaration:
+def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaration:
     """Return what can be elastic in a transformer, as far as the model declares it."""
     observed = _Observation(model, example)
     trials = _Trials(observed)
@@ -86,14 +88,25 @@ def declared(model: nn.Module, example: Any) -> Declaration:
             elif proposal.name not in {group.name for group in groups}:
                 refused.setdefault(proposal.name, found)
 
-    attentions = list(_attentions(observed))
+    spaces, attentions = list(_state_spaces(observed)), list(_attentions(observed))
+    settle(spaces)
     settle(attentions)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
-    settle(_feed_forwards(observed, attentions))
+    feed_forwards = list(_feed_forwards(observed, attentions))
+    settle(feed_forwards)
     for path, module in observed.modules.items():
         if path.endswith(".experts") and module._parameters:
             refused[f"{path}.ffn"] = "the weights of all experts are one parameter, which no operator slices"
     blocks = _blocks(trials, [m.module for g in groups for m in g.members], refused)
+    if stream:
+        mixers = [*spaces, *attentions]
+        inner = {pair for proposal in (*mixers, *feed_forwards) for pair in _inner(proposal)}
+        inner |= {(m.module, m.part) for group in groups for m in group.members}
+        found = stream_group(model, observed.sides, inner, [_parent(mixer.name) for mixer in mixers])
+        if isinstance(found, Group):
+            groups.append(found)
+        else:
+            refused[STREAM] = found
     return Declaration(tuple(groups), blocks, refused)
 
 
@@ -236,6 +249,28 @@ def _attentions(observed: _Observation) -> Iterator[_Proposal]:
         innermost = not any(other.startswith(f"{path}.") for other in found)
         if innermost and not isinstance(observed.modules[path], nn.MultiheadAttention):
             yield _attention(observed, path)
+
+
+def _state_spaces(observed: _Observation) -> Iterator[_Proposal]:
+    """Propose the heads of every Mamba-2 mixer."""
+    for path in observed.calls:
+        if is_state_space(module := observed.modules[path]):
+            found = state_space_group(path, module)
+            proposal = _Proposal(f"{path}.heads", [f"{path}.in_proj", f"{path}.out_proj"])
+            if isinstance(found, Group):
+                proposal.variants.append(found)
+            else:
+                proposal.reason = found
+            yield proposal
+
+
+def _inner(proposal: _Proposal) -> Iterator[tuple[str, str]]:
+    """Yield the parts of layers that lie inside of an attention or a feed-forward network."""
+    if proposal.variants:
+        yield from ((m.module, m.part) for m in proposal.variants[0].members)
+    else:
+        yield from ((layer, "out") for layer in proposal.layers[:-1])
+        yield (proposal.layers[-1], "in_")
 
 
 def _torch_attention(observed: _Observation, path: str) -> _Proposal:

@@ -32,7 +32,8 @@ AXES = ("depth", "width", "stream", "ffn", "heads")
 
 depth: the kept blocks of a stage. width: channels that one layer computes, inside a block for example.
 stream: channels that several layers share because their outputs are added, as in a residual stream, or
-concatenated, as in a dense block. ffn: the neurons between linear layers. heads: the heads of an attention.
+concatenated, as in a dense block. ffn: the neurons between linear layers. heads: the heads of an attention,
+or those per group of a state space.
 """
 
 FORMAT = DocumentFormat(

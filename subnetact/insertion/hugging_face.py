@@ -64,7 +64,14 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
             kept[path] = [i for i, layer in enumerate(stack) if not isinstance(layer, SkippedLayer)]
             _shorten(config, path, len(stack), kept[path])
     with torch.device("meta"):
-        full = _renamed(cls(copy.deepcopy(old)).state_dict(), kept)
+        built = cls(copy.deepcopy(old))
+        if channels := _fewer_channels(model, built):
+            old = copy.deepcopy(old)
+            for text in (old.get_text_config(), config.get_text_config()):
+                text.head_dim = number_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
+                text.hidden_size = channels
+            built = cls(copy.deepcopy(old))
+        full = _renamed(built.state_dict(), kept)
     weights = _renamed(model.state_dict(), kept)
     _drop_inputs(weights, old, kept)
     _narrow(config, full, weights, model)
@@ -72,6 +79,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     try:
         found.load_state_dict(weights)
     except RuntimeError as error:
+        config.allow_global_per_layer_attribute_access = True  # transformers refuses it where layers differ
         fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if number_of(config, f)]
         told = ", ".join(f"{field}={getattr(config, field)}" for field in fields)
         why = str(error).splitlines()[1].strip(" \t.")
@@ -159,6 +167,15 @@ def _built(cls: Any, config: Any) -> nn.Module:
             f"{cls.__name__} cannot be built of layers of different sizes ({error}); choose the same size "
             "for all layers, or save the state_dict of the subnet instead"
         ) from error
+
+
+def _fewer_channels(model: Any, full: Any) -> int:
+    """Return the channels of the embeddings of a decoder if they are fewer than in the full model, or 0."""
+    if not hasattr(model, "get_input_embeddings") or not number_of(model.config, "num_attention_heads"):
+        return 0
+    tables = (m.get_input_embeddings() for m in (model, full))
+    now, was = (getattr(getattr(table, "weight", None), "shape", (0,))[-1] for table in tables)
+    return int(now) if now < was else 0
 
 
 def _renamed(tensors: Mapping[str, Tensor], kept: Mapping[str, list[int]]) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def describe(
     model: nn.Module,
     example: Any,
     *,
-    axes: Sequence[str] = AXES,
+    axes: Sequence[str] | None = None,
     choices: Mapping[str, Sequence[float]] | Sequence[float] | None = None,
     only: str | Sequence[str] = "*",
     fixed: str | Sequence[str] = (),
@@ -80,7 +80,8 @@ def describe(
         axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels that one layer
             computes, inside a block for example), "stream" (channels that several layers share, because
             their outputs are added or concatenated), "ffn" (neurons between two linear layers) and "heads"
-            (attention heads).
+            (heads of an attention or a state space). If None, all of them, but not the stream of a language
+            model, which only training makes useful.
         choices: axis, or name or pattern of groups and stages -> choices: shares of the full size if one of
             them is a float, otherwise sizes. A list is meant for all axes. What is not named has the shares
             0.5, 0.75 and 1.0.
@@ -106,7 +107,8 @@ def describe(
     Example:
         >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))
     """
-    named: Any = (axes,) if isinstance(axes, str) else axes
+    stream = axes is not None and "stream" in axes
+    named: Any = AXES if axes is None else (axes,) if isinstance(axes, str) else axes
     unknown = [axis for axis in named if axis not in AXES] if isinstance(named, Collection) else named
     if unknown or not named:
         raise InsertError(f"axes: {unknown or 'none'} is unknown; choose from {', '.join(AXES)}")
@@ -117,7 +119,7 @@ def describe(
     example = as_batch(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
     expected = _runs(model, example)
-    found = _found(model, example, axes, each_block)
+    found = _found(model, example, axes, each_block, stream)
     kept, stages, refused = _selected(model, found, axes, *patterns)
     words = vocabulary_of(model, [*kept, *stages])
     description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
@@ -216,10 +218,10 @@ def insert_(
 _Found = tuple[list[Group], list[DepthStage], dict[str, str]]
 
 
-def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool) -> _Found:
-    """Return groups and stages without choices, and what is refused."""
+def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool, stream: bool) -> _Found:
+    """Return groups and stages without choices, and what is refused; `stream`: also that of a decoder."""
     depth = "depth" in axes
-    stated = declared(model, example)
+    stated = declared(model, example, stream)
     groups, refused = list(stated.groups), dict(stated.refused)
     blocks = dict(stated.blocks)
     try:

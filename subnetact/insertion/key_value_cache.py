@@ -197,7 +197,7 @@ class CacheWriter:
         cache, moment = _of_decoder(cache), self.weights.moment()
         before: _Written | None = getattr(cache, _WRITTEN, None)
         paged = _is_paged(cache)
-        if before in (None, _EMPTY) if paged else not cache.get_seq_length():
+        if before in (None, _EMPTY) if paged else not _seen(cache):
             mixed = paged and allow_approximate
             if before is not None and before.signature != self.signature and not paged:
                 _forget_shapes(cache)
@@ -270,8 +270,8 @@ def _recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) ->
             "recompute: the pages of continuous batching hold many sequences, so they are not computed again "
             "here; generate with subnets whose caches are exact"
         )
-    seen = int(cache.get_seq_length())
-    if given.dim() < 2 or given.shape[1] != seen:
+    seen = _seen(cache)
+    if given.dim() < 2 or (seen is not True and given.shape[1] != seen):
         raise CacheMismatch(
             f"recompute: the cache holds {seen} positions, the tokens are of shape {tuple(given.shape)}; "
             f"give those of all positions, of shape (batch, {seen})"
@@ -297,9 +297,21 @@ def _recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) ->
         raise
 
 
+def _seen(cache: Any) -> int:
+    """Return the number of tokens in a cache; if it has state spaces only, whether there are some."""
+    if not (layers := getattr(cache, "layers", ())) or any(hasattr(entry, "keys") for entry in layers):
+        return int(cache.get_seq_length())
+    return any(any(entry.has_previous_state.values()) for entry in layers)
+
+
 def _forget_shapes(cache: Any) -> None:
-    """Let an empty cache take keys and values of other shapes, also where a layer was skipped."""
+    """Let an empty cache take keys, values and states of other shapes, also where a layer was skipped."""
     for entry in getattr(cache, "layers", ()):
+        for kind in ("conv", "recurrent") if hasattr(entry, "has_previous_state") else ():
+            states, known = getattr(entry, f"{kind}_states"), f"is_{kind}_states_initialized"
+            setattr(entry, f"{kind}_states", dict.fromkeys(states))
+            setattr(entry, known, dict.fromkeys(states, False))
+            entry.has_previous_state = dict.fromkeys(states, False)
         if getattr(entry, "is_initialized", False) and getattr(entry, "keys", None) is not None:
             entry.reset()
             entry.keys = entry.values = None
@@ -329,6 +341,8 @@ def _count(
     """Write keys and values of one number each, for as many tokens as a skipped layer is given."""
     cache = _of_decoder(argument.among(args, kwargs))
     hidden = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+    if not hasattr(dict(enumerate(getattr(cache, "layers", ()))).get(entry, cache), "update"):
+        return  # A state space keeps no number of tokens.
     if hasattr(cache, "layers") and hidden is not None and hidden.dim() > 2:
         states = hidden.new_zeros((hidden.shape[-3], 1, hidden.shape[-2], 1))
         cache.update(states, states, entry)

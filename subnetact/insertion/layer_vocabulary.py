@@ -74,8 +74,9 @@ def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | None:
     """Return the vocabulary of a language model of Hugging Face, or None for other models."""
+    inside = [slot for slot in slots if slot.axis != "stream"]
     modules = {
-        m for slot in slots for m in (getattr(slot, "blocks", None) or [x.module for x in slot.members])
+        m for slot in inside for m in (getattr(slot, "blocks", None) or [x.module for x in slot.members])
     }
     stacks = [s for s in layer_stacks(model) if all(f"{m}.".startswith(f"{s}.") for m in modules)]
     config: Any = getattr(model, "config", None)
@@ -88,6 +89,7 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     sizes.pop("depth", None)
     heads = {field: number for field in HEADS if (number := number_of(config, field)) > 1}
     candidates = {"ffn": [{field: number_of(config, field)} for field in NEURONS], "heads": [heads]}
+    candidates["stream"] = [{"hidden_size": number_of(config, "hidden_size")}]
     stated = {}
     for axis, full in sorted(sizes.items()):
         fitting = [fields for fields in candidates.get(axis, ()) if {min(fields.values(), default=0)} == full]
@@ -148,9 +150,10 @@ class LayerConfigs:
                 choice: {(layer, "skip"): i >= size for i, layer in enumerate(layers)}
                 for choice, size in slot.sizes.items()
             }
-        layer = words.layer_of(slot.members[0].module)
+        stream = slot.axis == "stream"  # All layers share it.
+        layers = [*range(words.layers)] if stream else [words.layer_of(slot.members[0].module)]
         return {
-            choice: {(layer, field): number for field, number in words.fields(slot.axis, size).items()}
+            choice: {(i, field): n for i in layers for field, n in words.fields(slot.axis, size).items()}
             for choice, size in slot.sizes.items()
         }
 

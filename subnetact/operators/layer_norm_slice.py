@@ -21,10 +21,12 @@ class LayerNormSlice(Operator):
     Means, variances and mean squares are over the features that the subnet has. A GroupNorm keeps whole
     groups, or any number of features if it has a single group. The many RMSNorm classes of transformers and
     timm are tried: the operator runs the sliced module on random numbers, and compares it with the rule.
-    These norms have no running statistics, so subnets need no calibration for them.
+    These norms have no running statistics, so subnets need no calibration for them. The gated RMSNorms of
+    Mamba-2 work in groups; every subnet has all groups, and of each the first features.
 
     Parts:
-        features: the features (channels); they may be `Segments` behind a concatenation.
+        features: the features (channels); they may be `Segments` behind a concatenation, and are the
+            `Segments` of the groups, of one dimension, in an RMSNorm that works in groups.
 
     Source:
         AutoFormer and DynaBERT slice their LayerNorms in this way.
@@ -44,6 +46,14 @@ class LayerNormSlice(Operator):
             raise self.refuse(
                 "only GroupNorm, and LayerNorm and RMSNorm over one axis, have an affine it can slice"
             )
+        else:
+            groups, lengths = _groups(self.template), self.lengths("features")
+            dims = {self.dims.get(name) for name in self.names("features")}
+            if groups > 1 and (len(lengths) != groups or len({*lengths}) > 1 or len(dims) > 1):
+                raise self.refuse(
+                    f"it works in {groups} groups of {self.full('features') // groups} features, of each of "
+                    "which a subnet keeps equally many; give one segment per group, all of one dimension"
+                )
 
     def full(self, part: str) -> int:
         """Return the number of features of the full network."""
@@ -72,7 +82,16 @@ class LayerNormSlice(Operator):
             found["normalized_shape"] = (features,)
         if getattr(self.template, "num_groups", 1) > 1:
             found["num_groups"] = features // self.group_size("features")
+        if "group_size" in self.template.__dict__:
+            found["group_size"] = features // _groups(self.template)
         return found
+
+
+def _groups(template: Any) -> int:
+    """Return the number of groups in which an RMSNorm works."""
+    own = template.__dict__
+    size = own.get("group_size")
+    return int(own.get("n_groups", 1) if size is None else len(template.weight) // size)
 
 
 def _is_rms_norm(norm: LayerNormSlice) -> bool:
@@ -80,14 +99,15 @@ def _is_rms_norm(norm: LayerNormSlice) -> bool:
     template = norm.template
     weight = template._parameters.get("weight")
     plain = set(template._parameters) == {"weight"} and not template._modules and not template._buffers
-    if not plain or weight is None or weight.dim() != 1 or len(weight) < 2:
+    if not plain or weight is None or weight.dim() != 1 or len(weight) < 2 * _groups(template):
         return False
     return any(_is_rms_norm_over(norm, len(weight), trailing) for trailing in ((), (1, 1)))
 
 
 def _is_rms_norm_over(norm: LayerNormSlice, full: int, trailing: tuple[int, ...]) -> bool:
     """Try a module on (N, features, *trailing), with numbers so large that its epsilon does not matter."""
-    kept = full // 2
+    groups = _groups(norm.template)
+    kept = full // groups // 2 * groups
     generator = torch.Generator().manual_seed(0)
     weight = torch.rand(full, generator=generator) + 0.5
     x = 1e3 * torch.randn((3, kept, *trailing), generator=generator)
@@ -95,7 +115,8 @@ def _is_rms_norm_over(norm: LayerNormSlice, full: int, trailing: tuple[int, ...]
         with torch.no_grad():
             gain = _sliced(norm, weight)(torch.full((1, full, *trailing), 1e3))[:, :kept]
             found = _sliced(norm, weight[:kept])(x)
-        return equal(found, x / x.square().mean(1, keepdim=True).sqrt() * gain)
+        grouped = x.view(3, groups, -1, *trailing)
+        return equal(found, (grouped / grouped.square().mean(2, keepdim=True).sqrt()).view_as(x) * gain)
     except Exception as error:  # the module takes other inputs
         raise_if_out_of_memory(error)
         return False

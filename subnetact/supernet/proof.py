@@ -114,11 +114,12 @@ class _Narrow:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return what the narrowed layer computes if it may, and otherwise the `output`."""
-        if len(args) != 1 or not isinstance(output, Tensor):
+        norm = isinstance(self.operator, LayerNormSlice)
+        if not isinstance(output, Tensor) or (len(args) != 1 and not norm):
             return output
-        x = self.take(args[0], self.inputs)
-        found = self.layer(x)
-        if not isinstance(self.operator, LayerNormSlice):
+        x, *gates = (self.take(x, self.inputs) for x in args if isinstance(x, Tensor))
+        found = self.layer(x, *gates)
+        if not norm:
             same = equal(self.take(output, self.out), found, EXACT)
             if not same and not self.is_linear(x, found):
                 return output

@@ -345,7 +345,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(MissingExtra, match=r"pip install 'subnetact\[hf\]'"):
         ofa_adapters.load("gemma3n", config=TINY)
-    assert ofa_adapters.language_models() == ("gemma3n",)
+    assert ofa_adapters.language_models() == ("gemma3n", "nemotron_elastic")
 
 
 def test_supernets_and_spaces_are_pickled(supernet: subnetact.Supernet) -> None:

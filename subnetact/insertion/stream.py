@@ -1,0 +1,93 @@
+"""The stream of a decoder: the channels of its token embeddings, which all layers read and add to.
+
+There is one group for the whole model. Its members are the columns of the embeddings, the inputs of all
+layers that read the stream, the outputs of all that write it, and the norms over it, which see the channels
+of the subnet only. Everything else stays as it is, so the scale of Gemma's embeddings is that of the full
+model; a configuration with fewer channels would have another scale.
+
+A layer belongs to the stream if one of its sides is as long as the stream and lies not inside of an
+attention, a state space or a feed-forward network. No block can be tried alone, so the proof of the whole
+description is what shows that nothing else reads the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from subnetact.errors import InsertError
+from subnetact.insertion.description import Group, Member
+from subnetact.insertion.layer_vocabulary import number_of
+from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
+from subnetact.operators.layer_traits import traits_of
+
+__all__ = ["STREAM", "stream_group"]
+
+STREAM = "stream"
+"""The name of the group, and of its axis."""
+
+WIDTHS = ("hidden_dim", "hidden_size", "input_size", "embed_dim", "model_dim", "dim")
+"""Names of whole numbers for the width of the stream, of modules with parameters of their own."""
+
+
+def stream_group(
+    model: nn.Module,
+    sides: Mapping[str, tuple[int, int]],
+    inner: Collection[tuple[str, str]],
+    mixers: Collection[str],
+) -> Group | str:
+    """Return the group of the stream, or why there is none.
+
+    `sides` are the inputs and outputs of linear layers, `inner` the parts of layers that lie inside of a
+    mixer or a feed-forward network, and `mixers` the modules whose own parameters and norms do.
+    """
+    config: Any = getattr(model, "config", None)
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if config is None or not isinstance(embedding, nn.Embedding) or config.is_encoder_decoder:
+        return "the model is no decoder of transformers with token embeddings"
+    full = embedding.embedding_dim
+    if number_of(config.get_text_config(), "hidden_size") != full:
+        return f"the token embeddings have {full} channels, and the layers others"
+    members: list[Member] = []
+    for path, module in model.named_modules():
+        inside = any(f"{path}.".startswith(f"{mixer}.") for mixer in mixers)
+        for member in _members(path, module, full, sides, inside):
+            if (path, member.part) not in inner:
+                if member.operator is WeightSlice and traits_of(module).kind == "convolution":
+                    return f"{path} is a convolution over the stream, which no rule knows"
+                try:
+                    member.operator(module, path, {member.part: 0}).check()
+                except InsertError as error:
+                    return str(error)
+                members.append(member)
+        twice = [n for n, p in module.named_parameters(recurse=False) if tuple(p.shape).count(full) > 1]
+        if twice and not inside and traits_of(module).kind == "unknown":
+            return f"{path}.{twice[0]} has two axes of {full} entries, and which one is the stream is unknown"
+    return Group(STREAM, STREAM, full, tuple(members))
+
+
+def _members(
+    path: str, module: nn.Module, full: int, sides: Mapping[str, tuple[int, int]], inside: bool
+) -> Iterator[Member]:
+    """Yield the parts of a module that are as long as the stream."""
+    traits = traits_of(module)
+    if path in sides:
+        parts = dict(zip(("in_", "out"), sides[path], strict=True))
+    else:
+        parts = {part: int(getattr(module, attribute)) for part, attribute in traits.sizes.items()}
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+    if traits.mixes and traits.sizes:
+        held = ("out",) if traits.kind == "embedding" else parts
+        yield from (Member(path, part, WeightSlice) for part in held if parts[part] == full)
+    elif inside or traits.kind not in ("unknown", "norm"):
+        return
+    elif traits.kind == "norm" or (set(shapes) == {"weight"} and len(shapes["weight"]) == 1):
+        if set(shapes.values()) == {(full,)}:
+            yield Member(path, "features", LayerNormSlice)
+    else:  # own parameters, of a router or of all experts, and numbers of what is around them
+        axes = {name: shape.index(full) for name, shape in shapes.items() if shape.count(full) == 1}
+        yield from (Member(path, f"{name}.{axis}", ElasticAttribute) for name, axis in axes.items())
+        numbers = WIDTHS if axes else ("input_size",)
+        yield from (Member(path, n, ElasticAttribute) for n in numbers if vars(module).get(n) == full)

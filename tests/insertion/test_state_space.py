@@ -1,0 +1,134 @@
+"""Heads of Mamba-2 mixers: subnets equal their classes, made with fewer heads and the sliced weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_state_spaces import NEMOTRON, TOKENS, filled, logits, narrowed, small_mamba, small_nemotron
+
+from subnetact.errors import CacheMismatch, InsertError
+from subnetact.insertion.hugging_face import as_pretrained
+from subnetact.insertion.insert import describe, insert_
+from subnetact.insertion.key_value_cache import cache_relation, switch
+from subnetact.operators import LayerNormSlice, Segments
+from subnetact.space import Axis, SubnetSpace
+
+transformers = pytest.importorskip("transformers")
+
+EXAMPLE = {"input_ids": TOKENS, "use_cache": False}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Bamba": {"attn_layer_indices": [1]},
+    "GraniteMoeHybrid": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "Zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "hybrid_layer_ids": [1]},
+}
+
+
+def one(supernet: Any, axis: str) -> Any:
+    """Return the subnet that is the smallest in one axis only."""
+    return supernet.space.spec(
+        **{
+            a.name: [slot.choices[0 if a.name == axis else -1] for slot in a.slots]
+            for a in supernet.space.axes
+        }
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_nemotron_equals_its_class_with_fewer_heads(groups: int) -> None:
+    model = small_nemotron(n_groups=groups)
+    full = logits(model)
+    narrow = narrowed(model, small_nemotron(n_groups=groups, mamba_num_heads=4))
+    small = {"mamba_num_heads": 4, "hidden_size": 16, "intermediate_size": 24}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "moe_shared_expert_intermediate_size": 14}
+    smallest = narrowed(model, small_nemotron(n_groups=groups, **small))
+    supernet = insert_(model, example=EXAMPLE, axes=("stream", "ffn", "heads"), choices=(0.5, 1.0))
+    torch.testing.assert_close(logits(supernet.subnet(supernet.space.largest())), full)
+    slots = next(axis.slots for axis in supernet.space.axes if axis.name == "heads")
+    heads = [1.0 if ".2." in slot.name else 0.5 for slot in slots]  # layer 2 is the attention
+    spec = supernet.space.spec(stream=1.0, ffn=1.0, heads=heads)
+    for chosen, other in ((spec, narrow), (supernet.space.smallest(), smallest)):
+        for found in (supernet.subnet(chosen), supernet.extract(chosen)):
+            torch.testing.assert_close(logits(found), logits(other), rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba_equals_its_class_with_fewer_heads(groups: int) -> None:
+    model = small_mamba(n_groups=groups)
+    other = narrowed(model, small_mamba(n_groups=groups, num_heads=4, expand=1))
+    supernet = insert_(model, example=EXAMPLE, axes=("heads",), choices=(0.5, 1.0))
+    torch.testing.assert_close(
+        logits(supernet.subnet(supernet.space.smallest())), logits(other), rtol=0, atol=5e-5
+    )
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_heads_of_other_hybrids_are_found(name: str) -> None:
+    sizes = {k: v for k, v in NEMOTRON.items() if not k.startswith(("moe", "mamba", "n_", "layers", "ssm"))}
+    mamba = {"mamba_d_state": 6, "num_hidden_layers": 3}
+    more = {"mamba_n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 8}
+    if name == "Zamba2":
+        more = {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "num_key_value_heads": 4}
+    else:
+        more |= {"mamba_chunk_size": 4}
+        sizes.pop("chunk_size")
+    sizes.pop("head_dim")
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **mamba, **more, **HYBRIDS[name]})
+    model = filled(getattr(transformers, f"{name}ForCausalLM")(config))
+    description = describe(model, EXAMPLE, axes=("heads",))
+    found = [n for n, group in description.groups.items() if ".mamba." in n and group.full == 4]
+    assert len(found) == len([p for p, _ in model.named_parameters() if p.endswith(".dt_bias")])
+
+
+@pytest.mark.parametrize("name", ["nemotron", "mamba"])
+def test_states_of_other_heads_are_incompatible_and_computed_again(name: str) -> None:
+    model = small_nemotron() if name == "nemotron" else small_mamba()
+    supernet = insert_(model, example=EXAMPLE, axes=("stream", "heads"), choices=(0.5, 1.0))
+    large, few = supernet.space.largest(), one(supernet, "heads")
+    assert cache_relation(supernet, large, few) == "incompatible"
+    assert cache_relation(supernet, large, one(supernet, "stream")) == "approximate"
+    cache_name = "past_key_values" if name == "nemotron" else "cache_params"
+    with torch.no_grad():
+        cache = supernet.subnet(large)(TOKENS[:, :-1], use_cache=True)[cache_name]
+        given = {cache_name: cache, "use_cache": True}
+        with pytest.raises(CacheMismatch, match="other sizes"):
+            supernet.subnet(few)(TOKENS[:, -1:], **given)
+        found = switch(supernet, cache, few, recompute=TOKENS[:, :-1])(TOKENS[:, -1:], **given).logits
+    torch.testing.assert_close(found[:, -1], logits(supernet.subnet(few))[:, -1], rtol=1e-4, atol=5e-5)
+
+
+def test_skipped_state_space_leaves_the_cache_right() -> None:
+    supernet = insert_(small_nemotron(), example=TOKENS, axes=("depth",), choices=(0.5, 1.0))
+    view = supernet.subnet(supernet.space.smallest())
+    with torch.no_grad():
+        cache = view(TOKENS[:, :-1], use_cache=True).past_key_values
+        found = view(TOKENS[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(found[:, -1], logits(view)[:, -1], rtol=1e-4, atol=5e-5)
+
+
+def test_no_configuration_of_fewer_state_space_heads_is_guessed() -> None:
+    supernet = insert_(small_nemotron(), example=TOKENS, axes=("heads", "ffn"), choices=(0.5, 1.0))
+    with pytest.raises(InsertError, match="no configuration of NemotronHForCausalLM"):
+        as_pretrained(supernet.extract(supernet.space.smallest()), TOKENS)
+
+
+def test_sizes_that_break_groups_are_refused() -> None:
+    description = describe(small_nemotron(), EXAMPLE, axes=("heads",), proof=False)
+    with pytest.raises(InsertError, match="sizes from 1 to 4"):
+        description.with_choices("model.layers.0.mixer.heads", [5])
+    single = describe(small_nemotron(mamba_num_heads=2), EXAMPLE, axes=("ffn", "heads"), proof=False)
+    assert "one head only" in single.refused["model.layers.0.mixer.heads"]
+    space = SubnetSpace(
+        "norm", [Axis.uniform("width", ["all"], (16, 32))], lambda v: {"width": v["width"][0]}
+    )
+    for features in ("width", Segments(("width", 24), (None, 8))):
+        with pytest.raises(InsertError, match="groups of 16"):
+            insert_(
+                small_nemotron(), space, {"model.layers.0.mixer.norm": LayerNormSlice.on(features=features)}
+            )
