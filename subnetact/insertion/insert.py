@@ -126,6 +126,11 @@ def describe(
     asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
     if chosen is not None:
         asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
+    for slot in description.slots.values():
+        if slot.axis == "experts" and asked["experts"] is SHARES:
+            description = description.with_choices(slot.name, range(1, slot.full + 1))
+    if asked.get("experts") is SHARES:
+        del asked["experts"]
     for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
         description = description.with_choices(pattern, given)
     return _proved(model, description, example, expected) if proof else description
@@ -288,8 +293,9 @@ def _selected(
 
     kept = []
     for group in groups:
-        outputs = [m.module for m in group.members if m.part == "out"]
-        if group.axis in axes and left(outputs, [m.module for m in group.members]):
+        inside = [m.module for m in group.members]
+        outputs = [m.module for m in group.members if m.part == "out"] or inside
+        if group.axis in axes and left(outputs, inside):
             kept.append(group)
     shorter = [replace(stage, blocks=tuple(filter(skippable, stage.blocks))) for stage in stages]
     said = {name: why for name, why in refused.items() if name == UNTRACED or left([name], [name])}
