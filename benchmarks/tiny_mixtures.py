@@ -18,11 +18,11 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 """Fields of configurations."""
 
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 24},
+    **{"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(EXPERTS_PER_TOKEN, 4),
-    **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "n_shared_experts": 1},
+    **{"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "n_shared_experts": 1},
     **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_shared_experts": 1},
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "use_cache": False},
@@ -34,13 +34,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {
         **{"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64},
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 4},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 4},
     },
     "deepseek_v4": {"num_hash_layers": 1},
     "doge": {"is_moe": True, "num_experts": 16},
     "gemma4_text": {
-        **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 4, "moe_intermediate_size": 24},
-        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 8},
+        **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 4, "moe_intermediate_size": 48},
+        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 50, "global_head_dim": 8},
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
     "glm4v_moe_text": {
@@ -52,10 +52,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "glm5_next_text": {"qk_rope_head_dim": 0, "num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
-    "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 24},
+    "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 48},
     "mistral4": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16},
     "granitemoehybrid": {
-        **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "shared_intermediate_size": 24},
+        **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "shared_intermediate_size": 48},
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 8},
@@ -107,7 +107,7 @@ def tiny_mixture(kind: str) -> tuple[nn.Module, Any]:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.3)
-    return model, {"input_ids": torch.randint(3, 50, (2, 9)), "use_cache": False}
+    return model, {"input_ids": torch.randint(3, 50, (2, 9))}
 
 
 def restated(model: nn.Module, full: int, size: int) -> nn.Module:

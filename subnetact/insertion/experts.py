@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
@@ -36,12 +37,14 @@ from subnetact.insertion.layer_vocabulary import number_of
 from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
+from subnetact.space import SizeRow
+from subnetact.supernet.batches import call_with
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
-__all__ = ["CONFIGURED", "Configured", "expert_groups", "why_not_as_configured"]
+__all__ = ["CONFIGURED", "Configured", "expert_groups", "routing_mass", "why_not_as_configured"]
 
 CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": NUMBERS_OF_EXPERTS}
 """Axis that a configuration proves -> the names of its number in modules and configurations."""
@@ -52,9 +55,6 @@ EXPERT_NEURONS = (
 """Names of whole numbers of modules with weights of experts."""
 
 _ROUTING = re.compile("rout|gat|static|correction", re.IGNORECASE)
-_GROUPED_ROWS = 8
-"""Grouped matrix products take rows of whole 16 bytes, which are 8 numbers of 16 bits."""
-
 _Stacked = list[tuple[str, str, Tensor]]
 """Names of modules and parameters, and the weights of experts there, of shape (experts, ., .)."""
 
@@ -168,8 +168,7 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
                 for p, part, size in rows
                 for start in (starts if size != full else (None,))
             ]
-            unit = _GROUPED_ROWS if full % _GROUPED_ROWS == 0 else 1
-            group = Group(name, "ffn", full, (*members, *end), unit)
+            group = Group(name, "ffn", full, (*members, *end))
             variants += [group] if group not in variants else []
     return variants, "" if variants else "its weights are no two layers of all experts"
 
@@ -297,6 +296,31 @@ def _fill(empty: nn.Module, filled: nn.Module) -> str:
                         return f"{path}.{name}"
                     own[name] = other
     return ""
+
+
+def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tensor:
+    """Return the sum of the weights with which the largest subnet routes tokens to each expert of a pool."""
+    noted: list[tuple[bool, Tensor]] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and t.dim() == 2]
+        mass = torch.zeros(pool.full)
+        chosen = [t for t in given if not t.is_floating_point() and int(t.max()) < pool.full]
+        weighted = [(i, t) for i in chosen for t in given if t.is_floating_point() and t.shape == i.shape]
+        if weighted:
+            index, weights = (t.flatten().cpu() for t in weighted[0])
+            noted.append((True, mass.index_add(0, index, weights.float().abs())))
+        elif scores := [t for t in given if t.is_floating_point() and t.shape[1] == pool.full]:
+            noted.append((False, scores[-1].float().softmax(1).sum(0).cpu()))
+
+    view = shared_view(network, row)
+    for path in dict.fromkeys(member.module for member in pool.members):
+        view.get_submodule(path).register_forward_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        call_with(view, x)
+    exact = any(weighted for weighted, _ in noted)
+    found = [mass for weighted, mass in noted if weighted is exact]
+    return torch.stack(found).sum(0) if found else torch.zeros(pool.full)
 
 
 def _mixed(network: nn.Module, group: Group) -> nn.Module:
