@@ -36,7 +36,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 4},
     },
-    "deepseek_v4": {"num_hash_layers": 1},
+    "deepseek_v4": {"num_hash_layers": 0},  # the shape of their table follows the number
     "doge": {"is_moe": True, "num_experts": 16},
     "gemma4_text": {
         **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 4, "moe_intermediate_size": 48},
@@ -64,6 +64,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 """Model type -> fields beyond those."""
 
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_OTHER_INPUTS = {"text_config", "vision_config", "audio_config", "thinker_config"}
 _ROUTED = re.compile(r"self\.(top_k|num_experts_per_tok)\b|config\.(top_k_experts|moe_top_?k)\b")
 
 
@@ -81,7 +83,8 @@ def families() -> dict[str, str]:
         order = [t for mapping in (causal, base) for t in sorted(own, key=len, reverse=True) if t in mapping]
         order.sort(key=lambda t: (not t.endswith("_text"), t != family))
         if "xpert" in text and _ROUTED.search(text):
-            found[family] = next(iter(order), "")
+            alone = [t for t in order if not _OTHER_INPUTS & set(types.CONFIG_MAPPING[t].sub_configs)]
+            found[family] = next(iter(alone), "")
     return found
 
 
@@ -94,8 +97,8 @@ def tiny_mixture(kind: str) -> tuple[nn.Module, Any]:
     usual = configuration()
     known |= set(vars(usual))
     sizes = {**{n: v for n, v in SIZES.items() if n in known}, **SPECIAL.get(kind, {})}
-    if vars(usual).get("num_key_value_heads", 0) == vars(usual).get("num_attention_heads", 1):
-        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    if "num_key_value_heads" in sizes and len({vars(usual).get(name) for name in _HEADS}) == 1:
+        sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
     config = configuration(**sizes)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
