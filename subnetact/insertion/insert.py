@@ -79,11 +79,12 @@ def describe(
         example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
         axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels that one layer
             computes, inside a block for example), "stream" (channels that several layers share, because
-            their outputs are added or concatenated), "ffn" (neurons between two linear layers) and "heads"
-            (attention heads).
+            their outputs are added or concatenated), "ffn" (neurons between two linear layers, and those of
+            all experts of a layer), "heads" (attention heads), "pool" (the experts that a layer has, at least
+            as many as the model visits per token) and "experts" (those that it visits per token).
         choices: axis, or name or pattern of groups and stages -> choices: shares of the full size if one of
             them is a float, otherwise sizes. A list is meant for all axes. What is not named has the shares
-            0.5, 0.75 and 1.0.
+            0.5, 0.75 and 1.0; "experts" has every number from 1.
         only: a pattern of names of modules with `*`, `?` and `[...]`, or several, "layer[34].*" for example.
             A pattern means everything inside a module, too. Only the outputs of such modules become elastic,
             and only such blocks can be skipped.

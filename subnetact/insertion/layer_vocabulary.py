@@ -109,7 +109,10 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
 
 def number_of(config: Any, field: str) -> int:
     """Return the whole number that a field of a configuration states; if it states none, 0."""
-    value = getattr(config, field, None)
+    try:
+        value = getattr(config, field, None)
+    except RuntimeError:  # It differs between layers.
+        return 0
     return value if type(value) is int else 0
 
 
