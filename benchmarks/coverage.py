@@ -211,17 +211,23 @@ def mixture(family: str) -> dict[str, Any]:
     with torch.no_grad():
         for number in range(1, most + 1):
             spec = space.spec(**{**largest, "experts": [number] * facts["slots"]["experts"]})
-            ours = logits(call_with(supernet.subnet(spec), x))
-            theirs = logits(call_with(restated(original, most, number), x))
+            ours = _first(call_with(supernet.subnet(spec), x))
+            theirs = _first(call_with(restated(original, most, number), x))
             gap = float((ours - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
             facts["differences"][number] = gap
             if gap > TOLERANCE:
                 wrong.append(f"{number} experts per token differ by {gap:.1e}")
-        ours = logits(call_with(supernet.subnet(space.smallest()), x))
-        gap = float((ours - logits(call_with(supernet.extract(space.smallest()), x))).abs().max())
+        ours = _first(call_with(supernet.subnet(space.smallest()), x))
+        gap = float((ours - _first(call_with(supernet.extract(space.smallest()), x))).abs().max())
         if gap > TOLERANCE * max(1.0, float(ours.abs().max())):
             wrong.append(f"the smallest subnet differs from its extraction by {gap:.1e}")
     return {**facts, "wrong": wrong}
+
+
+def _first(output: Any) -> torch.Tensor:
+    """Return the logits, or the hidden states of a model without a head."""
+    found: torch.Tensor = output[0]
+    return found
 
 
 def run(name: str, pixels: int | None = None) -> dict[str, Any]:

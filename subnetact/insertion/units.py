@@ -28,6 +28,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description_proof import disturbed_copy
 from subnetact.operators import ElasticAttribute, LayerSelect, Operator, SubnetNorm
+from subnetact.operators.elastic_attribute import NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
 from subnetact.space import SizeRow, SubnetSpace
@@ -399,7 +400,8 @@ def _roles(operator: Operator) -> dict[str, str]:
 def _role_in_stack(operator: ElasticAttribute, part: str) -> str:
     """Return the role of an axis of the weights of experts; of other parameters, "keeps"."""
     name, _, axis = part.partition(".")
-    if len(operator.shapes.get(name, ())) != 3:
+    shape = operator.shapes.get(name, ())
+    if len(shape) != 3 or shape[0] not in map(vars(operator.template).get, NUMBERS_OF_EXPERTS):
         return "keeps"
     outputs = "2" if getattr(operator.template, "is_transposed", False) else "1"
     return "writes" if axis == outputs else "reads"
