@@ -8,11 +8,14 @@ refused. Every inserted model is checked once more, apart from the proof: the la
 random subnets equal their extraction (to 1e-5; `extraction` is the largest difference). Models that are done
 already in the result file are not run again, so that a run that was stopped goes on, and several may run at
 the same time.
+
+`--only experts:` runs tiny mixtures of experts, one of every family of transformers that routes tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib
 import json
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 from peers import import_torchvision
 from results_section import write_section
+from tiny_mixtures import families, restated, tiny_mixture
 from torch import nn
 from tqdm import tqdm
 
@@ -82,7 +86,8 @@ def names() -> list[str]:
     for members in modules.values():
         small = [n for n in members if any(w in n for w in ("tiny", "atto", "nano", "pico", "_s", "050"))]
         found.append(f"timm:{min(small or members, key=len)}")
-    return found + [f"transformers:{name}" for name in HUGGING_FACE]
+    found += [f"transformers:{name}" for name in HUGGING_FACE]
+    return found + [f"experts:{name}" for name in families()]
 
 
 def model_of(
@@ -181,6 +186,50 @@ def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any
     return facts
 
 
+def mixture(family: str) -> dict[str, Any]:
+    """Compare every number of experts per token of a family with the model configured with that number."""
+    kind = families()[family]
+    if not kind:
+        return {"refused": "it has no model for text alone"}
+    model, x = tiny_mixture(kind)
+    facts: dict[str, Any] = {"type": kind, "parameters": sum(p.numel() for p in model.parameters())}
+    try:
+        original = copy.deepcopy(model)
+        supernet = insert_(model, example=x, axes=("ffn", "pool", "experts"))
+    except SubnetActError as error:
+        return {**facts, "refused": str(error)[:300]}
+    space, groups = supernet.space, supernet.description.groups.values()
+    facts["slots"] = {axis.name: len(axis.slots) for axis in space.axes}
+    whys = {n: w for n, w in supernet.description.refused.items() if n.endswith((".pool", ".experts"))}
+    facts["left_out"] = sorted({f"{n.rpartition('.')[2]}: {why}" for n, why in whys.items()})
+    full = {group.full for group in groups if group.axis == "experts"}
+    if not full:
+        return {**facts, "refused": "; ".join(facts["left_out"]) or "no layer says how many experts"}
+    (most,), wrong = full, []
+    facts |= {"experts_per_token": most, "differences": {}}
+    largest = {axis.name: [slot.choices[-1] for slot in axis.slots] for axis in space.axes}
+    with torch.no_grad():
+        for number in range(1, most + 1):
+            spec = space.spec(**{**largest, "experts": [number] * facts["slots"]["experts"]})
+            ours = _first(call_with(supernet.subnet(spec), x))
+            theirs = _first(call_with(restated(original, most, number), x))
+            gap = float((ours - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
+            facts["differences"][number] = gap
+            if gap > TOLERANCE:
+                wrong.append(f"{number} experts per token differ by {gap:.1e}")
+        ours = _first(call_with(supernet.subnet(space.smallest()), x))
+        gap = float((ours - _first(call_with(supernet.extract(space.smallest()), x))).abs().max())
+        if gap > TOLERANCE * max(1.0, float(ours.abs().max())):
+            wrong.append(f"the smallest subnet differs from its extraction by {gap:.1e}")
+    return {**facts, "wrong": wrong}
+
+
+def _first(output: Any) -> torch.Tensor:
+    """Return the logits, or the hidden states of a model without a head."""
+    found: torch.Tensor = output[0]
+    return found
+
+
 def run(name: str, pixels: int | None = None) -> dict[str, Any]:
     """Run one model in a process of its own."""
     context = multiprocessing.get_context("fork")  # a new interpreter would import everything again
@@ -201,7 +250,7 @@ def _run_here(name: str, pixels: int | None, answer: Any) -> None:
     warnings.simplefilter("ignore")
     source, kind = name.split(":")
     try:
-        answer.send(coverage(source, kind, pixels))
+        answer.send(mixture(kind) if source == "experts" else coverage(source, kind, pixels))
     except Exception as error:
         answer.send({"failed": f"{type(error).__name__}: {error}"[:300]})
 
@@ -241,7 +290,32 @@ def report(document: dict[str, Any]) -> str:
         why = facts.get("refused") or facts.get("failed") or "; ".join(facts.get("wrong", []))
         why = " ".join(why.split())[:160].replace("|", "/")
         lines.append(f"| {name} | {facts.get('seconds', '')} | {least} | {axes} | {why} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_mixtures(document.get("experts", {}))])
+
+
+def _mixtures(families: dict[str, Any]) -> list[str]:
+    """Return the table of the families that route tokens to experts."""
+    done = {name: facts for name, facts in families.items() if "differences" in facts}
+    exact = sum(max(facts["differences"].values()) == 0 for facts in done.values())
+    lines = [
+        "",
+        f"Mixtures of experts: {len(families)} families of transformers, {len(done)} elastic in experts per "
+        f"token, {exact} with a difference of 0.0 at every number, "
+        f"{sum(bool(f['wrong']) for f in done.values())} wrong. "
+        "Each number from 1 is compared with the model of the original class, with the same weights, from a "
+        "configuration with this number; `difference` is the largest of all, relative to the largest logit.",
+        "",
+        "| family | experts per token | difference | slots | left out or refused |",
+        "|---|---|---|---|---|",
+    ]
+    for name, facts in families.items():
+        numbers = f"1 to {facts['experts_per_token']}" if name in done else ""
+        gap = f"{max(facts['differences'].values()):.1g}" if name in done else ""
+        slots = ", ".join(f"{axis} {n}" for axis, n in facts.get("slots", {}).items())
+        whys = facts.get("wrong") or facts.get("refused") or facts.get("failed") or facts.get("left_out", [])
+        why = " ".join((whys if isinstance(whys, str) else "; ".join(whys)).split())[:160].replace("|", "/")
+        lines.append(f"| {name.partition(':')[2]} | {numbers} | {gap} | {slots} | {why} |")
+    return lines
 
 
 def _percent(share: float | None) -> str:
@@ -263,7 +337,7 @@ def main() -> None:
     if args.one:
         torch.set_num_threads(1)
         source, name = args.one.split(":")
-        print(json.dumps(coverage(source, name)))
+        print(json.dumps(mixture(name) if source == "experts" else coverage(source, name)))
         return
     if args.report:
         write_section("coverage", report(known(args.out)).splitlines())
@@ -274,6 +348,7 @@ def main() -> None:
     wanted = names()
     for name in tqdm([n for n in wanted if args.only in n], disable=None):
         place, key = ("models", name) if args.pixels is None else ("large_images", f"{name}@{args.pixels}")
+        place = "experts" if name.startswith("experts:") else place
         if args.again or key not in known(args.out).get(place, {}):
             facts = {**({"name": name} if args.pixels else {}), **run(name, args.pixels)}
             document = known(args.out)

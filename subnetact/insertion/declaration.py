@@ -28,6 +28,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.description_proof import disturbed_copy
+from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.layer_vocabulary import number_of
 from subnetact.insertion.state_space import is_state_space, state_space_group
 from subnetact.insertion.stream import STREAM, stream_group
@@ -94,9 +95,8 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
     feed_forwards = list(_feed_forwards(observed, attentions))
     settle(feed_forwards)
-    for path, module in observed.modules.items():
-        if path.endswith(".experts") and module._parameters:
-            refused[f"{path}.ffn"] = "the weights of all experts are one parameter, which no operator slices"
+    for name, variants, reason in expert_groups(observed.modules, observed.block_of):
+        settle([_Proposal(name, [], [] if reason else variants, reason)])
     blocks = _blocks(trials, [m.module for g in groups for m in g.members], refused)
     if stream:
         mixers = [*spaces, *attentions]
@@ -549,6 +549,7 @@ class _Trials:
 
     def __init__(self, observed: _Observation) -> None:
         self.observed = observed
+        self.configured = Configured(observed.model)
         self._known: dict[Any, str] = {}
         self._units: dict[Any, nn.Module] = {}
 
@@ -570,7 +571,8 @@ class _Trials:
             without_layers = private_copy(module)
             with torch.no_grad():
                 for layer in without_layers.modules():
-                    if traits_of(layer).mixes:
+                    stacked = any(p is not None and p.dim() == 3 for p in layer._parameters.values())
+                    if stacked or traits_of(layer).mixes:
                         for parameter in layer.parameters():
                             parameter.zero_()
                 try:
@@ -592,12 +594,20 @@ class _Trials:
         cut = len(unit) + 1 if unit else 0
         renamed = tuple(replace(m, module=f"unit.{m.module[cut:]}".rstrip(".")) for m in group.members)
         given = (leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor))
-        key = str(module), tuple(t.shape for t in given if t.is_floating_point())
+        shapes = tuple(p.shape for p in module.parameters())
+        key = str(module), shapes, tuple(t.shape for t in given if t.is_floating_point())
         if key not in self._units:
             self._units[key] = disturbed_copy(module).float()
-        if (key, renamed) not in self._known:
-            self._known[key, renamed] = _compared(self._units[key], call, replace(group, members=renamed))
-        why = self._known[key, renamed]
+        known = key, renamed, group.full
+        if known not in self._known:
+            proved = replace(group, members=renamed)
+            if group.axis in CONFIGURED:
+                network = _Repeated(structure_copy(self._units[key]), call)
+                why = why_not_as_configured(self.configured, unit, network, proved)
+            else:
+                why = _compared(self._units[key], call, proved)
+            self._known[known] = why
+        why = self._known[known]
         return re.sub(r"\bunit\b", unit, why if unit else why.replace("unit.", ""))
 
 

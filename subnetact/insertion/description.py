@@ -27,13 +27,14 @@ from subnetact.spec import Value
 
 __all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices"]
 
-AXES = ("depth", "width", "stream", "ffn", "heads")
+AXES = ("depth", "width", "stream", "ffn", "heads", "pool", "experts")
 """The kinds of elastic sizes, in the order of the axes of the space.
 
 depth: the kept blocks of a stage. width: channels that one layer computes, inside a block for example.
 stream: channels that several layers share because their outputs are added, as in a residual stream, or
 concatenated, as in a dense block. ffn: the neurons between linear layers. heads: the heads of an attention,
-or those per group of a state space.
+or those per group of a state space. pool: the experts that a mixture of experts has. experts: those that it
+visits per token.
 """
 
 FORMAT = DocumentFormat(
@@ -74,6 +75,7 @@ class Group:
         members: the parts of modules that follow the size.
         unit: every size is a multiple of this number.
         sizes: choice of the slot (a share of the full size, or a size) -> size, ascending.
+        least: no size is smaller. A pool has at least the experts that the model visits per token.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Group:
     members: tuple[Member, ...]
     unit: int = 1
     sizes: Mapping[float, int] = field(default_factory=dict)
+    least: int = 1
 
     def dimension(self, member: Member) -> str:
         """Return the name of the dimension that a member follows."""
@@ -195,6 +198,12 @@ class Description:
         self.overrides = dict(overrides or {})
         self.vocabulary = vocabulary
         self._check_parts()
+        for group in found:
+            if group.sizes and min(group.sizes.values()) < group.least:
+                raise InsertError(
+                    f"{group.name}: {min(group.sizes.values())} is no size; choose from {group.least} to "
+                    f"{group.full}"
+                )
 
     @property
     def slots(self) -> dict[str, Group | DepthStage]:
@@ -416,7 +425,7 @@ def _followed(members: list[tuple[Group, Member]]) -> str | Segments:
 
 
 def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | DepthStage:
-    unit, least = (1, 0) if isinstance(slot, DepthStage) else (slot.unit, slot.unit)
+    unit, least = (1, 0) if isinstance(slot, DepthStage) else (slot.unit, max(slot.unit, slot.least))
     divisor = math.lcm(unit, 8) if isinstance(slot, Group) and slot.full >= 32 else unit
     try:
         return replace(slot, sizes=sizes_of_choices(slot.full, choices, unit, least, divisor))

@@ -79,12 +79,14 @@ def describe(
         example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
         axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels that one layer
             computes, inside a block for example), "stream" (channels that several layers share, because
-            their outputs are added or concatenated), "ffn" (neurons between two linear layers) and "heads"
-            (heads of an attention or a state space). If None, all of them, but not the stream of a language
-            model, which only training makes useful.
+            their outputs are added or concatenated), "ffn" (neurons between two linear layers, and those of
+            all experts of a layer), "heads" (heads of an attention or a state space), "pool" (the experts
+            that a layer has, at least as many as the model visits per token) and "experts" (those that it
+            visits per token). If None, all of them, but not the stream of a language model, which only
+            training makes useful.
         choices: axis, or name or pattern of groups and stages -> choices: shares of the full size if one of
             them is a float, otherwise sizes. A list is meant for all axes. What is not named has the shares
-            0.5, 0.75 and 1.0.
+            0.5, 0.75 and 1.0; "experts" has every number from 1.
         only: a pattern of names of modules with `*`, `?` and `[...]`, or several, "layer[34].*" for example.
             A pattern means everything inside a module, too. Only the outputs of such modules become elastic,
             and only such blocks can be skipped.
@@ -128,6 +130,11 @@ def describe(
     asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
     if chosen is not None:
         asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
+    for slot in description.slots.values():
+        if slot.axis == "experts" and asked["experts"] is SHARES:
+            description = description.with_choices(slot.name, range(1, slot.full + 1))
+    if asked.get("experts") is SHARES:
+        del asked["experts"]
     for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
         description = description.with_choices(pattern, given)
     return _proved(model, description, example, expected) if proof else description
@@ -290,8 +297,9 @@ def _selected(
 
     kept = []
     for group in groups:
-        outputs = [m.module for m in group.members if m.part == "out"]
-        if group.axis in axes and left(outputs, [m.module for m in group.members]):
+        inside = [m.module for m in group.members]
+        outputs = [m.module for m in group.members if m.part == "out"] or inside
+        if group.axis in axes and left(outputs, inside):
             kept.append(group)
     shorter = [replace(stage, blocks=tuple(filter(skippable, stage.blocks))) for stage in stages]
     said = {name: why for name, why in refused.items() if name == UNTRACED or left([name], [name])}

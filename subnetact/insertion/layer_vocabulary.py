@@ -31,7 +31,10 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 NEURONS = (
     "intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"
 )  # fmt: skip
-"""Fields of configurations that state numbers of heads, and of neurons."""
+EXPERT_NEURONS = ("moe_intermediate_size", *NEURONS)
+EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+POOLS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Fields of configurations that state numbers of heads, of neurons, and of experts, per token and in all."""
 
 SKIPPED = ("attention", "mlp")
 """What `skip` lists for a layer that is skipped as a whole."""
@@ -88,8 +91,14 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
         sizes.setdefault(slot.axis, set()).add(slot.full)
     sizes.pop("depth", None)
     heads = {field: number for field in HEADS if (number := number_of(config, field)) > 1}
-    candidates = {"ffn": [{field: number_of(config, field)} for field in NEURONS], "heads": [heads]}
-    candidates["stream"] = [{"hidden_size": number_of(config, "hidden_size")}]
+    named = {"ffn": NEURONS, "experts": EXPERTS, "pool": POOLS}
+    stacked = {any("." in m.part for m in slot.members) for slot in slots if slot.axis == "ffn"}
+    if len(stacked) > 1:  # Experts and other feed-forward networks of a layer have different fields.
+        return None
+    if stacked == {True}:
+        named["ffn"] = EXPERT_NEURONS
+    candidates = {axis: [{field: number_of(config, field)} for field in own] for axis, own in named.items()}
+    candidates |= {"heads": [heads], "stream": [{"hidden_size": number_of(config, "hidden_size")}]}
     stated = {}
     for axis, full in sorted(sizes.items()):
         fitting = [fields for fields in candidates.get(axis, ()) if {min(fields.values(), default=0)} == full]
@@ -101,7 +110,10 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
 
 def number_of(config: Any, field: str) -> int:
     """Return the whole number that a field of a configuration states; if it states none, 0."""
-    value = getattr(config, field, None)
+    try:
+        value = getattr(config, field, None)
+    except RuntimeError:  # It differs between layers.
+        return 0
     return value if type(value) is int else 0
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
+from subnetact.insertion.description import Group
+from subnetact.insertion.experts import routing_mass
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Measure, UnitWeights
 from subnetact.insertion.units import Orders, Trial, UnitGroup, full_orders, permute_, unit_groups
 from subnetact.space import SizeRow
@@ -63,7 +65,9 @@ def reorder_(
 
     The largest subnet computes the same function as before, up to rounding, which is tried on a private copy
     with random weights first. Heads move as a whole, and query heads with the keys and values that they
-    share. What something reads that does not follow the dimension stays, and the report says why.
+    share. The neurons of every expert of a mixture move apart from those of other experts. Experts of a pool
+    come in the order of their routing mass on the example, the most used first, whichever importance is
+    named. What something reads that does not follow the dimension stays, and the report says why.
 
     Narrow subnets become other networks. Their BatchNorm statistics are dropped, with a warning; those of
     subnets that are only shallower are permuted. Make optimisers after this call, because their state belongs
@@ -115,9 +119,12 @@ def reorder_(
     trial = Trial(supernet.network, row, example)
     chosen, kept = _chosen(unit_groups(supernet, trial), dimensions)
     scores = _scores(supernet.network, row, chosen, measure, labelled, loss)
+    if isinstance(importance, str):
+        for group, pool in _pools(supernet, chosen).items():
+            scores[group] = routing_mass(supernet.network, row, pool, example)
     orders = {g: s.argsort(descending=True, stable=True).cpu() for g, s in scores.items()}
     kept.update({g.name: "its importance is not known" for g in chosen if g not in orders})
-    moving = {g: order for g, order in orders.items() if not torch.equal(order, torch.arange(g.units))}
+    moving = {g: order for g, order in orders.items() if bool((order.diff() < 0).any())}
     before = len(supernet.norms)
     _permute(supernet, moving, trial)
     dropped = before - len(supernet.norms)
@@ -187,15 +194,26 @@ def _scores(
                 loss(logits(call_with(view, x)), labels).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for group in groups:
-                score = measure(_described(group, copied))
-                if score is not None:
+                own = [_described(group, copied, i) for i in range(group.stacks)]
+                scores = [measure(each) for each in own or [_described(group, copied)]]
+                known = [score for score in scores if score is not None]
+                for score in known:
                     _check_score(score, group)
+                if len(known) == len(scores):
+                    score = torch.stack(known) if own else known[0]
                     found[group] = found[group] + score if group in found else score
     return found
 
 
-def _described(group: UnitGroup, network: nn.Module) -> ChannelGroup:
-    """Return what a measure of importance is told of a group."""
+def _pools(supernet: Supernet, groups: list[UnitGroup]) -> dict[UnitGroup, Group]:
+    """Return the groups that are experts, each with what the description says of it."""
+    known = getattr(supernet.description, "groups", {})
+    own = {group: known.get(group.dimensions[0]) for group in groups}
+    return {group: found for group, found in own.items() if found is not None and found.axis == "pool"}
+
+
+def _described(group: UnitGroup, network: nn.Module, expert: int | None = None) -> ChannelGroup:
+    """Return what a measure of importance is told of a group, of the weights of one expert or of all."""
     weights: list[UnitWeights] = []
     for part in group.parts:
         operator = network.get_submodule(part.path)
@@ -203,9 +221,10 @@ def _described(group: UnitGroup, network: nn.Module) -> ChannelGroup:
             parameter = operator._parameters.get(name)
             if parameter is not None:
                 taken = partial(_by_unit, axis=axis, table=table, units=group.units)
-                gradient = None if parameter.grad is None else taken(parameter.grad)
+                stack = slice(None) if expert is None else slice(expert, expert + 1)
+                gradient = None if parameter.grad is None else taken(parameter.grad[stack])
                 own = part.path, type(operator).__name__, name, part.role
-                weights.append(UnitWeights(*own, taken(parameter.detach()), gradient))
+                weights.append(UnitWeights(*own, taken(parameter.detach()[stack]), gradient))
     return ChannelGroup(group.name, group.dimensions, group.units, tuple(weights))
 
 

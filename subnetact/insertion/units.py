@@ -27,7 +27,8 @@ from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description_proof import disturbed_copy
-from subnetact.operators import LayerSelect, Operator, SubnetNorm
+from subnetact.operators import ElasticAttribute, LayerSelect, Operator, SubnetNorm
+from subnetact.operators.elastic_attribute import NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
 from subnetact.space import SizeRow, SubnetSpace
@@ -41,7 +42,10 @@ from subnetact.supernet.unused_weights import private_copy, shared_view
 __all__ = ["Orders", "Part", "Trial", "UnitGroup", "full_orders", "permute_", "unit_groups"]
 
 Orders = Mapping[tuple[str, str, int], Tensor]
-"""(name of a module, name of a tensor, axis) -> for every position, the one whose entries it gets."""
+"""(name of a module, name of a tensor, axis) -> for every position, the one whose entries it gets.
+
+Experts may have an order each, (experts, positions).
+"""
 
 
 SUBNETS = 8
@@ -74,6 +78,9 @@ class UnitGroup:
     parts: tuple[Part, ...]
     units: int
     reason: str | None = None
+    stated: bool = False  # A description says what belongs to it.
+    stacks: int = 0
+    """So many experts, each in the first axis of all weights, have units of their own."""
 
     @property
     def name(self) -> str:
@@ -91,6 +98,8 @@ class UnitGroup:
         broken = next((part for part in self.parts if part.reason is not None), None)
         if broken is not None:
             return f"{broken.reason} ({broken})"
+        if self.stated:
+            return None if self.units > 1 else "it has one unit"
         if not any(part.role == "writes" for part in self.parts):
             return f"no part is known to compute what {self.parts[0]} reads"
         if not any(part.role == "reads" for part in self.parts):
@@ -104,7 +113,9 @@ def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
         parts = _parts(supernet.network, trial.row, supernet.space.dimensions)
         known = getattr(supernet.description, "groups", {}).values()
         stated = [
-            UnitGroup(tuple(own), group.full // group.unit)
+            UnitGroup(
+                tuple(own), group.full // group.unit, stated=True, stacks=_stacks(supernet.network, own)
+            )
             for group in known
             if (own := [part for part in parts if part.dimension in group.dimensions(group.full)])
         ]
@@ -121,6 +132,15 @@ def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
             group.reason = group.lacks or trial.reason(group)
     order = {part: i for i, part in enumerate(parts)}
     return sorted((*found, *refused), key=lambda group: order[group.parts[0]])
+
+
+def _stacks(network: nn.Module, parts: list[Part]) -> int:
+    """Return the number of experts if parts are axes inside of the weights of each of them."""
+    tables = [(_tensor_of(network, part.path, name), axis) for part in parts for name, axis in part.tables]
+    firsts = {tensor.shape[0] if axis and tensor.dim() > 1 else 0 for tensor, axis in tables}
+    stacked = len(firsts) == 1 and any(tensor.dim() == 3 for tensor, _ in tables)
+    own = all(isinstance(network.get_submodule(part.path), ElasticAttribute) for part in parts)
+    return int(firsts.pop()) if stacked and own else 0
 
 
 # -- trials ------------------------------------------------------------------------------------------
@@ -234,7 +254,8 @@ class Trial:
         try:
             return run(shared_view(self._copy, self.row))
         finally:
-            permute_(self._copy, {key: order.argsort() for key, order in orders.items()})
+            back = reversed(list(orders.items()))
+            permute_(self._copy, {key: order.argsort() for key, order in back})
 
 
 def _shuffled(groups: Sequence[UnitGroup], again: bool = False) -> dict[UnitGroup, Tensor]:
@@ -367,11 +388,23 @@ def _parts(network: nn.Module, row: SizeRow, dimensions: Sequence[str]) -> list[
 def _roles(operator: Operator) -> dict[str, str]:
     """Return the roles of the parts of an operator."""
     wholes = {name: _whole(operator, name) for name in operator.dims}
+    if isinstance(operator, ElasticAttribute):
+        return {name: _role_in_stack(operator, whole) for name, whole in wholes.items()}
     if operator.template.__dict__.get("groups", 1) > 1:  # The groups move with the outputs.
         both = len(set(wholes.values())) > 1
         return {name: "keeps" for name, whole in wholes.items() if not (both and whole == "in_")}
     roles = {"out": "writes", "in_": "reads"} if traits_of(operator.template).mixes else {}
     return {name: roles.get(whole, "keeps") for name, whole in wholes.items()}
+
+
+def _role_in_stack(operator: ElasticAttribute, part: str) -> str:
+    """Return the role of an axis of the weights of experts; of other parameters, "keeps"."""
+    name, _, axis = part.partition(".")
+    shape = operator.shapes.get(name, ())
+    if len(shape) != 3 or shape[0] not in map(vars(operator.template).get, NUMBERS_OF_EXPERTS):
+        return "keeps"
+    outputs = "2" if getattr(operator.template, "is_transposed", False) else "1"
+    return "writes" if axis == outputs else "reads"
 
 
 def _whole(operator: Operator, name: str) -> str:
@@ -410,11 +443,14 @@ def _kept(operator: Operator, name: str, size: int, axis: int) -> dict[str, Tens
     """Return which entries of an axis belong to the first `size` of a part, in every tensor with the axis."""
     alone: Any = object.__new__(type(operator))
     alone.__dict__.update(operator.__dict__, dims={name: 0}, checks=False)
-    own = {**operator._parameters, **(operator._buffers if isinstance(operator, SubnetNorm) else {})}
+    sliced = isinstance(operator, SubnetNorm | ElasticAttribute)
+    own = {**operator._parameters, **(operator._buffers if sliced else {})}
     wide = {n: tensor for n, tensor in own.items() if tensor is not None and tensor.dim() > axis}
     tags = {n: _tags(tensor, axis) for n, tensor in wide.items()}  # Numbered entries are sliced instead.
     alone.__dict__["_parameters"] = {**operator._parameters, **tags}
     made = alone.tensors(alone.sizes((size,)))
+    if isinstance(operator, ElasticAttribute):
+        made |= alone.sliced(alone.sizes((size,)), {n: tags[n] for n in operator._buffers if n in tags})
     found = {n: _line(made[n], t.dim(), axis) for n, t in wide.items() if made.get(n) is not None}
     if name != _whole(operator, name) and size:  # What the other segments keep is no part of this one.
         others = _kept(operator, name, 0, axis)
@@ -459,11 +495,12 @@ def full_orders(network: nn.Module, wanted: Mapping[UnitGroup, Tensor]) -> Order
     for group, units in wanted.items():
         for part in group.parts:
             each = part.steps // group.units
-            steps = (units[:, None] * each + torch.arange(each)).flatten()
+            steps = (units[..., None] * each + torch.arange(each)).flatten(-2)
             for (name, axis), table in part.tables.items():
                 length = _tensor_of(network, part.path, name).shape[axis]
-                order = found.setdefault((part.path, name, axis), torch.arange(length))
-                order[table.flatten()] = table[steps].flatten()
+                plain = torch.arange(length).expand(*units.shape[:-1], length).clone()
+                order = found.setdefault((part.path, name, axis), plain)
+                order[..., table.flatten()] = table[steps].flatten(-2)
     shared: dict[tuple[int, int], Tensor] = {}
     for (path, name, axis), order in found.items():
         known = shared.setdefault((id(_tensor_of(network, path, name)), axis), order)
@@ -472,7 +509,7 @@ def full_orders(network: nn.Module, wanted: Mapping[UnitGroup, Tensor]) -> Order
                 f"reorder_: {path} shares {name} with a module that would need another order; sort fewer "
                 "dimensions (dimensions=[...])"
             )
-    return found
+    return dict(sorted(found.items(), key=lambda item: -item[1].dim()))  # before experts change places
 
 
 def permute_(network: nn.Module, orders: Orders) -> None:
@@ -483,4 +520,10 @@ def permute_(network: nn.Module, orders: Orders) -> None:
             tensor = _tensor_of(network, path, name)
             if (id(tensor), axis) not in done:
                 done.add((id(tensor), axis))
-                tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
+                index = order.to(tensor.device)
+                if order.dim() == 1:
+                    tensor.copy_(tensor.index_select(axis, index))
+                else:  # each expert has an order of its own
+                    shape = [tensor.shape[i] if i in (0, axis) else 1 for i in range(tensor.dim())]
+                    index = index.view(shape)
+                    tensor.copy_(tensor.gather(axis, index.expand(tensor.shape)))

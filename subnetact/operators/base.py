@@ -212,6 +212,13 @@ class Operator(nn.Module):
         """
         return True
 
+    def resized_in_reference(self, part: str) -> bool:  # noqa: ARG002
+        """Tell whether the full network with zeros, to which a subnet is compared, has the subnet's `part`.
+
+        That is so for what zeros do not stand for, as skipped layers, and which is proved in another way.
+        """
+        return False
+
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
         """Return what the module of the subnet of a size `row` depends on: the size of every part in order.
 

@@ -8,7 +8,15 @@ from typing import Any
 
 from subnetact.operators.base import Operator
 
-__all__ = ["ElasticAttribute"]
+__all__ = ["EXPERTS_PER_TOKEN", "NUMBERS_OF_EXPERTS", "ElasticAttribute"]
+
+EXPERTS_PER_TOKEN = (
+    "top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
+)  # fmt: skip
+NUMBERS_OF_EXPERTS = (
+    "num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts"
+)  # fmt: skip
+"""Names of whole numbers of routers, and of what is beside them."""
 
 
 class ElasticAttribute(Operator):
@@ -16,10 +24,10 @@ class ElasticAttribute(Operator):
 
     A part is the name of an attribute that the forward of the module reads. If the attribute is a whole
     number, such as a number of attention heads, the subnet's module has the size instead; the template has
-    the largest value. If it is a parameter of the module itself, such as a class token, the first entries of
-    its last axis, or of each of its `Segments`, are kept; `"gamma.0"` names axis 0 instead. An object that
-    the module holds may state the number, as in `"config.num_attention_heads"`; the subnet's module has a
-    copy of that object.
+    the largest value. If it is a parameter or a buffer of the module itself, such as a class token, the first
+    entries of its last axis, or of each of its `Segments`, are kept; `"gamma.0"` names axis 0 instead. An
+    object that the module holds may state the number, as in `"config.num_attention_heads"`; the subnet's
+    module has a copy of that object.
 
     Example:
         >>> ElasticAttribute.on(num_heads="block0.heads", gamma="block0.width")
@@ -29,6 +37,7 @@ class ElasticAttribute(Operator):
         super().__init__(*args, **kwargs)
         whole = (part for part in self.dims if part.rpartition(".")[0] not in self.segments)
         self.parts = (*self.segments, *whole)
+        self.shapes |= {name: tuple(b.shape) for name, b in self._buffers.items() if b is not None}
 
     def check(self) -> None:
         """Refuse attributes that are missing, or neither whole numbers nor parameters with such an axis."""
@@ -65,9 +74,15 @@ class ElasticAttribute(Operator):
         own = {self._axis(part): part for part in self.parts if not self._is_number(part)}
         return tuple(own.get((name, i), "") for i in range(len(self.shapes.get(name, ()))))
 
+    def resized_in_reference(self, part: str) -> bool:
+        """Tell whether a part is a number that a router chooses by, for which zeros do not stand."""
+        return part.rpartition(".")[2] in (*EXPERTS_PER_TOKEN, *NUMBERS_OF_EXPERTS)
+
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the numbers of the subnet's module, by name, and the objects that state numbers."""
+        """Return the numbers and buffers of the subnet's module, and the objects that state numbers."""
         found: dict[str, Any] = {}
+        if any(any(self.axes(name)) for name in self._buffers):
+            found["_buffers"] = self.sliced(sizes, self._buffers)
         for part, size in zip(self.parts, self.totals(sizes), strict=True):
             if self._is_number(part):
                 name, _, inner = part.partition(".")

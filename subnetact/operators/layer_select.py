@@ -58,6 +58,10 @@ class LayerSelect(Operator):
         """Return 0 (the layer is skipped) and 1 (it is kept)."""
         return (0, 1)
 
+    def resized_in_reference(self, part: str) -> bool:  # noqa: ARG002
+        """Return True: a skipped layer is an identity."""
+        return True
+
     def gate(self, name: str) -> tuple[int, int] | None:
         """Return a position in size rows, and the size there with which the layer of a `name` is kept.
 

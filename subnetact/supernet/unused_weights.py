@@ -122,11 +122,10 @@ def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest:
     """Return the full network with zeros for what a subnet does not use; its weights are the copy's."""
     fill_unused_(copy, network, row, 0.0)
     mixed = list(largest)
-    for stack in network.modules():
-        if isinstance(stack, LayerSelect):
-            for gate in map(stack.gate, stack._modules):
-                if gate is not None:
-                    mixed[gate[0]] = row[gate[0]]
+    for operator in operators_in(network):
+        for part, position in operator.dims.items():
+            if operator.resized_in_reference(part):
+                mixed[position] = row[position]
     norms = {m.path: m for m in network.modules() if isinstance(m, SubnetNorm)}
 
     def padded(norm: SubnetNorm) -> nn.Module:

@@ -270,7 +270,7 @@ OTHERS: Mapping[str, Any] = {
     ),
     "mixtral": (
         *text("MixtralForCausalLM", "MixtralConfig", **PAIRS, num_local_experts=4),
-        {"depth": 1, "heads": 4}, ("model.layers.0.mlp.experts.ffn", "the weights of all experts"),
+        {"depth": 1, "ffn": 4, "heads": 4}, None,
     ),
     "olmo2": (
         *text("Olmo2ForCausalLM", "Olmo2Config", **PAIRS),

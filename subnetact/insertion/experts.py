@@ -1,0 +1,338 @@
+"""What a mixture of experts declares: how many experts a token visits, how many there are, and how wide.
+
+A layer is found by its structure: modules with a number of experts per token, and weights of experts, which
+are parameters of three axes, the first of which counts the experts. Three axes come of it:
+
+- experts: the experts that a token visits. Any number from 1 to the model's is legal.
+- pool: the experts that the layer has, a prefix, at least as many as the model visits per token, so that
+  every number of experts per token fits every pool.
+- ffn: the neurons of every expert.
+
+Zeros prove the neurons, as those of any other feed-forward network. They do not stand for experts that a
+router does not choose, because it chooses anew for every token. What is proved of the first two axes is their
+meaning: a block with the smaller number computes what the block computes that the model's own class makes
+from a configuration with this number, given the same weights (`why_not_as_configured`). This finds every
+place in which a model keeps or reads the number. A pool must also be one of equals: the block computes the
+same when its experts change places with all that belongs to them, which experts in groups do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from subnetact.comparison import EXACT, ROUNDED, equal
+from subnetact.device import raise_if_out_of_memory
+from subnetact.errors import InsertError
+from subnetact.insertion.description import Description, Group, Member
+from subnetact.insertion.layer_vocabulary import number_of
+from subnetact.operators import ElasticAttribute, WeightSlice
+from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, NUMBERS_OF_EXPERTS
+from subnetact.operators.layer_traits import traits_of
+from subnetact.space import SizeRow
+from subnetact.supernet.batches import call_with
+from subnetact.supernet.failure import summary
+from subnetact.supernet.proof import outputs_of
+from subnetact.supernet.put_operators import put_operators_
+from subnetact.supernet.unused_weights import private_copy, shared_view
+
+__all__ = ["CONFIGURED", "Configured", "expert_groups", "routing_mass", "why_not_as_configured"]
+
+CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": NUMBERS_OF_EXPERTS}
+"""Axis that a configuration proves -> the names of its number in modules and configurations."""
+
+EXPERT_NEURONS = (
+    "intermediate_dim", "intermediate_size", "expert_dim", "ffn_hidden_size", "moe_intermediate_size"
+)  # fmt: skip
+"""Names of whole numbers of modules with weights of experts."""
+
+_ROUTING = re.compile("rout|gat|static|correction", re.IGNORECASE)
+_Stacked = list[tuple[str, str, Tensor]]
+"""Names of modules and parameters, and the weights of experts there, of shape (experts, ., .)."""
+
+
+# -- proposals ---------------------------------------------------------------------------------------
+
+
+def expert_groups(
+    modules: Mapping[str, nn.Module], block_of: Callable[[str], str | None]
+) -> Iterator[tuple[str, list[Group], str]]:
+    """Yield the names of groups that the mixtures of experts of a model may have, variants, or reasons."""
+    blocks: dict[str, dict[str, nn.Module]] = {}
+    for path, module in modules.items():
+        block = block_of(path)
+        if block is not None:
+            blocks.setdefault(block, {})[path] = module
+    for inside in blocks.values():
+        routed, stacked = _routed(inside), _stacks(inside)
+        if routed:
+            home = posixpath.commonpath([_home(m.module, inside) for m in routed[0]]).replace("/", ".")
+            most = _number(inside, routed[0][0])
+            groups = [Group(f"{home}.experts", "experts", most, tuple(members)) for members in routed]
+            yield f"{home}.experts", groups, "a token visits one expert only" if most < 2 else ""
+            if stacked:
+                yield f"{home}.pool", *_pool(home, inside, [x for own in stacked.values() for x in own], most)
+        for host, own in stacked.items():
+            yield f"{host}.ffn", *_neurons(host, inside, own)
+
+
+def _number(modules: Mapping[str, nn.Module], member: Member) -> int:
+    """Return the number that a member says."""
+    found: Any = modules[member.module]
+    for name in member.part.split("."):
+        found = getattr(found, name)
+    return int(found)
+
+
+def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
+    """Return the numbers of experts per token in a block: those of modules, or of their configurations."""
+    own = [
+        Member(path, name, ElasticAttribute)
+        for path, module in modules.items()
+        for name in EXPERTS_PER_TOKEN
+        if type(vars(module).get(name)) is int
+    ]
+    stated = [
+        Member(path, f"config.{name}", ElasticAttribute)
+        for path, module in modules.items()
+        if _ROUTING.search(type(module).__name__)
+        for name in EXPERTS_PER_TOKEN
+        if number_of(vars(module).get("config"), name)
+    ]
+    others = [
+        Member(path, name, ElasticAttribute)
+        for path, module in modules.items()
+        for name in NUMBERS_OF_EXPERTS
+        if own and vars(module).get(name) == _number(modules, own[0]) and name not in module._parameters
+    ]
+    variants = [own, *([own + others] if others else []), stated]
+    return [found for found in variants if len({_number(modules, m) for m in found}) == 1]
+
+
+def _home(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the module with the experts, as a path of a file system: that around a router, or itself."""
+    router = _ROUTING.search(type(modules[path]).__name__)
+    return (path.rpartition(".")[0] if router else path).replace(".", "/")
+
+
+def _stacks(modules: Mapping[str, nn.Module]) -> dict[str, _Stacked]:
+    """Return the weights of experts in a block, by the module that has all of one layer."""
+    found: dict[str, _Stacked] = {}
+    for path, module in modules.items():
+        own = [
+            (path, name, parameter)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.dim() == 3 and parameter.shape[0] in _counts(module)
+        ]
+        if own:
+            host = path if len(own) > 1 else path.rpartition(".")[0]
+            found.setdefault(host, []).extend(own)
+    return {host: own for host, own in found.items() if len(own) > 1}
+
+
+def _counts(module: nn.Module) -> list[int]:
+    own = vars(module)
+    return [own[name] for name in NUMBERS_OF_EXPERTS if type(own.get(name)) is int]
+
+
+def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> tuple[list[Group], str]:
+    """Return how the neurons of all experts may lie in their weights, for both orders of axes."""
+    *first, (path, last, weight) = stacked
+    name, variants = f"{host}.ffn", []
+    for axis in (2, 1):
+        full = int(weight.shape[axis])
+        rows = [(p, f"{n}.{3 - axis}", int(t.shape[3 - axis])) for p, n, t in first]
+        biases = [(p, f"{n}_bias", modules[p]._parameters.get(f"{n}_bias")) for p, n, _ in first]
+        rows += [(p, f"{n}.1", int(t.shape[1])) for p, n, t in biases if t is not None]
+        if not {size for _, _, size in rows} <= {full, 2 * full}:
+            continue
+        end = [Member(path, f"{last}.{axis}", ElasticAttribute)]
+        for place in dict.fromkeys(p for p, _, _ in stacked):
+            own = vars(modules[place])
+            end += [Member(place, n, ElasticAttribute) for n in EXPERT_NEURONS if own.get(n) == full]
+        for starts in ((0, full), (None,)):  # Gates and values are halves, or alternate.
+            members = [
+                Member(p, part, ElasticAttribute)
+                if size == full
+                else Member(p, part, ElasticAttribute, 1, start, size)
+                if start is not None
+                else Member(p, part, ElasticAttribute, 2)
+                for p, part, size in rows
+                for start in (starts if size != full else (None,))
+            ]
+            group = Group(name, "ffn", full, (*members, *end))
+            variants += [group] if group not in variants else []
+    return variants, "" if variants else "its weights are no two layers of all experts"
+
+
+def _pool(
+    home: str, modules: Mapping[str, nn.Module], stacked: _Stacked, least: int
+) -> tuple[list[Group], str]:
+    """Return everything in a mixture of experts that has an entry per expert."""
+    full = int(stacked[0][2].shape[0])
+    if least >= full:
+        return [], "a token visits all experts"
+    own = {path for path, _, _ in stacked}
+    members: list[Member] = []
+    for path, module in modules.items():
+        tail = path[len(home) :]
+        if "shared" in tail or not f"{path}.".startswith(f"{home}."):
+            continue
+        routes = path == home or path in own or _ROUTING.search(f"{tail} {type(module).__name__}")
+        if type(module) is nn.Linear:
+            members += [Member(path, "out", WeightSlice)] if routes and module.out_features == full else []
+            continue
+        numbers = dict.fromkeys((*NUMBERS_OF_EXPERTS, *traits_of(module).sizes.values()))
+        counts = [n for n in numbers if vars(module).get(n) == full and type(vars(module)[n]) is int]
+        members += [Member(path, n, ElasticAttribute) for n in counts]
+        tensors = {**module._parameters, **module._buffers} if routes else {}
+        for tensor_name, tensor in tensors.items():
+            axes = [i for i, n in enumerate(() if tensor is None else tensor.shape) if n == full]
+            if axes:
+                members.append(Member(path, f"{tensor_name}.{axes[0]}", ElasticAttribute))
+    return [Group(f"{home}.pool", "pool", full, tuple(members), least=least)], ""
+
+
+# -- proof -------------------------------------------------------------------------------------------
+
+
+class Configured:
+    """Makes the blocks of a model from configurations with other numbers, without weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._made: dict[tuple[str, str, int, int], nn.Module] = {}
+
+    def block(self, path: str, axis: str, full: int, size: int) -> nn.Module:
+        """Return a block of the model configured with a `size` in place of a `full` number of an axis.
+
+        Raises:
+            InsertError: no configuration says the number.
+        """
+        for home, module in self.model.named_modules():
+            config = vars(module).get("config")
+            if f"{path}.".startswith(f"{home}." if home else "") and hasattr(config, "to_dict"):
+                key = home, axis, full, size
+                if key not in self._made:
+                    config = copy.deepcopy(config)
+                    if _restate(config, CONFIGURED[axis], full, size):
+                        with torch.device("meta"), torch.no_grad():
+                            kind: Any = type(module)
+                            self._made[key] = kind(config).eval()
+                if key in self._made:
+                    return copy.deepcopy(self._made[key].get_submodule(path[len(home) :].lstrip(".")))
+        raise InsertError(f"no configuration says the number {full}, with which a smaller one is compared")
+
+
+def _restate(config: Any, names: Sequence[str], full: int, size: int) -> bool:
+    """Say another number in a configuration and in those inside of it; tell whether it was there."""
+    inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
+    found = [_restate(each, names, full, size) for each in inner]
+    stating = [name for name in names if number_of(config, name) == full]
+    for name in stating:
+        setattr(config, name, size)
+    return bool(stating) or any(found)
+
+
+def why_not_as_configured(configured: Configured, path: str, network: nn.Module, group: Group) -> str:
+    """Return why a block with smaller numbers is not the block configured so, or an empty string.
+
+    `network` runs the block, its `unit`, which is at a `path` in the model.
+    """
+    least, full, zero = group.least, group.full, torch.zeros(())
+    sizes = range(least, full) if group.axis == "experts" else sorted({least, (least + full) // 2})
+    choices = {size: size for size in (*sizes, full)}
+    description = Description("trial", [replace(group, name="trial", sizes=choices)])
+    space = description.space
+    elastic = put_operators_(network, space, description.elastic).network
+    whole = shared_view(elastic, space.resolve(space.largest()))
+    expected = outputs_of(whole, zero)
+    for size in sizes:
+        view: Any = shared_view(elastic, space.resolve(space.spec(**{group.axis: [size]})))
+        try:
+            found = outputs_of(view, zero)
+        except Exception as error:
+            raise_if_out_of_memory(error)
+            return f"with {size} of {full}, {summary(view, error)}"
+        try:
+            reference = configured.block(path, group.axis, full, size)
+        except Exception as error:
+            raise_if_out_of_memory(error)
+            return str(error) if isinstance(error, InsertError) else f"no model with {size}: {error}"
+        strange = _fill(reference, view.unit)
+        if strange:
+            return f"the weights of the model configured with {size} of {full} differ, at {strange}"
+        repeated = copy.copy(view)
+        repeated._modules = {"unit": reference}
+        if not equal(found, outputs_of(repeated, zero), EXACT):
+            return f"{size} of {full} do not compute what the model configured with {size} computes"
+        if equal(found, expected, EXACT):
+            return f"nothing reads the number: {size} of {full} compute what all of them compute"
+    if group.axis == "pool" and not equal(outputs_of(_mixed(elastic, group), zero), expected, ROUNDED):
+        return "its experts cannot change places, as in groups of experts"
+    return ""
+
+
+def _fill(empty: nn.Module, filled: nn.Module) -> str:
+    """Give a block without weights those of another one; return where they differ, or an empty string."""
+    places = dict(filled.named_modules())
+    for path, module in empty.named_modules():
+        source = places.get(path)
+        for kind in ("_parameters", "_buffers"):
+            own: dict[str, Any] = getattr(module, kind)
+            given: dict[str, Any] = getattr(source, kind, {})
+            for name, tensor in own.items():
+                if tensor is not None:
+                    other = given.get(name)
+                    if other is None or other.shape != tensor.shape:
+                        return f"{path}.{name}"
+                    own[name] = other
+    return ""
+
+
+def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tensor:
+    """Return the sum of the weights with which the largest subnet routes tokens to each expert of a pool."""
+    noted: list[tuple[bool, Tensor]] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and t.dim() == 2]
+        mass = torch.zeros(pool.full)
+        chosen = [t for t in given if not t.is_floating_point() and int(t.max()) < pool.full]
+        weighted = [(i, t) for i in chosen for t in given if t.is_floating_point() and t.shape == i.shape]
+        if weighted:
+            index, weights = (t.flatten().cpu() for t in weighted[0])
+            noted.append((True, mass.index_add(0, index, weights.float().abs())))
+        elif scores := [t for t in given if t.is_floating_point() and t.shape[1] == pool.full]:
+            noted.append((False, scores[-1].float().softmax(1).sum(0).cpu()))
+
+    view = shared_view(network, row)
+    for path in dict.fromkeys(member.module for member in pool.members):
+        view.get_submodule(path).register_forward_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        call_with(view, x)
+    exact = any(weighted for weighted, _ in noted)
+    found = [mass for weighted, mass in noted if weighted is exact]
+    return torch.stack(found).sum(0) if found else torch.zeros(pool.full)
+
+
+def _mixed(network: nn.Module, group: Group) -> nn.Module:
+    """Return a view of the whole network in which the experts have changed places."""
+    mixed = private_copy(network)
+    order = torch.randperm(group.full, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for member in group.members:
+            module: Any = mixed.get_submodule(member.module)
+            name, _, axis = member.part.partition(".")
+            names = ("weight", "bias") if member.operator is WeightSlice else (name,)
+            for tensor in (module._parameters.get(n, module._buffers.get(n)) for n in names):
+                if tensor is not None:
+                    tensor.copy_(tensor.index_select(int(axis or 0), order))
+    return shared_view(mixed, (group.full,))
