@@ -41,9 +41,9 @@ class TextApp(BaseApp):
     deadlines are fields of the body or headers: `x-slo-ttft-ms` (to the first token), `x-deadline-ms` (to the
     last one) and `x-min-accuracy`. The field `phases` says which subnets generate which part of the answer,
     for example `[{"end": 151668, "subnets": 0}, {"subnets": [1, 2]}]`, with the fields of `Phase`; every
-    choice of the answer then says in `cache` whether it is `exact` or `approximate`. Chats go through the chat
-    template of the tokenizer if it has one. Otherwise every message becomes a line, `role: content`, and the
-    last line is `assistant:`.
+    choice of the answer then says in `cache` whether it is `exact` or `approximate`. Chats go through the
+    chat template of the tokenizer if it has one. Otherwise every message becomes a line, `role: content`, and
+    the last line is `assistant:`.
 
     Args:
         generator: generates tokens; the application closes it at its end.
