@@ -4,6 +4,7 @@
 * `generator`: `Generator`, threads around it: a time to first token and a time per token.
 * `simulation`: the same object on a simulated clock: predicts what a policy does with a trace of prompts.
 * `step_policy`: chooses the subnet of a step with the policies of `subnetact.serving`.
+* `phases`: `Phase`, a stretch of an answer with subnets of its own.
 * `completion`: the answer to one request, token by token.
 * `step_table`: latencies of steps: subnet x active sequences x context, and prompts apart.
 * `step_profile`: `profile_steps`, which measures such a table.
@@ -14,6 +15,7 @@ Which subnet may continue on the keys and values of another one is decided in `i
 
 from subnetact.generation.completion import Completion, Generated, TokenDeadlines, TokenLogprobs
 from subnetact.generation.generator import Generator, GeneratorStats
+from subnetact.generation.phases import Phase
 from subnetact.generation.simulation import Prompt, SimulatedGeneration, simulate_generation
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_profile import profile_steps
@@ -24,6 +26,7 @@ __all__ = [
     "Generated",
     "Generator",
     "GeneratorStats",
+    "Phase",
     "Prompt",
     "SimulatedGeneration",
     "StepPolicy",

@@ -70,6 +70,8 @@ class Generated:
         total_ms: time from the submission to the end, in ms.
         finish: "stop" (by a stop token), "length" (by the largest number of tokens) or "cancelled".
         logprobs: log-probabilities of each token, if the request asked for them.
+        cache: "exact" if every subnet read the keys and values that it would have written itself, or
+            "approximate" if some were another subnet's, and other numbers.
     """
 
     tokens: tuple[int, ...]
@@ -79,6 +81,7 @@ class Generated:
     total_ms: float
     finish: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    cache: str = "exact"
 
     @property
     def met(self) -> bool:

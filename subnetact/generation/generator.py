@@ -13,6 +13,7 @@ from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.generation.completion import Completion, TokenDeadlines
+from subnetact.generation.phases import Phase, checked_phases
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
@@ -44,6 +45,7 @@ class GeneratorStats:
         late: tokens that came after they were due.
         lifted: steps with a more accurate subnet than the deadlines alone chose, because one sequence demands
             it and others do not.
+        recomputed: phases that began by computing the keys and values of all tokens again.
         steps: id of a subnet -> how many steps it ran.
         active: requests under way.
         slowdown: how long steps take, as a multiple of the table's latency.
@@ -58,6 +60,7 @@ class GeneratorStats:
     tokens: int
     late: int
     lifted: int
+    recomputed: int
     steps: dict[int, int]
     active: int
     slowdown: float
@@ -77,11 +80,15 @@ class Generator:
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
         subnets: the subnets to choose from, in the order of the table. Every two of them must be able to
-            continue on each other's key-value cache (`cache_relation`).
+            continue on each other's key-value cache (`cache_relation`), but for `allow_recompute`.
         table: the latencies of steps, measured with `profile_steps`, with the accuracy of every subnet.
         token_ms: the usual time from one token to the next, in ms.
         allow_approximate: whether a subnet may continue on keys and values that another one wrote and that
-            differ from its own. Without this, the subnets must agree exactly.
+            differ from its own. Without this, the subnets must agree exactly. Each answer says in its
+            `cache` whether this was so.
+        allow_recompute: whether subnets may be given that cannot continue on each other's caches. A phase of
+            a request that follows on one of other subnets then computes the cache again. Requests without
+            phases run those that can continue on the cache of the most accurate subnet.
         max_sequences: the largest number of active sequences.
         max_queue: number of requests under way at which further ones are refused with `QueueFull`.
         cache_tokens: how many tokens the keys and values of all sequences may have. A request that is pushed
@@ -120,6 +127,7 @@ class Generator:
         *,
         token_ms: float,
         allow_approximate: bool = False,
+        allow_recompute: bool = False,
         max_sequences: int = 16,
         max_queue: int = 1000,
         cache_tokens: int = 16_384,
@@ -132,18 +140,20 @@ class Generator:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
         self.subnets = supernet.distinct(subnets, "a generator")
-        decoder = ElasticDecoder(supernet, self.subnets, allow_approximate)
+        decoder = ElasticDecoder(supernet, self.subnets, allow_approximate, allow_recompute)
         self.table = table
+        policy = StepPolicy(table, token_ms)
+        if tuple(map(str, self.subnets)) != table.subnets:
+            raise ProfileMismatch("table: it is of other subnets; measure one of these with profile_steps")
         self._scheduler = StepScheduler(
-            StepPolicy(table, token_ms),
+            policy,
             places=max_sequences,
             step_tokens=step_tokens,
             expired=expired,
             max_queue=check_count(max_queue, "max_queue"),
             watchdog_ms=watchdog_ms,
+            kinds=decoder.kinds,
         )
-        if tuple(map(str, self.subnets)) != table.subnets:
-            raise ProfileMismatch("table: it is of other subnets; measure one of these with profile_steps")
         if clock_ms is not None and not callable(clock_ms):
             raise PolicyError(f"clock_ms: {clock_ms!r} is no function; give one that returns the time in ms")
         self._now_ms = clock_ms or (lambda: time.perf_counter_ns() / 1e6)
@@ -187,6 +197,7 @@ class Generator:
         top_p: float | None = None,
         min_accuracy: float = 0.0,
         logprobs: int | None = None,
+        phases: Sequence[Phase | tuple[Any, ...]] = (Phase(),),
     ) -> Completion:
         """Queue a request.
 
@@ -204,6 +215,7 @@ class Generator:
             min_accuracy: minimum accuracy of the subnets that generate this answer, in percent.
             logprobs: tell the log-probability of every generated token, and of this number of the most likely
                 ones, from 0 to 20. If None, none are told.
+            phases: which subnets generate which part of the answer, as `Phase`s or tuples of their fields.
 
         Returns:
             The completion: iterate over it, or wait for its result.
@@ -233,6 +245,7 @@ class Generator:
             frozenset(_checked(token, "stop", 0) for token in stop),
             logprobs,
             _sampling(temperature, top_k, top_p, self._vocabulary),
+            checked_phases(phases, self._vocabulary),
         )
         cancel = lambda: self._do(self._scheduler.cancel, request, self._now_ms())  # noqa: E731
         completion = request.owner = Completion(request, cancel)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from numbers import Integral, Real
 from typing import Any
 
-from subnetact.errors import TraceError
+from subnetact.errors import PolicyError, TraceError
 from subnetact.generation.completion import TokenDeadlines
+from subnetact.generation.phases import CacheKinds, Phase, checked_phases
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
@@ -36,6 +38,7 @@ class Prompt:
         answer: how many tokens are generated.
         deadlines: when they are due.
         min_accuracy: minimum accuracy of the subnets that generate them, in percent.
+        phases: as of `Generator.submit`; they end by `tokens`, as nobody knows the tokens here.
     """
 
     arrival_ms: float
@@ -43,6 +46,7 @@ class Prompt:
     answer: int
     deadlines: TokenDeadlines
     min_accuracy: float = 0.0
+    phases: Sequence[Phase] = (Phase(),)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ def simulate_generation(
     max_sequences: int = 16,
     step_tokens: int = 512,
     expired: str = "drop",
+    caches: Sequence[int] | None = None,
 ) -> SimulatedGeneration:
     """Predict which tokens of a trace come in time, if every step takes exactly the time of the table.
 
@@ -91,6 +96,8 @@ def simulate_generation(
         prompts: the trace, in any order.
         table: the latencies of steps.
         token_ms, max_sequences, step_tokens, expired: as for `Generator`, whose rules hold.
+        caches: a number per subnet; those of one number continue on each other's caches, and between others
+            a phase computes them again. If None, all continue.
 
     Returns:
         Counts of tokens and steps.
@@ -99,11 +106,15 @@ def simulate_generation(
         TraceError: a prompt or an answer has no token or more than a million, or a time or a minimum accuracy
             is out of range.
         PolicyError: an argument is out of range.
-        InvalidRequest: no subnet is as accurate as a request demands.
+        InvalidRequest: no subnet is as accurate as a request demands, or the phases of one cannot be.
         TableError: the accuracy of a subnet is not known.
     """
     chooser = StepPolicy(table, token_ms)
-    scheduler = StepScheduler(chooser, places=max_sequences, step_tokens=step_tokens, expired=expired)
+    if caches is not None and len(caches) != len(table.subnets):
+        raise PolicyError(f"caches: {len(caches)} numbers; give one for each of {len(table.subnets)} subnets")
+    kinds = None if caches is None else CacheKinds(caches, caches)
+    rules: Any = {"step_tokens": step_tokens, "expired": expired, "kinds": kinds}
+    scheduler = StepScheduler(chooser, places=max_sequences, **rules)
     trace = deque(sorted(map(_checked, prompts), key=lambda one: one.arrival_ms))
     asked, in_time, accuracy = sum(one.answer for one in trace), 0, 0.0
     first_ms: list[float] = []
@@ -126,7 +137,8 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
             now = max(now, trace[0].arrival_ms)
         while trace and trace[0].arrival_ms <= now:
             one = trace.popleft()
-            request = StepRequest(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, owner=one)
+            facts: Any = {"owner": one, "phases": one.phases}
+            request = StepRequest(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, **facts)
             scheduler.submit(request, one.arrival_ms)
         scheduler.prepare(now)
         yield from zip(repeat(now), scheduler.tick(now), strict=False)
@@ -144,4 +156,6 @@ def _checked(prompt: Prompt) -> Prompt:
             raise TraceError(
                 f"a prompt has {name} {value!r:.40}; allowed are {whole}numbers from {low:g} to {high:g}"
             )
+    if any(phase.end is not None for phase in checked_phases(prompt.phases, math.inf)):
+        raise TraceError("a prompt has a phase with an end token, which cannot be simulated; give it tokens")
     return prompt

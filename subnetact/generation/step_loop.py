@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import CacheMismatch, InsertError, MissingExtra, StaleWeights
 from subnetact.generation.completion import TokenLogprobs
+from subnetact.generation.phases import CacheKinds
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest
 from subnetact.insertion.key_value_cache import cache_relation, empty_pages, switch
 from subnetact.spec import SubnetSpec
@@ -59,7 +60,11 @@ class ElasticDecoder(nn.Module):
     """A language model that runs as the subnet `chosen`, in the place of transformers' model."""
 
     def __init__(
-        self, supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool = False
+        self,
+        supernet: Supernet,
+        subnets: Sequence[SubnetSpec],
+        allow_approximate: bool = False,
+        allow_recompute: bool = False,
     ) -> None:
         """Prepare views of the subnets, or raise InsertError if this is no language model of transformers."""
         super().__init__()
@@ -72,12 +77,22 @@ class ElasticDecoder(nn.Module):
         ways = {"incompatible": "take subnets that keep the same layers and heads"}
         if not allow_approximate:
             ways["approximate"] = "accept this with allow_approximate=True"
-        for other in subnets[1:]:
+        for other in () if allow_recompute else subnets[1:]:
             if way := ways.get(relation := cache_relation(supernet, subnets[0], other)):
                 raise CacheMismatch(
                     f"the key-value caches of {subnets[0]} and {other} are {relation}, so the subnet cannot "
-                    f"change between two tokens; {way}"
+                    f"change between two tokens; {way}, or for phases of requests allow_recompute=True"
                 )
+        permitted = {"exact", "approximate"} if allow_approximate else {"exact"}
+
+        def alike(relations: set[str]) -> list[int]:
+            firsts = list[int]()  # the first subnet to which each has one of the relations
+            for spec in subnets:
+                known = (i for i in set(firsts) if cache_relation(supernet, subnets[i], spec) in relations)
+                firsts.append(next(known, len(firsts)))
+            return firsts
+
+        self.kinds = CacheKinds(alike(permitted), alike({"exact"}))
         self._supernet = (supernet,)  # not a submodule: it owns the weights
         self._subnets = list(subnets)
         self._allow_approximate = allow_approximate
@@ -100,6 +115,7 @@ class ElasticDecoder(nn.Module):
 
     def prepare(self, cache: Any) -> None:
         """Let the subnets share pages of a cache, and let those with fewer key and value heads use them."""
+        self._cache = cache
         self._empty(cache)
         heads, update = find_num_key_value_heads(self.config.get_text_config()), cache.update
 
@@ -135,14 +151,17 @@ class ElasticDecoder(nn.Module):
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
             self._views = [supernet.subnet(spec) for spec in self._subnets]
 
-    def _empty(self, cache: Any) -> None:
+    def _empty(self, cache: Any, subnet: int = 0) -> None:
+        self._writes = self.kinds.shared[subnet]
         empty_pages(cache)
         if self._allow_approximate:
-            switch(self._supernet[0], cache, self._subnets[0], allow_approximate=True)
+            switch(self._supernet[0], cache, self._subnets[subnet], allow_approximate=True)
 
     def forward(self, **arguments: Any) -> Any:
         """Run the chosen subnet."""
         arguments.pop("is_causal", None)  # would be written where threads share it; the mask says it
+        if self.kinds.shared[self.chosen] != self._writes:  # no sequence of this step has pages of the others
+            self._empty(self._cache, self.chosen)
         output = self._views[self.chosen](**arguments)
         if self.keeps_logits:
             rows = output.logits[0]
@@ -187,6 +206,9 @@ class _Planned(FIFOScheduler):
                 self.finish_request(request)
                 self.waiting_requests.pop(request, None)
                 self.block_new_requests = False
+            elif (state := self.active_requests.get(request)) and request.begins_again:
+                self.finish_request(request)
+                self.waiting_requests[request] = state.create_equivalent_initial_request()
         roomy, limit = self._try_to_meet_safety_margin(), self.cache.read_cache_limit or math.inf
         self.starved_requests = []
         futures: list[Any] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from subnetact.errors import PolicyError, TableError
 from subnetact.generation.step_table import StepTable
@@ -30,7 +30,7 @@ class StepPolicy:
 
     Attributes:
         slowdown: how long steps take, as a multiple of the table's latency.
-        lifted: whether the floor made the last choice more accurate than it would have been without.
+        lifted: whether `among` made the last choice more accurate than it would have been without.
         tabled_ms: latency of the last step that was chosen, by the table.
 
     Raises:
@@ -57,7 +57,7 @@ class StepPolicy:
         sequences: int,
         context: float = 1.0,
         prompt_tokens: int = 0,
-        floor: float = 0.0,
+        among: Collection[int] | None = None,
     ) -> int:
         """Return the id of the subnet for the next step.
 
@@ -66,19 +66,20 @@ class StepPolicy:
             sequences: how many sequences of the step are past their prompts.
             context: the mean number of tokens of these.
             prompt_tokens: how many tokens of prompts the step computes.
-            floor: the minimum accuracy in percent that a request demands; PolicyError if no subnet has it.
+            among: ids of the subnets that every request of the step permits; PolicyError if there is none.
+                If None, all.
         """
         tabled = self.table.latencies_ms(sequences, context, prompt_tokens)
         longer = (1.0 + self.margin) * self.slowdown
         times = [longer * ms for ms in tabled]
         chosen = free = _in_time(self._order, times, slack_ms)
-        if self._accuracy[chosen] < floor:
-            allowed = [i for i in self._order if self._accuracy[i] >= floor]
+        if among is not None and chosen not in among:
+            allowed = [i for i in self._order if i in among]
             if not allowed:
-                best = max(self._accuracy)
-                raise PolicyError(f"floor: {floor} percent; no subnet has more than {best:.2f} percent")
+                raise PolicyError(f"among: {list(among)} has none of the subnets 0 to {len(times) - 1}")
             chosen = _in_time(allowed, times, slack_ms)
-        self.lifted, self.tabled_ms = chosen != free, tabled[chosen]
+        self.lifted = self._accuracy[chosen] > self._accuracy[free]
+        self.tabled_ms = tabled[chosen]
         return chosen
 
     @staticmethod

@@ -45,7 +45,7 @@ def profile_steps(
 
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
-        subnets: the subnets to measure, which can continue on each other's key-value caches.
+        subnets: the subnets to measure.
         sequences: numbers of active sequences, ascending.
         contexts: numbers of tokens that these sequences have so far, ascending.
         prompt_tokens: numbers of tokens of a prompt, ascending.
@@ -56,7 +56,6 @@ def profile_steps(
 
     Raises:
         TableError: an argument is no ascending list of numbers, or a context is longer than the model's.
-        CacheMismatch: two subnets keep other layers or heads; measure them apart.
         InsertError: the network is no language model of transformers.
         MissingExtra: transformers is not installed.
 
@@ -97,7 +96,7 @@ class _Bench:
     ) -> None:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
-        decoder = ElasticDecoder(supernet, specs, allow_approximate=True)
+        decoder = ElasticDecoder(supernet, specs, allow_approximate=True, allow_recompute=True)
         if max(context + 1, prompt) > (limit := decoder.longest):
             raise TableError(f"contexts, prompt_tokens: the model takes {limit} tokens; give smaller numbers")
         self._subnets, self._step = range(len(specs)), Step([])

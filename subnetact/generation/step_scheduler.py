@@ -24,6 +24,7 @@ from subnetact.errors import (
     RequestError,
 )
 from subnetact.generation.completion import Generated, TokenDeadlines, TokenLogprobs
+from subnetact.generation.phases import CacheKinds, Phase, PlannedPhase, planned_phases
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.serving.scheduling.checks import check_count, check_positive
 from subnetact.serving.scheduling.floors import Floors
@@ -32,6 +33,8 @@ __all__ = ["Step", "StepRequest", "StepScheduler"]
 
 PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 """A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
+MOST_MISSED = 8
+"""Steps of other subnets that a request waits for, before it comes first however early others are due."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +48,7 @@ class StepRequest:
     stop: frozenset[int] = frozenset()
     logprobs: int | None = None
     sampling: Any = None
+    phases: Sequence[Phase] = (Phase(),)
     owner: Any = None
     number: int = -1
     accepted_ms: float = 0.0
@@ -52,15 +56,27 @@ class StepRequest:
     due_ms: float = 0.0  # of the next token
     first_ms: float = 0.0
     late: int = 0
+    planned: list[PlannedPhase] = field(default_factory=list)  # the present phase and those after it
+    among: frozenset[int] = frozenset()  # the subnets of the present phase
+    turns: float = math.inf  # with how many tokens the next phase begins at the latest
+    missed: int = 0  # steps in a row that ran subnets of other phases
+    writer: int | None = None  # of its keys and values, by `CacheKinds.exact`
+    approximate: bool = False
     tokens: list[int] = field(default_factory=list)
     subnets: list[int] = field(default_factory=list)
     found: list[TokenLogprobs] = field(default_factory=list)
     outcome: Generated | RequestError | None = None  # once it has ended
 
+    @property
+    def begins_again(self) -> bool:
+        """Whether none of its keys and values is of any use."""
+        return self.left == len(self.prompt) + len(self.tokens)
+
     def generated(self, now_ms: float, finish: str) -> Generated:
         """Return the answer if it ends now."""
         times = self.late, self.first_ms, now_ms - self.accepted_ms
-        return Generated(tuple(self.tokens), tuple(self.subnets), *times, finish, tuple(self.found))
+        cache = "approximate" if self.approximate else "exact"
+        return Generated(tuple(self.tokens), tuple(self.subnets), *times, finish, tuple(self.found), cache)
 
 
 @dataclass(slots=True)
@@ -90,8 +106,10 @@ class StepScheduler:
 
     Sequences with a place go on, those past their prompts first; free places go to the requests whose next
     tokens are due first. A request whose first token cannot come in time any more is dropped if `expired` is
-    `drop`. While a step hangs, every request ends whose next token is overdue. The arguments are those of
-    `Generator`, where `places` is called `max_sequences`.
+    `drop`. While a step hangs, every request ends whose next token is overdue. If phases have no subnet in
+    common, the step belongs to the most urgent request, and others wait for theirs, for `MOST_MISSED` steps
+    at most before it is their turn. The arguments are those of `Generator`, where `places` is called
+    `max_sequences`.
     """
 
     def __init__(
@@ -103,8 +121,14 @@ class StepScheduler:
         expired: str = "drop",
         max_queue: float = math.inf,
         watchdog_ms: float | None = None,
+        kinds: CacheKinds | None = None,
     ) -> None:
         self.policy = policy
+        self._accuracy = policy.table.known_accuracy()
+        rows = range(len(self._accuracy))
+        self._kinds = kinds or CacheKinds([0] * len(rows), [0] * len(rows))
+        best = self._kinds.shared[max(rows, key=self._accuracy.__getitem__)]
+        self._usual = frozenset(row for row in rows if self._kinds.shared[row] == best)
         self._places = check_count(places, "max_sequences")
         self._step_tokens = check_count(step_tokens, "step_tokens")
         if expired not in ("drop", "serve"):
@@ -118,8 +142,8 @@ class StepScheduler:
         self._waiting: list[tuple[float, int, StepRequest]] = []  # the others; the first is due first
         self.step: Step | None = None
         self.closed: str | None = None  # why no request is accepted any more
-        names = ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted")
-        self.counts = dict.fromkeys(names, 0)
+        names = "requests finished expired cancelled failed tokens late lifted recomputed"
+        self.counts = dict.fromkeys(names.split(), 0)
         self.steps = [0] * len(policy.table.subnets)  # how many each subnet ran
         self._numbers = itertools.count()
         self._limit_ms = math.inf  # when what runs is taken to hang
@@ -127,9 +151,13 @@ class StepScheduler:
     def submit(self, request: StepRequest, now_ms: float) -> None:
         """Accept a request, or raise InvalidRequest, BatcherClosed or QueueFull."""
         try:
-            request.min_accuracy = self._floor(request.min_accuracy)
+            request.min_accuracy = floor = self._floor(request.min_accuracy)
         except PolicyError as error:
             raise InvalidRequest(str(error)) from error
+        accurate = {row for row, percent in enumerate(self._accuracy) if percent >= floor}
+        names, phases = self.policy.table.subnets, request.phases
+        request.planned = planned_phases(phases, names, self._kinds, self._usual, accurate)
+        request.among, request.turns = request.planned[0].among, request.planned[0].tokens
         if self.closed is not None:
             raise BatcherClosed(f"the generator is closed{self.closed}")
         if len(self.requests) >= self._max_queue:
@@ -154,40 +182,44 @@ class StepScheduler:
         self._limit_ms = now_ms + (self._watchdog_ms or FIRST_PATIENCE_MS)
 
     def next_step(self, now_ms: float, fits: Fits = lambda *_: True) -> Step | None:
-        """Begin the next step, for its most demanding request and the most urgent; None if there is none.
+        """Begin the next step, with a subnet that all its requests permit; None if there is nobody.
 
         If the policy raises, the step has begun nevertheless, and `failed` ends its requests.
         """
         parts, budget = list[tuple[StepRequest, int]](), self._step_tokens
-        for request in sorted(self._active.values(), key=lambda one: one.left > 0):
-            tokens = min(request.left or 1, budget)
-            if tokens and fits(request, tokens):
+        others, among, full = list[StepRequest](), frozenset(range(len(self.steps))), False
+        for request in self._ready():
+            joins, tokens = request.number not in self._active, min(request.left or 1, budget)
+            if not (common := among & request.among):
+                others.append(request)
+            elif tokens and not (joins and full) and fits(request, tokens):
+                if joins:
+                    self._leave_queue(request)
+                    self._active[request.number] = request
                 parts.append((request, tokens))
                 budget -= tokens
-        while budget and self._waiting and len(self._active) < self._places:
-            request = self._waiting[0][2]
-            tokens = min(request.left, budget)
-            if not fits(request, tokens):
-                break
-            del self._waiting[0]
-            self._active[request.number] = request
-            parts.append((request, tokens))
-            budget -= tokens
+                among, request.missed = common, 0
+                continue
+            full |= joins  # nobody overtakes who waits for a place
         self.step = step = Step(parts, began_ms=now_ms) if parts else None
         if not step:
             return None
-        policy, floors = self.policy, [request.min_accuracy for request, _ in parts]
-        slack_ms = min([request.due_ms for request, _ in parts]) - now_ms
+        policy, slack_ms = self.policy, min([request.due_ms for request, _ in parts]) - now_ms
+        if others:
+            for request in others:
+                request.missed += 1
+            due = sorted(request.due_ms for request in others)
+            slack_ms = min(slack_ms, policy.pace(now_ms, [0], due))
         if self._waiting and len(self._active) >= self._places:
             left = [one.answer - len(one.tokens) for one in self._active.values()]
             due = [due for due, _, _ in self._waiting[: self._places]]
             slack_ms = min(slack_ms, policy.pace(now_ms, left, due))
         sequences, context, prompts = step.size
         step.subnet = policy.choose(
-            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, floor=max(floors)
+            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, among=among
         )
         step.tabled_ms = policy.tabled_ms
-        self.counts["lifted"] += policy.lifted and min(floors) < max(floors)
+        self.counts["lifted"] += policy.lifted and len({request.among for request, _ in parts}) > 1
         least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
         patience_ms = self._watchdog_ms or max(least, PATIENCE * policy.slowdown * step.tabled_ms)
         self._limit_ms = now_ms + patience_ms
@@ -206,8 +238,11 @@ class StepScheduler:
         answered = [request for request in step.answered if request.outcome is None]
         self.prepare(now_ms)
         self.policy.observe(step.tabled_ms, now_ms - step.began_ms)
+        writer = self._kinds.exact[step.subnet]
         for request, computed in step.parts:
             request.left = max(request.left - computed, 0)
+            request.approximate |= request.writer not in (None, writer)
+            request.writer = writer
         for request, token, found in zip(step.answered, tokens, logprobs, strict=False):
             if request.outcome is not None:  # it ended while its step ran
                 continue
@@ -225,6 +260,8 @@ class StepScheduler:
             if token in request.stop or count == request.answer:
                 finish = "stop" if token in request.stop else "length"
                 self._end(request, request.generated(now_ms, finish), "finished")
+            elif token == request.planned[0].end or count >= request.turns:
+                self._next_phase(request)
         return answered
 
     def failed(self, cause: Exception, now_ms: float) -> list[StepRequest]:
@@ -257,8 +294,27 @@ class StepScheduler:
         self.closed = self.closed or reason
         return [one for one in list(self.requests.values()) if error and self._end(one, error, "failed")]
 
+    def _ready(self) -> list[StepRequest]:
+        """Return those who may be in the next step, in their order: who decodes, whose prompts, who waits."""
+        ready = sorted(self._active.values(), key=lambda one: one.left > 0)
+        ready += [one for _, _, one in self._waiting[: self._places - len(self._active)]]
+        if ready and not frozenset.intersection(*[one.among for one in ready]):
+            first = min(ready, key=lambda one: (one.missed < MOST_MISSED, one.due_ms, -one.missed))
+            ready.remove(first)
+            ready.insert(0, first)
+        return ready
+
+    def _next_phase(self, request: StepRequest) -> None:
+        """Begin the next phase of a request, which waits for a place again if it needs another cache."""
+        del request.planned[0]
+        phase = request.planned[0]
+        request.among, request.turns = phase.among, len(request.tokens) + phase.tokens
+        if phase.recomputes:
+            self.counts["recomputed"] += 1
+            self.push_out(request)
+
     def _wait(self, request: StepRequest) -> None:
-        request.left = len(request.prompt) + len(request.tokens)
+        request.left, request.writer = len(request.prompt) + len(request.tokens), None
         insort(self._waiting, (request.due_ms, request.number, request))
 
     def _end(self, request: StepRequest, outcome: Generated | RequestError, kind: str) -> bool:
@@ -268,5 +324,8 @@ class StepScheduler:
         request.outcome = outcome
         self.counts[kind] += 1
         if self._active.pop(request.number, None) is None:
-            del self._waiting[bisect_left(self._waiting, (request.due_ms, request.number))]
+            self._leave_queue(request)
         return True
+
+    def _leave_queue(self, request: StepRequest) -> None:
+        del self._waiting[bisect_left(self._waiting, (request.due_ms, request.number))]

@@ -26,10 +26,11 @@ class Choice:
         self.index, self.completion = index, completion
         self._write, self._ends = app.codec.writer(), app.stop
         self._stops = [body.stop] if isinstance(body.stop, str) else body.stop
-        self.tells = body.likely() is not None
+        self.tells, self._phased = body.likely() is not None, body.phases is not None
         self.read = 0  # tokens
         self._held = ""  # the last characters, which may be the beginning of a text that ends the answer
         self.text, self.finish = "", ""
+        self.cache: dict[str, str] = {}  # told with the end of an answer in phases
         self.told: list[tuple[int, Any]] = []  # tokens with their log-probabilities
         self.offset = 0  # characters of the tokens that were told
 
@@ -50,6 +51,7 @@ class Choice:
         if outcome is not None:
             self.text += self._held
             self.finish = "length" if outcome.finish == "length" else "stop"
+            self.cache = {"cache": outcome.cache} if self._phased else {}
         return bool(self.text or self.finish or self.told)
 
     def _show(self, new: str) -> None:
@@ -141,6 +143,7 @@ class TextAnswer:
             "index": choice.index,
             "finish_reason": choice.finish or None,
             "logprobs": self._logprobs(choice) if choice.tells else None,
+            **choice.cache,
         }
         text, choice.text, choice.told = choice.text, "", []
         return {**facts, **({name: {**role, "content": text}} if self._chat else {"text": text})}

@@ -19,7 +19,17 @@ from subnetact.serve.text_codec import TextCodec
 
 __all__ = ["TextApp", "build_text_app"]
 
-COUNTERS = ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted")
+COUNTERS = (
+    "requests",
+    "finished",
+    "expired",
+    "cancelled",
+    "failed",
+    "tokens",
+    "late",
+    "lifted",
+    "recomputed",
+)
 EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]  # nginx passes them on
 Asked = tuple[TextBody, list[int], dict[str, Any]]
 
@@ -29,8 +39,11 @@ class TextApp(BaseApp):
 
     `POST /v1/completions` and `POST /v1/chat/completions` answer whole or as a stream of events. Their
     deadlines are fields of the body or headers: `x-slo-ttft-ms` (to the first token), `x-deadline-ms` (to the
-    last one) and `x-min-accuracy`. Chats go through the chat template of the tokenizer if it has one.
-    Otherwise every message becomes a line, `role: content`, and the last line is `assistant:`.
+    last one) and `x-min-accuracy`. The field `phases` says which subnets generate which part of the answer,
+    for example `[{"end": 151668, "subnets": 0}, {"subnets": [1, 2]}]`, with the fields of `Phase`; every
+    choice of the answer then says in `cache` whether it is `exact` or `approximate`. Chats go through the
+    chat template of the tokenizer if it has one. Otherwise every message becomes a line, `role: content`, and
+    the last line is `assistant:`.
 
     Args:
         generator: generates tokens; the application closes it at its end.
@@ -124,7 +137,7 @@ class TextApp(BaseApp):
         options = {name: given[name] for name in ("temperature", "top_p", "top_k")}
         options |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
         wishes = {name: given[name] for name in ("deadline_ms", "min_accuracy")}
-        wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely()}
+        wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely(), "phases": ask.planned()}
         options |= {name: value for name, value in wishes.items() if value is not None}
         return ask, ask.tokens(self.codec), options
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from subnetact.errors import InvalidRequest
+from subnetact.generation import Phase
 from subnetact.serve.exchange import CommonTerms, Strict
 from subnetact.serve.text_codec import TextCodec
 
@@ -59,6 +60,19 @@ class StreamOptions(_Part):
     include_usage: bool = False
 
 
+class PhaseBody(_Part):
+    """A `Phase` of the answer."""
+
+    end: int | None = Field(default=None, description="the token that ends it")
+    subnets: int | str | list[int | str] | None = Field(
+        default=None, description="by index or key; null: all"
+    )
+    tokens: int | None = Field(default=None, description="its largest number of tokens")
+    recompute: bool | None = Field(
+        default=None, description="compute the cache again; null: only where its subnets cannot continue"
+    )
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -76,6 +90,11 @@ class _Body(TextTerms, _Part):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str | None = Field(default=None, description="ignored")
+    phases: list[PhaseBody] | None = Field(default=None, description="which subnets generate which part")
+
+    def planned(self) -> list[Phase] | None:
+        """Return the phases as `Generator.submit` takes them."""
+        return None if self.phases is None else [Phase(**dict(phase)) for phase in self.phases]
 
 
 class CompletionBody(_Body):

@@ -24,7 +24,7 @@ from subnetact.errors import (
     ProfileMismatch,
     QueueFull,
 )
-from subnetact.generation import Completion, Generator, StepTable, TokenDeadlines, profile_steps
+from subnetact.generation import Completion, Generator, Phase, StepTable, TokenDeadlines, profile_steps
 from subnetact.generation.step_scheduler import StepRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -332,6 +332,79 @@ def test_steps_that_a_demanding_request_lifts_are_counted(
     subnets = modest.result(60).subnets
     assert (subnets[0], subnets[-1]) == (0, 0)
     assert generator.stats().lifted == subnets.count(2) > 0
+
+
+def test_phases_switch_subnets_at_a_token_or_a_count(
+    widths: list[SubnetSpec],
+    make: Callable[..., Generator],
+    alone: Callable[[list[int], tuple[int, ...]], list[int]],
+) -> None:
+    generator = make()
+    given = prompts(8)
+    ends = [alone(prompt, (0,) * 3)[-1] for prompt in given]  # generated at the latest as the third
+    running = [
+        generator.submit(prompt, max_new_tokens=12, phases=phases, **LONG)
+        for prompt, end in zip(given, ends, strict=True)
+        for phases in (
+            [(end, widths[0]), (None, str(widths[2]))],
+            [Phase(end, 0, tokens=2), Phase(subnets=[1, 2], recompute=True)],
+        )
+    ]
+    for i, completion in enumerate(running):
+        answer, prompt, end = completion.result(60), given[i // 2], ends[i // 2]
+        first = alone(prompt, (0,) * 3).index(end) + 1
+        first = min(first, 2) if i % 2 else first
+        assert answer.subnets == (0,) * first + (2,) * (12 - first)
+        if i % 2:
+            tokens = alone(prompt, (0,) * first)
+            assert list(answer.tokens) == tokens + alone(prompt + tokens, (2,) * (12 - first))
+            assert answer.cache == "exact", "the second subnet computed all of it again"
+        else:
+            assert list(answer.tokens) == alone(prompt, answer.subnets)
+            assert answer.cache == "approximate"
+    assert generator.stats().recomputed == 8
+
+
+def test_a_phase_whose_cache_is_exact_answers_as_its_subnet_from_the_beginning(llama: Supernet) -> None:
+    last = [llama.space.spec(depth=[1.0], ffn=[64, 64, width]) for width in (16, 64)]
+    table = step_table([str(spec) for spec in last], (40.0, 50.0))
+    with Generator(llama, last, table, token_ms=1e6) as generator:
+        for prompt in prompts(4):
+            phases = [Phase(tokens=5, subnets=0), Phase(subnets=1, recompute=True)]
+            answer = generator.submit(prompt, max_new_tokens=12, phases=phases).result(60)
+            assert (answer.subnets, answer.cache) == ((0,) * 5 + (1,) * 7, "exact")
+            plain: Any = llama.extract(last[1])
+            given = [*prompt, *answer.tokens[:5]]
+            expected = plain.generate(torch.tensor([given]), max_new_tokens=7, do_sample=False)
+            assert list(answer.tokens[5:]) == expected[0, len(given) :].tolist()
+        assert generator.stats().recomputed == 0, "there was nothing to compute again"
+
+
+@pytest.mark.parametrize(
+    ("phases", "words"),
+    [
+        ([], "at least one Phase"),
+        ("think", "at least one Phase"),
+        ([3], r"phases\[0\]: expected a Phase"),
+        ([Phase(subnets="ffn=12"), Phase()], "nothing ends it"),
+        ([Phase(end=3, subnets="ffn=12"), Phase()], "ffn=12 is no subnet of this generator"),
+        ([Phase(subnets=3)], "3 is no subnet of this generator; give an index from 0 to 2"),
+        ([Phase(subnets=[])], "the list is empty"),
+        ([Phase(end=97), Phase()], r"phases\[0\]\.end: 97 is no whole number from 0 to 96"),
+        ([Phase(tokens=0), Phase()], r"tokens: 0 is no whole number from 1"),
+        ([Phase(end=3)], "the last phase goes to the end of the answer"),
+        ([Phase(end=3, recompute="yes"), Phase()], "is not True, False or None"),  # type: ignore[arg-type]
+        ([Phase(end=3, subnets=0), Phase()], "none of its subnets has the minimum accuracy"),
+    ],
+)
+def test_phases_without_a_meaning_are_refused(
+    make: Callable[..., Generator], phases: Any, words: str
+) -> None:
+    floor = 45.0 if "minimum" in words else 0.0
+    generator = make()
+    with pytest.raises(InvalidRequest, match=words):
+        generator.submit([1, 2], phases=phases, min_accuracy=floor)
+    assert generator.stats().requests == 0
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_service_goes_on(

@@ -15,8 +15,8 @@ from small_decoders import SIZES, randomize_, small_decoder
 
 import ofa_adapters
 from subnetact import SubnetSpec, Supernet, insert_
-from subnetact.errors import BatchFailed, CacheMismatch, PolicyError
-from subnetact.generation import Generator, profile_steps
+from subnetact.errors import BatchFailed, CacheMismatch, InvalidRequest, PolicyError
+from subnetact.generation import Generator, Phase, profile_steps
 from subnetact.insertion.key_value_cache import cache_relation, switch
 
 pytest.importorskip("transformers")
@@ -168,13 +168,40 @@ def test_pages_belong_to_one_supernet(supernet: Supernet) -> None:
             switch(other, pages, other.space.largest(), allow_approximate=True)
 
 
-def test_steps_of_incompatible_subnets_have_tables_of_their_own(supernet: Supernet) -> None:
-    specs = [changed(supernet, heads=(1, 1)), supernet.space.largest()]
+def test_a_phase_of_an_incompatible_subnet_answers_as_that_subnet_from_the_beginning() -> None:
+    supernet = KINDS["qwen3"]()
+    specs = [changed(supernet, heads=(1, 1)), changed(supernet, depth=(2, 0)), supernet.space.largest()]
     cells: Any = {"sequences": [2], "contexts": [8], "prompt_tokens": [4], "rounds": 1}
-    with pytest.raises(CacheMismatch, match="incompatible"):
-        profile_steps(supernet, specs, **cells)
-    for spec in specs:
-        assert profile_steps(supernet, [spec], **cells).latency_ms(0, 2, 8, 4) > 0.0
+    measured = profile_steps(supernet, specs, **cells, accuracy=[40.0, 45.0, 50.0])
+    with pytest.raises(CacheMismatch, match="allow_recompute=True"):
+        Generator(supernet, specs, measured, token_ms=1e6)
+    with Generator(supernet, specs, measured, token_ms=1e6, allow_recompute=True) as generator:
+        given = [[3, 5 + i, 7, 9] for i in range(6)]
+        running = []
+        for i, prompt in enumerate(given):
+            orders = [(i % 3, (i + 1) % 3)] if i < 5 else []
+            for first, second in orders:
+                phases = [Phase(tokens=4, subnets=first), Phase(subnets=specs[second])]
+                running.append(
+                    (prompt, first, second, generator.submit(prompt, max_new_tokens=9, phases=phases))
+                )
+        plain = generator.submit(given[5], max_new_tokens=5)
+        for prompt, first, second, completion in running:
+            answer = completion.result(60)
+            assert answer.subnets == (first,) * 4 + (second,) * 5
+            assert answer.cache == "exact"
+            so_far = list(prompt)
+            for subnet, token in zip(answer.subnets, answer.tokens, strict=True):
+                with torch.inference_mode():
+                    logits = supernet.subnet(specs[subnet])(torch.tensor([so_far]), use_cache=False).logits
+                assert token == int(logits[0, -1].argmax()), (first, second)
+                so_far.append(token)
+        assert plain.result(60).subnets == (2,) * 5, "without phases: subnets of one cache"
+        assert generator.stats().recomputed == 5
+        with pytest.raises(InvalidRequest, match=r"phases\[1\]: its subnets cannot continue on the cache"):
+            generator.submit([3], max_new_tokens=4, phases=[(None, 0, 2), (None, 2, None, False)])
+        with pytest.raises(InvalidRequest, match=r"phases\[0\]\.subnets: they cannot continue"):
+            generator.submit([3], max_new_tokens=4, phases=[Phase(subnets=[0, 2])])
 
 
 def test_a_sequence_that_was_pushed_out_goes_on_when_all_others_are_cancelled(

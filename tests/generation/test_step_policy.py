@@ -51,13 +51,14 @@ def test_at_this_pace_waiting_requests_get_a_place_in_time(left: list[int], due:
         assert pace == float("inf")
 
 
-def test_the_minimum_accuracy_holds_although_the_step_is_late() -> None:
+def test_the_subnets_that_requests_permit_hold_although_the_step_is_late() -> None:
     policy = StepPolicy(step_table(), 50.0)
-    assert (policy.choose(-5.0, sequences=1, floor=45.0), policy.lifted) == (1, True)
-    assert (policy.choose(-5.0, sequences=1, floor=45.1), policy.lifted) == (2, True)
-    assert (policy.choose(50.0, sequences=1, floor=45.1), policy.lifted) == (2, False)
-    with pytest.raises(PolicyError, match=r"50\.50? percent; no subnet"):
-        policy.choose(50.0, sequences=1, floor=50.5)
+    assert (policy.choose(-5.0, sequences=1, among={1, 2}), policy.lifted) == (1, True)
+    assert (policy.choose(-5.0, sequences=1, among={2}), policy.lifted) == (2, True)
+    assert (policy.choose(50.0, sequences=1, among={2}), policy.lifted) == (2, False)
+    assert (policy.choose(50.0, sequences=1, among={0, 1}), policy.lifted) == (1, False)
+    with pytest.raises(PolicyError, match="none of the subnets 0 to 2"):
+        policy.choose(50.0, sequences=1, among=())
 
 
 def test_slow_steps_are_learned_and_forgotten() -> None:

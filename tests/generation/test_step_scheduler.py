@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
-from subnetact.generation import Generated, Generator, Prompt, StepPolicy, StepTable, TokenDeadlines
+from subnetact.generation import Generated, Generator, Phase, Prompt, StepPolicy, StepTable, TokenDeadlines
+from subnetact.generation.phases import CacheKinds
 from subnetact.generation.simulation import replay
 from subnetact.generation.step_scheduler import StepRequest, StepScheduler
 from subnetact.spec import SubnetSpec
@@ -36,7 +37,14 @@ def trace(seed: int) -> list[Prompt]:
         now += rng.expovariate(0.25 if 300.0 < now < 600.0 else 0.1)
         floor = rng.choice((0.0, 0.0, 0.0, 41.0, 45.0))
         deadlines = TokenDeadlines(rng.choice((3.0, 20.0, 60.0)), 6.0)
-        found.append(Prompt(now, rng.randint(1, 40), rng.randint(1, 24), deadlines, floor))
+        phases = [Phase()]
+        if rng.random() < 0.3:
+            phases = [
+                Phase(tokens=3, subnets=rng.choice((0, 1))),
+                Phase(subnets=2, recompute=rng.choice((None, True))),
+            ]
+            floor = 0.0
+        found.append(Prompt(now, rng.randint(1, 40), rng.randint(1, 24), deadlines, floor, phases))
     return found
 
 
@@ -79,6 +87,7 @@ class Steps:
         times = {"first_ms": one.deadlines.first_ms, "token_ms": one.deadlines.token_ms}
         prompt = [1] * one.tokens
         facts: Any = {"max_new_tokens": one.answer, "min_accuracy": one.min_accuracy, **times}
+        facts["phases"] = one.phases
         completion, heard = generator.submit(prompt, **facts), list[tuple[float, int]]()
         completion.listen(lambda: heard.append((self.clock.now_ms, len(completion.tokens()))))
         self.running.append(completion)
@@ -104,7 +113,8 @@ def test_the_generator_does_what_the_simulation_predicts(
     prompts, clock = trace(1), Clock()
     clock.now_ms = 0.0
     rules: dict[str, Any] = {"expired": expired, "step_tokens": 32}
-    scheduler = StepScheduler(StepPolicy(table, 6.0), places=4, **rules)
+    kinds = CacheKinds([0, 0, 0], [0, 1, 2])
+    scheduler = StepScheduler(StepPolicy(table, 6.0), places=4, kinds=kinds, **rules)
     came: dict[int, list[tuple[float, int]]] = {id(one): [] for one in prompts}
     predicted: dict[int, Generated | str] = {}
     for now, request in replay(deque(prompts), scheduler):
@@ -129,11 +139,15 @@ def test_the_generator_does_what_the_simulation_predicts(
     assert {name: getattr(stats, name) for name in scheduler.counts} == scheduler.counts
     assert stats.steps == {i: count for i, count in enumerate(scheduler.steps) if count}
     assert len(stats.steps) == 3
-    assert stats.lifted > 0
-    assert stats.late > 0
+    assert min(stats.lifted, stats.recomputed, stats.late) > 0
     assert (stats.expired > 0) == (expired == "drop")
 
 
+PHASES = (
+    (Phase(),),
+    (Phase(tokens=2, subnets=0), Phase(subnets=2, recompute=True)),
+    (Phase(end=7, subnets=[1, 2]), Phase(tokens=1, subnets=0), Phase()),
+)
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["submit", "submit", "step", "step", "cancel", "push_out", "fail", "hang", "tick"]),
@@ -154,7 +168,8 @@ def test_every_request_ends_once_and_steps_keep_to_their_limits(
     for kind, number, floor in events:
         now += number / 4
         if kind == "submit":
-            request = asked(1 + number, 1 + number % 5, 1.0 + 2 * number, min_accuracy=floor)
+            phases = PHASES[number % len(PHASES)] if not floor else (Phase(),)
+            request = asked(1 + number, 1 + number % 5, 1.0 + 2 * number, min_accuracy=floor, phases=phases)
             scheduler.submit(request, now)
             all_requests.append(request)
         elif kind in ("cancel", "push_out") and all_requests:
@@ -174,6 +189,7 @@ def test_every_request_ends_once_and_steps_keep_to_their_limits(
             assert 0 < len(step.parts) <= places
             assert sum(tokens for _, tokens in step.parts) <= step_tokens
             assert ACCURACY[step.subnet] >= max(request.min_accuracy for request, _ in step.parts)
+            assert all(step.subnet in request.among for request, _ in step.parts)
             assert all(request.outcome is None and request is not held for request, _ in step.parts)
             if kind == "hang":
                 now += 10.0
@@ -229,6 +245,28 @@ def test_prompts_take_what_is_left_of_a_step() -> None:
         scheduler.step_done([7] * len(step.answered), now + 1.0)
     assert parts == [[4, 2], [1, 5], [1, 2]]
     assert (len(first.tokens), len(second.tokens)) == (3, 1)
+
+
+@pytest.mark.parametrize("first_ms", [1e9, float("inf")])
+def test_requests_of_different_phases_take_turns_and_none_waits_for_long(first_ms: float) -> None:
+    scheduler = made(places=8)
+    urgent = [asked(1, 60, 10.0, phases=[Phase(subnets=i)]) for i in (0, 0, 1)]
+    patient = [asked(1, 3, first_ms, phases=[Phase(subnets=2)]) for _ in range(2)]
+    for request in (*urgent, *patient):
+        scheduler.submit(request, 0.0)
+    ran = []
+    for step in range(40):
+        begun = scheduler.next_step(float(step))
+        assert begun is not None
+        assert len(begun.parts) == (1 if begun.subnet == 1 else 2), (
+            "all that share the subnet are in the step"
+        )
+        ran.append(begun.subnet)
+        scheduler.step_done([7] * len(begun.answered), step + 1.0)
+    assert [len(one.tokens) for one in patient] == [3, 3]
+    assert ran[:30].count(2) == 3
+    assert {0, 1, 2} == set(ran)
+    assert all(one.approximate is False for one in urgent)
 
 
 def test_minimum_accuracies_are_those_of_subnets() -> None:

@@ -114,6 +114,41 @@ def expected(alone: Callable[..., list[int]], prompt: str, tokens: int) -> str:
     return tokenizer.decode(alone(tokenizer.encode(prompt), (2,) * tokens), skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_phases_of_a_body_choose_the_subnets(
+    served: Served, alone: Callable[..., list[int]], stream: bool
+) -> None:
+    tokenizer = Characters()
+    prompt = tokenizer.encode("Hello")
+    small = alone(prompt, (0,) * 4)
+    texts = {
+        "approximate": alone(prompt, (0,) * 4 + (2,) * 8),
+        "exact": small + alone(prompt + small, (2,) * 8),
+    }
+    for cache, tokens in texts.items():
+        phases = [{"tokens": 4, "subnets": 0}, {"subnets": [2], "recompute": cache == "exact"}]
+        body = {"prompt": "Hello", "max_tokens": 12, "phases": phases, "stream": stream, **LONG}
+        status, answer = served.call("/v1/completions", body)
+        assert status == 200
+        pieces = [answer]
+        if stream:
+            events = [line[6:] for line in answer.split("\n\n") if line.startswith("data: {")]
+            pieces = [json.loads(event) for event in events]
+        choices = [piece["choices"][0] for piece in pieces]
+        assert "".join(one["text"] for one in choices) == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert choices[-1]["cache"] == cache
+    for phases, words in (
+        ([], "at least one Phase"),
+        ([{"subnets": 0}, {}], "nothing ends it"),
+        ([{"end": 97}, {}], "from 0 to 96"),
+        ([{"subnets": "tiny"}], "no subnet of this generator"),
+        ([{"begin": 1}], "begin"),
+    ):
+        status, answer = served.call("/v1/completions", {"prompt": "Hello", "phases": phases})
+        assert (status, words in answer["error"]["message"]) == (400, True), answer
+        assert answer["error"]["param"] in ("phases", None)
+
+
 def test_openais_client_gets_the_answer_whole_and_streamed(
     served: Served, alone: Callable[..., list[int]]
 ) -> None:

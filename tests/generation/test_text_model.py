@@ -143,3 +143,18 @@ def test_no_text_is_both_trained_on_and_held_out(monkeypatch: pytest.MonkeyPatch
     assert 0 < len(held_out) < 20
     assert not set(held_out) & set(trained)
     assert trained[0].startswith(">>> help(module")
+
+
+def test_a_view_that_drafts_for_another_changes_no_token() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = (
+        one for one in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "assistant_model" in one
+    )
+    names: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    large, prompt, calls = names["large"], names["prompt"], []
+    small = names["small"]
+    small.register_forward_hook(lambda *_: calls.append(1))
+    drafted = large.generate(prompt, assistant_model=small, max_new_tokens=32, do_sample=False)
+    assert calls, "the small view proposed tokens"
+    assert torch.equal(drafted, names["drafted"])
