@@ -299,12 +299,12 @@ def row(report: DistillationReport) -> dict[str, Any]:
 
 def page(known: dict[str, Any]) -> str:
     """Return the page of the results."""
-    runs = known["digits"]["runs"]
+    runs, place = known["digits"]["runs"], known["digits"]["machine"]
     lines = [
         "# Distillation: which options pay",
         "",
-        f"`benchmarks/distill.py --digits`, 2 virtual cores of an {known['digits']['machine']['device_name']}, torch",
-        f"{known['digits']['machine']['torch']}, one thread. A small",
+        f"`benchmarks/distill.py --digits`, 2 virtual cores of an {place['device_name']}, torch",
+        f"{place['torch']}, one thread. A small",
         f"convolutional network is trained on noisy digits ({PRETRAINING} steps), made elastic in its",
         f"widths (a quarter to all channels) and distilled ({STEPS} steps, learning rate 1e-3), with one",
         "option changed at a time. Accuracy in percent on 599 held-out digits, four noises each;",
