@@ -21,9 +21,9 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
       key_value_cache.py                   which subnet may continue on the cache of another one
     ofa_adapters/                        published supernet families and their checkpoints
     digits                               the embedded supernet for digits
-    training/                            sandwich_step: trains many subnets at once
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, compare; Pareto sets (no torch)
+    training/                            distill_: trains all subnets; sandwich_step for own loops
     engine/                              Engine: ready subnets, fused programs, CUDA graphs
       fusion_plan.py                       which subnets become fused programs
       bundle.py                            what a bundle stores

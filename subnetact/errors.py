@@ -36,6 +36,7 @@ __all__ = [
     "SubnetActError",
     "TableError",
     "TraceError",
+    "TrainingError",
     "UncalibratedSubnetWarning",
     "UserCodeError",
     "ViewError",
@@ -151,6 +152,10 @@ class PipelineError(SubnetActError, ValueError):
 
 class TraceError(SubnetActError, ValueError):
     """The arrivals cannot be simulated or replayed."""
+
+
+class TrainingError(SubnetActError, RuntimeError):
+    """A training cannot begin with these arguments, or cannot go on."""
 
 
 class ServeError(SubnetActError, ValueError):

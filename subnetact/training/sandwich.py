@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import InsertError, SpecError, SubnetActError, first_line
@@ -41,6 +42,7 @@ def sandwich_step(
     distillation: float = 1.0,
     temperature: float = 1.0,
     class_dim: int | None = None,
+    divergence: Loss | None = None,
     teacher: Callable[..., Any] | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     average: bool = True,
@@ -69,6 +71,9 @@ def sandwich_step(
         class_dim: the dimension of the classes in the scores, which distillation needs: 1 for images of
             scores (N, classes, H, W), -1 for language models (N, tokens, vocabulary). If None, it is 1 if
             the scores have two dimensions or `loss` is `cross_entropy` of torch, which reads it there.
+        divergence: what distillation minimises instead, for outputs that are no class scores, for example; a
+            function of the scores of a subnet and those of its teacher, which have no gradients. The result
+            is a scalar tensor. `temperature` and `class_dim` are then not used.
         teacher: a network that is called with the batch, without gradients, for the scores to learn from. The
             first subnet then has distillation in its loss, too. If None, the first subnet is the teacher.
         backward: called with each loss. If None, `loss.backward()`. With a gradient scaler, give
@@ -98,7 +103,12 @@ def sandwich_step(
     specs = _specs(plain, subnets, random_subnets, rng)
     _check_number("distillation", distillation, 0.0, 1.0)
     _check_number("temperature", temperature, LOWEST_TEMPERATURE, sys.float_info.max)
-    functions: dict[str, Any] = {"loss": loss, "teacher": teacher, "backward": backward}
+    functions: dict[str, Any] = {
+        "loss": loss,
+        "divergence": divergence,
+        "teacher": teacher,
+        "backward": backward,
+    }
     for name, function in functions.items():
         if not callable(function) and (function is not None or name == "loss"):
             raise SpecError(f"{name}: {function!r} is no function")
@@ -110,10 +120,14 @@ def sandwich_step(
     if not any(isinstance(part, Tensor) for part in tensors_of(x)):
         raise SpecError(f"inputs: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
     place = 1 if class_dim is None and loss is F.cross_entropy else class_dim
-    wanted: Tensor | None = None
+    target: Callable[[Any], Any] = partial(_probabilities, temperature=temperature, class_dim=place)
+    apart: Loss = partial(_distillation, temperature=temperature, class_dim=place)
+    if divergence is not None:
+        target, apart = logits, divergence
+    wanted: Any = None
     if teacher is not None and distillation:
         with torch.no_grad():
-            wanted = _probabilities(call_with(teacher, x), temperature, place)
+            wanted = target(call_with(teacher, x))
     losses: dict[SubnetSpec, float] = {}
     # One average of the sum of all gradients is enough.
     with supernet.no_sync() if isinstance(supernet, DistributedDataParallel) else nullcontext():
@@ -122,9 +136,10 @@ def sandwich_step(
             if wanted is None or not distillation:
                 total = loss(scores, labels)
                 if distillation and len(specs) > 1:
-                    wanted = _probabilities(scores, temperature, place).detach()
+                    with torch.no_grad():
+                        wanted = tree_map(_detached, target(scores))
             else:
-                total = distillation * _distillation(scores, wanted, temperature, place)
+                total = distillation * apart(scores, wanted)
                 if distillation < 1.0:
                     total = total + (1.0 - distillation) * loss(scores, labels)
             _check_loss(total)
@@ -133,6 +148,10 @@ def sandwich_step(
     if average and isinstance(supernet, DistributedDataParallel):
         _average_gradients(plain, supernet.process_group)
     return losses
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _check_number(name: str, value: Any, least: float, most: float) -> None:

@@ -1,0 +1,80 @@
+"""BatchStream: batches in epochs, each with a seed of its own, so that a resumed run reads the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subnetact.errors import ResumeMismatch, TrainingError
+from subnetact.supernet.batches import as_batch, tensors_of
+
+__all__ = ["BatchStream"]
+
+_END = object()
+
+
+class BatchStream:
+    """Reads batches again and again; `number` were read, and the present epoch began with batch `epoch`."""
+
+    def __init__(self, batches: Iterable[Any], seed: int) -> None:
+        self._batches, self._seed = batches, seed
+        self._iterator: Iterator[Any] | None = None
+        self._last: Any = None
+        self.number = self.epoch = 0
+        self.mark()
+
+    def next(self) -> Any:
+        """Return the next batch, after seeding torch by its number."""
+        for _ in range(2):
+            self._seed_torch(self.number)
+            if self._iterator is None:
+                self.epoch = self.number
+                own = getattr(self._batches, "generator", None)
+                if isinstance(own, torch.Generator):
+                    own.manual_seed(torch.initial_seed())
+                self._iterator = iter(self._batches)
+            found = next(self._iterator, _END)
+            if found is not _END:
+                self.number += 1
+                self._last = found
+                return found
+            self._iterator = None
+        raise TrainingError("batches: there is none, give at least one")
+
+    def mark(self) -> None:
+        """Note the present place as the one to go on from."""
+        self._marked = self.number, self.epoch, self._last
+
+    def facts(self) -> dict[str, Any]:
+        """Return the marked place, as values that JSON can hold."""
+        number, epoch, last = self._marked
+        return {"number": number, "epoch": epoch, "last": _digest(last)}
+
+    def go_to(self, facts: dict[str, Any]) -> None:
+        """Go to a place, reading what comes before it in its epoch; ResumeMismatch if it is other data."""
+        self.number = int(facts["epoch"])
+        while self.number < int(facts["number"]):
+            self.next()
+        if (self.epoch, _digest(self._last)) != (facts["epoch"], facts["last"]):
+            raise ResumeMismatch(
+                f"batch {self.number} is another one than before; give the same batches in the same order "
+                "(torch is seeded before every batch; random and NumPy are not)"
+            )
+        self.mark()
+
+    def _seed_torch(self, number: int) -> None:
+        torch.manual_seed((self._seed * 1_000_003 + number) % 2**63)
+
+
+def _digest(batch: Any) -> str:
+    """Return a hash of the tensors of a batch."""
+    digest = blake2b(digest_size=8)
+    for part in tensors_of(as_batch(batch)):
+        if isinstance(part, Tensor):
+            digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

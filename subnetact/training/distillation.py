@@ -1,0 +1,371 @@
+"""distill_: trains all subnets of a pretrained network that was made elastic, and says what it did."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.errors import InsertError, TrainingError, UncalibratedSubnetWarning
+from subnetact.insertion.importance import Measure
+from subnetact.insertion.reorder import reorder_
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.norm_table import NormTable
+from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.training.batch_stream import BatchStream
+from subnetact.training.measurement import Measurement
+from subnetact.training.report import DistillationReport
+from subnetact.training.run import TrainingRun, even_subnet
+from subnetact.training.state import TrainingState
+from subnetact.training.task import TASKS, Task
+
+__all__ = ["distill_"]
+
+Function = Callable[[Any, Any], Any]
+
+AUTO = "auto"
+FROZEN = "frozen"
+RANGES = {
+    "clip": (1e-9, math.inf),
+    "distillation": (0.0, 1.0),
+    "learning_rate": (0.0, 1e3),
+    "minutes": (1e-9, math.inf),
+    "save_every_s": (0.0, math.inf),
+    "shrink": (0.0, 1.0),
+}
+LEAST = {"accumulate": 1, "calibration": 1, "random_subnets": 0, "seed": 0, "steps": 1}
+
+
+def distill_(
+    supernet: Supernet,
+    batches: Iterable[Any],
+    teacher: Callable[..., Any] | str | None = None,
+    *,
+    held_out: Iterable[Any],
+    steps: int | None = None,
+    minutes: float | None = None,
+    task: str = "classes",
+    labels: bool | None = None,
+    subnets: Sequence[SubnetSpec] | None = None,
+    importance: str | Measure | None = AUTO,
+    learning_rate: float = 3e-4,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    clip: float = 1.0,
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
+    random_subnets: int = 2,
+    distillation: float = 1.0,
+    divergence: Function | str | None = None,
+    balance: bool = False,
+    shrink: float = 0.0,
+    loss: Function | None = None,
+    metric: Function | None = None,
+    output: Function | None = None,
+    calibration: int = 8,
+    resume: str | PathLike[str] | None = None,
+    save_every_s: float = 60.0,
+    seed: int = 0,
+    progress: bool = True,
+) -> DistillationReport:
+    """Train all subnets of a pretrained network in place: what narrow subnets lost, they learn again.
+
+    Channels, heads and neurons are sorted by importance first. Every step then trains the largest subnet, the
+    smallest and some random ones (the sandwich rule), of which one half have about the same relative size
+    everywhere. The largest subnet learns from the labels and is the teacher of the others. Where the
+    network has BatchNorm, the measured subnets are calibrated in the end, and so are all that were before;
+    while the training runs, no subnet has statistics of its own, because they would be those of other
+    weights.
+
+    Args:
+        supernet: the supernet.
+        batches: the training data, which can be read again: a DataLoader or a list, not a generator. See
+            `task` and `labels`. torch is seeded before every batch; `random` and NumPy are not.
+        teacher: a network to learn from, called with the inputs, which does not change. "frozen": a copy of
+            the largest subnet as it is now. With either, the largest subnet learns from the teacher, too. If
+            None, the largest subnet is the teacher, or "frozen" where there are no labels. The docstring of
+            `subnetact.training` says when a teacher that moves does harm.
+        held_out: other batches of the same kind, on which the subnets are measured, as a list.
+        steps: the number of steps of the optimizer. Give either this or `minutes`.
+        minutes: the time of the training, with earlier parts if it is resumed.
+        task: what the network returns. "classes": scores (N, classes, ...), "values": numbers, "vectors":
+            embeddings (N, features), or (N, tokens, features), which are averaged over the tokens that
+            `attention_mask` keeps; "tokens": scores (N, tokens, vocabulary) of a language model.
+        labels: whether batches are pairs (inputs, labels); dictionaries may have the entry "labels" instead.
+            Without labels, subnets learn from the teacher alone. If None, True for classes and values. For
+            tokens without labels, the inputs, or their `input_ids`, are the labels: every token but
+            the first one is predicted from those before it, unless `attention_mask` is 0 or the label -100.
+        subnets: the subnets that are measured. If None, five from the largest to the smallest. They do not
+            decide what is trained.
+        importance: how to sort first; see `reorder_`. "taylor" uses the first `calibration` batches. None for
+            a supernet whose narrow subnets were trained before: they would be lost. "auto": by "l1" what can
+            be sorted, but nothing in supernets of published families.
+        learning_rate: the highest one of AdamW, which rises for 5 % of the training and then falls to 0 like
+            a cosine; if `optimizer` is None.
+        optimizer: of the parameters of the supernet, new; `scheduler` may change its learning rate.
+        scheduler: an object whose `step` is called after every step of `optimizer`.
+        clip: the largest norm of the gradients; larger ones are scaled down.
+        accumulate: the number of batches per step of the optimizer.
+        autocast: torch.bfloat16 or torch.float16 to compute in 16 bits what torch's autocast allows; the
+            weights stay as they are. With float16, gradients are scaled.
+        random_subnets: the number of random subnets per step.
+        distillation: share, from 0 to 1, of the teacher in the loss of those that learn from it; the rest are
+            the labels.
+        divergence: what subnets minimise to be like the teacher: "alpha" (`alpha_divergence`), or a function
+            of the two outputs. If None, the cross-entropy for scores, the squared error for values, and
+            one minus the cosine for vectors.
+        balance: whether the losses of all subnets are scaled to that of the first one, so that a bad subnet
+            does not dominate the shared weights.
+        shrink: the share of the training in which the smallest subnet shrinks from the largest to its final
+            size (progressive shrinking); 0 trains all sizes from the beginning.
+        loss: a function of outputs and labels instead of the one of the task: cross-entropy or squared error.
+        metric: a function of outputs and labels for the report, whose mean over samples is shown. Without
+            labels, it gets the teacher's outputs.
+        output: a function of what the network returns (its `logits`, or the first of several outputs)
+            and of the inputs, which returns the tensor that is learnt.
+        calibration: the number of training batches for BatchNorm statistics and for "taylor".
+        resume: a file for unfinished work. If it exists, the training goes on from there, and the report
+            is that of an uninterrupted run, up to rounding. Begin with the same supernet, untrained, and
+            the same batches in the same order. Batches of an unfinished epoch are read once more.
+        save_every_s: the time in seconds between two writes of `resume`, which has the size of the weights
+            and the state of the optimizer. If the disk is full, the training warns, goes on and tries again.
+        seed: decides the random subnets and seeds torch.
+        progress: if True, show a progress bar with the losses when standard error is a terminal.
+
+    Returns:
+        The metric of the subnets before and after, and the losses.
+
+    Raises:
+        TrainingError: an argument is out of its range; a batch has no labels where they are needed; the
+            teacher does not run, or returns other outputs than the supernet; or a loss or a gradient is not
+            finite: the weights are then those after the last good step, and so is the file of `resume`.
+        SpecError: a subnet is not of this supernet, or outputs do not fit the task.
+        InsertError: a subnet does not run in training mode, or `importance` was given and nothing can be
+            sorted.
+        ResumeMismatch: the file of `resume` is of another supernet, of other batches or arguments.
+        FileFormatError: the file of `resume` is damaged, or of another kind.
+        WriteError: the file of `resume` cannot be written at the beginning.
+
+    Source:
+        Sandwich rule: US-Nets (ICCV'19); balancing: AmoebaLLM (NeurIPS'24); shrinking: OFA (ICLR'20).
+
+    Example:
+        >>> supernet = subnetact.insert_(model.eval(), example=x)
+        >>> report = distill_(supernet, loader, held_out=others, minutes=30, resume="state.safetensors")
+        >>> print(report)
+    """
+    supernet = as_supernet(supernet)
+    settings: dict[str, Any] = {
+        "accumulate": accumulate,
+        "autocast": autocast,
+        "balance": balance,
+        "clip": clip,
+        "distillation": distillation,
+        "random_subnets": random_subnets,
+        "seed": seed,
+        "shrink": shrink,
+    }
+    names = {
+        "divergence": _name(divergence),
+        "importance": _name(importance),
+        "learning_rate": learning_rate if optimizer is None else None,
+        "loss": _name(loss),
+        "optimizer": _name(type(optimizer)),
+        "task": task,
+        "teacher": teacher if isinstance(teacher, str | None) else "a network",
+    }
+    budget = {"steps": steps, "minutes": minutes, "save_every_s": save_every_s}
+    _check_numbers({**settings, **names, **budget, "calibration": calibration})
+    _check_names(task, autocast, divergence, teacher)
+    _check_data(batches, held_out)
+    meaning = Task(task, task in TASKS[:2] if labels is None else labels, output, loss, divergence, metric)
+    learns = meaning.labels or task == "tokens"
+    if not learns and distillation < 1.0:
+        raise TrainingError(f"distillation: {distillation} needs labels; without them, it is 1.0")
+    space, device = supernet.space, supernet.device
+    even = (even_subnet(space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0))
+    specs = list(dict.fromkeys(even)) if subnets is None else supernet.distinct(subnets, "distill_")
+    parameters = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise TrainingError("no parameter of the supernet requires gradients; call supernet.requires_grad_()")
+    if optimizer is not None:
+        _check_optimizer(optimizer, parameters)
+    chosen: Any = FROZEN if teacher is None and not learns else teacher
+    was_training, calibrated = supernet.training, list(supernet.norms)
+    with _evaluating(chosen), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        supernet.eval()
+        try:
+            first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
+            if isinstance(chosen, str):
+                chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
+            inputs = [x for x, _ in first]
+            measurement = Measurement(supernet, specs, held_out, meaning, chosen, inputs, progress)
+            measurement.check_teacher()
+            scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
+            run = TrainingRun(
+                supernet=supernet,
+                stream=BatchStream(batches, seed),
+                task=meaning,
+                teacher=chosen,
+                learns=learns,
+                optimizer=optimizer or torch.optim.AdamW(parameters, learning_rate),
+                scheduler=scheduler,
+                scaler=scaler,
+                rate=learning_rate if optimizer is None else None,
+                steps=steps,
+                minutes=minutes,
+                save_every_s=save_every_s,
+                progress=progress,
+                **settings,
+            )
+            keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
+            weights = "" if resume is None else supernet.fingerprint()
+            environment = {
+                **settings,
+                "autocast": str(autocast),
+                **names,
+                "subnets": keys,
+                "weights": weights,
+            }
+            kept = {n: o for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o is not None}
+            state = TrainingState(resume, environment, supernet, run.optimizer, kept)
+            done = state.load()
+            if done is None:
+                before = measurement.run([])
+                order = _sort(supernet, importance, first, meaning)
+                run.facts = {"step": 0, "seconds": 0.0, "losses": [], "before": before, "order": order}
+                state.save({**run.facts, "stream": run.stream.facts()})
+            else:
+                run.stream.go_to(done.pop("stream"))
+                run.facts = done
+            supernet.norms = NormTable(space.id)
+            supernet.train()
+            run.go_on(state)
+            supernet.eval()
+            after = measurement.run(calibrated)
+        finally:
+            supernet.train(was_training)
+    facts = run.facts
+    return DistillationReport(
+        subnets=tuple(specs),
+        metric=meaning.metric,
+        before=tuple(facts["before"]),
+        after=tuple(after),
+        losses=tuple(tuple(entry) for entry in facts["losses"]),
+        steps=facts["step"],
+        seconds=facts["seconds"],
+        order=facts["order"],
+    )
+
+
+# -- arguments -----------------------------------------------------------------------------------------
+
+
+def _check_numbers(given: dict[str, Any]) -> None:
+    if (given["steps"] is None) == (given["minutes"] is None):
+        raise TrainingError("give either steps or minutes, to say how long to train")
+    for name, (least, most) in RANGES.items():
+        value = given[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and least <= value <= most):
+            raise TrainingError(f"{name}: {value!r} is no number from {least:g} to {most:g}")
+    for name, least in LEAST.items():
+        value = given[name]
+        if value is not None and (type(value) is not int or value < least):
+            raise TrainingError(f"{name}: {value!r} is no whole number of at least {least}")
+
+
+def _check_names(task: Any, autocast: Any, divergence: Any, teacher: Any) -> None:
+    if task not in TASKS:
+        raise TrainingError(f"task: {task!r} is unknown; choose from {', '.join(TASKS)}")
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise TrainingError(f"autocast: {autocast!r}; choose torch.bfloat16, torch.float16 or None")
+    alpha = divergence == "alpha" and task in ("classes", "tokens")
+    if not (divergence is None or callable(divergence) or alpha):
+        raise TrainingError(f'divergence: {divergence!r}; choose "alpha", for scores, or give a function')
+    if not (teacher is None or callable(teacher) or teacher == FROZEN):
+        raise TrainingError(f'teacher: {teacher!r}; give a network, "frozen" or None')
+
+
+def _check_data(batches: Any, held_out: Any) -> None:
+    for name, given in (("batches", batches), ("held_out", held_out)):
+        if not isinstance(given, Iterable) or isinstance(given, Iterator | Tensor | str):
+            raise TrainingError(
+                f"{name}: expected a DataLoader or a list of batches, which can be read again, got "
+                f"{type(given).__name__}; of a generator, make a list"
+            )
+    if batches is held_out:
+        raise TrainingError(
+            "held_out is the training data; measure on other data, or the figures say nothing"
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not held.intersection(map(id, parameters)):
+        raise TrainingError("optimizer: holds no parameter of the supernet; give it supernet.parameters()")
+    if optimizer.state:
+        raise TrainingError(
+            "optimizer: has a state of earlier steps, which belongs to the former order of channels; make it "
+            "anew, or go on with resume="
+        )
+
+
+def _name(given: Any) -> Any:
+    """Return the name of a function or class, for comparisons between two runs."""
+    return getattr(given, "__qualname__", given if isinstance(given, str | None) else type(given).__name__)
+
+
+@contextmanager
+def _evaluating(teacher: Any) -> Iterator[None]:
+    """Keep a teacher that is a module in evaluation mode."""
+    was = isinstance(teacher, nn.Module) and teacher.training
+    if was:
+        teacher.eval()
+    try:
+        yield
+    finally:
+        if was:
+            teacher.train()
+
+
+def _first(batches: Iterable[Any], count: int, seed: int) -> list[Any]:
+    """Return the first batches of an epoch, always the same ones."""
+    stream = BatchStream(batches, seed)
+    found = [stream.next()]
+    while len(found) < count:
+        batch = stream.next()
+        if stream.epoch:  # There are no more.
+            break
+        found.append(batch)
+    return found
+
+
+def _sort(supernet: Supernet, importance: Any, first: Sequence[tuple[Any, Any]], task: Task) -> str:
+    """Sort by importance; return what was sorted, or why nothing was."""
+    if importance is None or (importance == AUTO and supernet.origin is not None):
+        return "kept as it was"
+
+    def loss(scores: Any, given: tuple[Any, Any]) -> Tensor:
+        x, labels = given
+        return task.loss(task.output(scores, x), labels)
+
+    measure = "l1" if importance == AUTO else importance
+    try:
+        with warnings.catch_warnings():  # The statistics that it drops are made again.
+            warnings.simplefilter("ignore", UncalibratedSubnetWarning)
+            batches = [(x, (x, labels)) for x, labels in first]
+            report = reorder_(supernet, measure, batches=batches, loss=loss)
+    except InsertError as error:
+        if importance != AUTO:
+            raise
+        return f"kept as it was, because {error}"
+    rest = f", {len(report.kept)} kept as they were" if report.kept else ""
+    return f"{len(report.reordered)} groups sorted by {_name(measure)}{rest}"

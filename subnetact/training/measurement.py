@@ -1,0 +1,90 @@
+"""Measurement: how well subnets do on held-out batches, with BatchNorm statistics made for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from subnetact.calibration.calibrate import calibrate
+from subnetact.device import raise_if_out_of_memory
+from subnetact.errors import SubnetActError, TrainingError, UncalibratedSubnetWarning, failure_text
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import call_with, describe_input
+from subnetact.supernet.supernet import Supernet
+from subnetact.training.task import Task
+
+__all__ = ["Measurement"]
+
+
+class Measurement:
+    """Measures `specs` on `held_out`; `inputs` are training inputs for BatchNorm statistics."""
+
+    def __init__(
+        self,
+        supernet: Supernet,
+        specs: Sequence[SubnetSpec],
+        held_out: Iterable[Any],
+        task: Task,
+        teacher: Callable[..., Any] | None,
+        inputs: Sequence[Any],
+        progress: bool,
+    ) -> None:
+        self._supernet, self._specs, self._task, self._teacher = supernet, specs, task, teacher
+        self._held_out, self._inputs, self._progress = held_out, inputs, progress
+
+    @torch.no_grad()
+    def check_teacher(self) -> None:
+        """Refuse a teacher that does not run, returns other outputs, or has weights of the supernet."""
+        teacher, x = self._teacher, self._inputs[0]
+        if teacher is None:
+            return
+        own = {parameter.data_ptr() for parameter in self._supernet.parameters()}
+        if any(p.data_ptr() in own for p in getattr(teacher, "parameters", list)()):
+            raise TrainingError(
+                "teacher: shares weights with the supernet, so it moves with the training; give "
+                'teacher="frozen", a copy.deepcopy made before insert_, or None for in-place distillation'
+            )
+        try:
+            wanted = self._task.output(call_with(teacher, x), x)
+        except Exception as error:
+            raise_if_out_of_memory(error)
+            if isinstance(error, SubnetActError):
+                raise
+            raise TrainingError(
+                f"teacher: does not run on the first batch ({failure_text(error)}); it is called like the "
+                "supernet, with the same inputs"
+            ) from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncalibratedSubnetWarning)
+            found = self._task.output(call_with(self._supernet, x), x)
+        if isinstance(found, Tensor) and (not isinstance(wanted, Tensor) or wanted.shape != found.shape):
+            raise TrainingError(
+                f"teacher: returns {describe_input(wanted)}, the supernet {describe_input(found)}; give a "
+                "teacher of the same outputs, or output=, a function that makes them alike"
+            )
+
+    def run(self, calibrated: Sequence[SubnetSpec]) -> list[float]:
+        """Return the metric of every subnet; those that were `calibrated` get statistics again, too."""
+        supernet, task, device = self._supernet, self._task, self._supernet.device
+        calibrate(supernet, [*self._specs, *calibrated], self._inputs, progress=self._progress)
+        views = [supernet.subnet(spec) for spec in self._specs]
+        totals, counts = [0.0] * len(views), [0] * len(views)
+        bar = tqdm(self._held_out, "measuring", disable=not self._progress or None, leave=False, delay=1)
+        with torch.inference_mode():
+            for batch in bar:
+                x, labels = task.split(batch, device)
+                if labels is None:
+                    assert self._teacher is not None
+                    labels = task.output(call_with(self._teacher, x), x)
+                for i, view in enumerate(views):
+                    total, count = task.measure(task.output(call_with(view, x), x), labels)
+                    totals[i] += total
+                    counts[i] += count
+        if not counts[0]:
+            raise TrainingError("held_out: there is no batch; give at least one")
+        return [task.value(total, count) for total, count in zip(totals, counts, strict=True)]

@@ -1,0 +1,105 @@
+"""DistillationReport: what a distillation did for every subnet, on data that it was not trained on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from subnetact.files.documents import write_json
+from subnetact.latency.plot import need_matplotlib
+from subnetact.spec import SubnetSpec
+
+__all__ = ["DistillationReport"]
+
+
+@dataclass(frozen=True)
+class DistillationReport:
+    """What `distill_` did.
+
+    Attributes:
+        subnets: the subnets that were measured, the largest first.
+        metric: what was measured, "perplexity" for example.
+        before: its value per subnet on the held-out batches, before anything was changed.
+        after: its value per subnet at the end.
+        losses: the training losses over time, (step, largest, smallest, mean of the random subnets). That of
+            the largest subnet is another function than those of the others, if it is the teacher.
+        steps: the number of steps of the optimizer.
+        seconds: the time that the training took, with earlier parts if it was resumed.
+        order: what was sorted by importance before the training, or why nothing was.
+    """
+
+    subnets: tuple[SubnetSpec, ...]
+    metric: str
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    losses: tuple[tuple[float, ...], ...]
+    steps: int
+    seconds: float
+    order: str
+
+    def __str__(self) -> str:
+        names = self._names()
+        width = max(map(len, names))
+        lines = [f"{self.steps} steps in {self.seconds:.0f} s; {self.metric} on held-out data"]
+        lines += [f"{'subnet':<{width}}{'before':>12}{'after':>12}"]
+        for name, before, after in zip(names, self.before, self.after, strict=True):
+            lines.append(f"{name:<{width}}{before:>12.4g}{after:>12.4g}")
+        return "\n".join([*lines, f"order: {self.order}"])
+
+    def _names(self) -> list[str]:
+        short = [str(spec) if len(str(spec)) <= 60 else f"{str(spec)[:57]}..." for spec in self.subnets]
+        return [f"{i}: {name}" for i, name in enumerate(short)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as values that JSON can hold; subnets as their keys."""
+        rows: Sequence[tuple[SubnetSpec, float, float]] = list(
+            zip(self.subnets, self.before, self.after, strict=True)
+        )
+        return {
+            "metric": self.metric,
+            "subnets": [{"subnet": spec.key, "before": b, "after": a} for spec, b, a in rows],
+            "losses": [list(entry) for entry in self.losses],
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "order": self.order,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as JSON; an earlier file is replaced as a whole.
+
+        Args:
+            path: the file.
+
+        Raises:
+            WriteError: the file cannot be written.
+        """
+        write_json(path, self.to_json())
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the metric before and after, and the training losses.
+
+        Args:
+            path: the image file; its ending selects the format.
+
+        Raises:
+            MissingExtra: matplotlib is not installed.
+        """
+        figure = need_matplotlib()(figsize=(9, 3.8), layout="constrained")
+        first, second = figure.subplots(1, 2)
+        for values, label, style in ((self.before, "before", "o--"), (self.after, "after", "o-")):
+            first.plot(range(len(values)), values, style, label=label)
+        first.set(xlabel="subnet, the largest first", ylabel=f"{self.metric}, held-out data")
+        if self.metric == "perplexity":
+            first.set_yscale("log")
+        names = ("largest", "smallest", "random")
+        for i, name in enumerate(names, 1):
+            points = [(entry[0], entry[i]) for entry in self.losses if entry[i] == entry[i]]
+            if points:
+                second.plot(*zip(*points, strict=True), label=name, linewidth=1)
+        second.set(xlabel="step", ylabel="training loss", yscale="log")
+        for axes in (first, second):
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+        figure.savefig(path, dpi=120)

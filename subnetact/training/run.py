@@ -1,0 +1,235 @@
+"""TrainingRun: the steps of a distillation, from any step on."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from subnetact.errors import TrainingError, WriteError
+from subnetact.space import SubnetSpace
+from subnetact.spec import PRECISION, SubnetSpec
+from subnetact.supernet.supernet import Supernet
+from subnetact.training.batch_stream import BatchStream
+from subnetact.training.sandwich import sandwich_step
+from subnetact.training.state import TrainingState
+from subnetact.training.task import Task
+
+__all__ = ["TrainingRun", "even_subnet"]
+
+WARM_UP = 0.05
+"""The share of the training in which the learning rate rises."""
+MOST_LOSSES = 400
+"""The losses of at most this many steps are kept."""
+
+
+@dataclass
+class TrainingRun:
+    """What the steps of a distillation need; the arguments are those of `distill_`.
+
+    `learns` says that the first subnet learns from labels, and `rate` is the highest learning rate where the
+    run changes it.
+    """
+
+    supernet: Supernet
+    stream: BatchStream
+    task: Task
+    teacher: Callable[..., Any] | None
+    learns: bool
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler | None
+    rate: float | None
+    clip: float
+    accumulate: int
+    autocast: torch.dtype | None
+    random_subnets: int
+    distillation: float
+    balance: bool
+    shrink: float
+    seed: int
+    steps: int | None
+    minutes: float | None
+    save_every_s: float
+    progress: bool
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def go_on(self, state: TrainingState) -> None:
+        """Take the steps that are left, and save from time to time and at the end."""
+        facts, began = self.facts, time.perf_counter() - self.facts["seconds"]
+        saved = time.perf_counter()
+        total = self.steps if self.minutes is None else round(60 * self.minutes)
+        with tqdm(
+            total=total,
+            initial=facts["step"] if self.minutes is None else min(round(facts["seconds"]), total or 0),
+            desc="distilling",
+            unit=" steps" if self.minutes is None else " s",
+            disable=not self.progress or None,
+        ) as bar:
+            while self._share() < 1.0:
+                before = self._batch_norm_statistics()
+                try:
+                    losses = self._step()
+                except TrainingError:
+                    self.optimizer.zero_grad(set_to_none=True)
+                    with torch.no_grad():
+                        for buffer, value in before:
+                            buffer.copy_(value)
+                    self._save(state)
+                    raise
+                facts["step"] += 1
+                facts["seconds"] = time.perf_counter() - began
+                self._note(losses)
+                self.stream.mark()
+                named = zip(("largest", "smallest", "random"), losses, strict=True)
+                bar.set_postfix({name: f"{loss:.3g}" for name, loss in named}, refresh=False)
+                bar.update((facts["step"] if self.minutes is None else min(facts["seconds"], total)) - bar.n)
+                if time.perf_counter() - saved >= self.save_every_s and self._share() < 1.0:
+                    self._save(state)
+                    saved = time.perf_counter()
+        self._save(state)
+
+    def _share(self) -> float:
+        """Return which share of the training is done."""
+        if self.steps is not None:
+            return float(self.facts["step"]) / self.steps
+        return float(self.facts["seconds"]) / (60 * (self.minutes or 1.0))
+
+    def _step(self) -> tuple[float, float, float]:
+        """Take one step; return the losses of the largest, the smallest and the random subnets."""
+        optimizer, share = self.optimizer, self._share()
+        if self.rate is not None:
+            rising = (share + 1e-3) / WARM_UP
+            factor = min(1.0, rising) * 0.5 * (1.0 + math.cos(math.pi * share))
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate * factor
+        chosen = self._chosen(share)
+        optimizer.zero_grad(set_to_none=True)
+        sums = dict.fromkeys(chosen, 0.0)
+        for _ in range(self.accumulate):
+            for spec, loss in self._gradients(chosen).items():
+                sums[spec] += loss / self.accumulate
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = float(nn.utils.clip_grad_norm_(held, self.clip))
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        elif math.isfinite(norm):
+            optimizer.step()
+        else:
+            raise self._not_finite(f"the norm of the gradients is {norm}")
+        if self.scheduler is not None:
+            self.scheduler.step()
+        largest, *others = sums.values()
+        rest = others[1:] or others or [largest]
+        return largest, (others or [largest])[0], sum(rest) / len(rest)
+
+    def _gradients(self, chosen: list[SubnetSpec]) -> dict[SubnetSpec, float]:
+        """Add the gradients of one batch; return the losses."""
+        task, device = self.task, self.supernet.device
+        x, labels = task.split(self.stream.next(), device)
+        first: list[Tensor] = []
+
+        def loss(scores: Any, labels: Any) -> Tensor:
+            return task.loss(task.output(scores, x), labels)
+
+        def divergence(student: Any, teacher: Any) -> Tensor:
+            return task.divergence(task.output(student, x), task.output(teacher, x), labels)
+
+        def backward(total: Tensor) -> None:
+            magnitude = total.detach()
+            if not magnitude.isfinite():
+                raise self._not_finite(f"a loss is {float(magnitude)}")
+            first.append(magnitude)
+            if self.balance:
+                total = total * (first[0] / magnitude.clamp(min=1e-6))
+            total = total / self.accumulate
+            torch.autograd.backward(total if self.scaler is None else self.scaler.scale(total))
+
+        with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
+            return sandwich_step(
+                self.supernet,
+                x,
+                labels,
+                rng=random.Random(),
+                loss=loss,
+                subnets=chosen,
+                distillation=self.distillation if self.learns else 1.0,
+                divergence=divergence,
+                teacher=self.teacher,
+                backward=backward,
+            )
+
+    def _chosen(self, share: float) -> list[SubnetSpec]:
+        """Return the subnets of a step; one half of the random ones have about the same size everywhere."""
+        space, rng = self.supernet.space, random.Random(f"{self.seed}/{self.facts['step']}")
+        found = [space.largest(), space.smallest()]
+        for _ in range(self.random_subnets):
+            even = rng.random() < 0.5
+            found.append(even_subnet(space, rng.random()) if even else space.sample(rng))
+        least = 0.0 if not self.shrink else max(0.0, 1.0 - share / self.shrink)
+        return list(dict.fromkeys(_raised(space, spec, least) for spec in found))
+
+    def _batch_norm_statistics(self) -> list[tuple[Tensor, Tensor]]:
+        norms = self.supernet.norm_operators().values()
+        return [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+
+    def _note(self, losses: tuple[float, ...]) -> None:
+        """Keep the losses of evenly distributed steps, a bounded number."""
+        kept, step = self.facts["losses"], self.facts["step"]
+        every = 1
+        while step > every * MOST_LOSSES:
+            every *= 2
+        if kept and len(kept) >= MOST_LOSSES:
+            kept[:] = [entry for entry in kept if entry[0] % every == 0]
+        if step % every == 0:
+            kept.append([step, *losses])
+
+    def _save(self, state: TrainingState) -> None:
+        try:
+            state.save({**self.facts, "stream": self.stream.facts()})
+        except WriteError as error:
+            warnings.warn(
+                f"the training goes on, and saves again later: {error}; what was trained is in the supernet",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _not_finite(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"step {self.facts['step'] + 1}: {what}. The weights are those after step {self.facts['step']}, "
+            "which were good; look for NaN in the batches, or give a lower learning_rate or clip"
+        )
+
+
+def even_subnet(space: SubnetSpace, share: float) -> SubnetSpec:
+    """Return the subnet that takes the choice at this share of the way up, from 0 to 1, in every slot."""
+    return _raised(space, None, share)
+
+
+def _raised(space: SubnetSpace, spec: SubnetSpec | None, share: float) -> SubnetSpec:
+    """Return a subnet at float32 with at least the choices at a share of the way up; None is the smallest."""
+    values: dict[str, list[Any]] = {}
+    given = {} if spec is None else space.values(spec)
+    for axis in space.axes:
+        if axis.name == PRECISION:
+            continue
+        values[axis.name] = []
+        for i, slot in enumerate(axis.slots):
+            last, place = len(slot.choices) - 1, 0
+            if spec is not None:
+                own = given[axis.name][i]
+                place = last if own is None else slot.choices.index(own)
+            values[axis.name].append(slot.choices[max(place, round(last * share))])
+    return space.spec(**values)

@@ -1,0 +1,124 @@
+"""TrainingState: the file with which a distillation that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from subnetact.errors import ResumeMismatch, TrainingError
+from subnetact.files.atomic import require_regular
+from subnetact.files.documents import DocumentFormat, parse_json
+from subnetact.files.tensors import write_tensors
+from subnetact.supernet.supernet import Supernet
+
+__all__ = ["TrainingState"]
+
+STATE = DocumentFormat("a training state", "subnetact.training", 1, "choose another file, or remove it")
+
+
+class TrainingState:
+    """Weights, optimizer, scheduler, gradient scaler and facts in one file, of one `environment`.
+
+    Randomness needs no state: every batch has a seed of its own.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        environment: Mapping[str, Any],
+        supernet: Supernet,
+        optimizer: torch.optim.Optimizer,
+        others: Mapping[str, Any],
+    ) -> None:
+        self._path = None if path is None else Path(path)
+        self._environment = json.loads(json.dumps(dict(environment)))
+        self._supernet, self._optimizer, self._others = supernet, optimizer, others
+
+    def load(self) -> dict[str, Any] | None:
+        """Restore everything, and return the facts; None if there is no file yet."""
+        path = self._path
+        if path is None or not path.exists():
+            return None
+        require_regular(path)
+        with (
+            STATE.fields(path, passing=(ResumeMismatch,), damaged=(OSError, SafetensorError, RuntimeError)),
+            safe_open(path, framework="pt") as file,
+        ):
+            document = parse_json((file.metadata() or {}).get("document", "null"))
+            STATE.check(document, path)
+            self._require_same(document["environment"])
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            own = self._weights()
+            wrong = [n for n, t in own.items() if n not in stored or stored[n].shape != t.shape]
+            if wrong:
+                raise ValueError(f"{wrong[0]} is missing or of another shape")
+            state: dict[int, dict[str, Any]] = {
+                int(index): dict(numbers) for index, numbers in document["optimizer"]["state"].items()
+            }
+            for name, tensor in stored.items():
+                if name.startswith("optimizer/"):
+                    _, index, key = name.split("/", 2)
+                    state.setdefault(int(index), {})[key] = tensor
+            facts = dict(document["facts"])
+            groups = document["optimizer"]["groups"]
+            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+            for name, other in self._others.items():
+                other.load_state_dict(document[name])
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    tensor.copy_(stored[name])
+        return facts
+
+    def save(self, facts: Mapping[str, Any]) -> None:
+        """Replace the file; WriteError if the disk is full, and the earlier version stays."""
+        if self._path is None:
+            return
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._weights().items()}
+        given, numbers = self._optimizer.state_dict(), dict[str, dict[str, Any]]()
+        for index, entries in given["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{index}/{key}"] = value.detach().cpu().contiguous()
+                else:
+                    numbers.setdefault(str(index), {})[key] = value
+        document = {
+            **STATE.header,
+            "environment": self._environment,
+            "facts": dict(facts),
+            "optimizer": {"state": numbers, "groups": given["param_groups"]},
+            **{name: other.state_dict() for name, other in self._others.items()},
+        }
+        try:
+            text = json.dumps(document)
+        except TypeError as error:
+            raise TrainingError(
+                f"resume: the optimizer or the scheduler holds what no file can hold ({error}); use ones of "
+                "torch, whose state is tensors and numbers, or train without resume"
+            ) from error
+        write_tensors(self._path, tensors, {"document": text})
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name, those that share memory once."""
+        found: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
+        for name, tensor in self._supernet.state_dict().items():
+            found.setdefault((tensor.data_ptr() or id(tensor), tensor.shape), (f"weights/{name}", tensor))
+        return dict(found.values())
+
+    def _require_same(self, before: Mapping[str, Any]) -> None:
+        names = sorted({*before, *self._environment})
+        other = [n for n in names if before.get(n) != self._environment.get(n)]
+        if other:
+            differing = "; ".join(
+                f"{n} was {before.get(n)!r:.60}, is {self._environment.get(n)!r:.60}" for n in other
+            )
+            raise ResumeMismatch(
+                f"{self._path}: was begun with others: {differing}. Give the same supernet, as it was before "
+                "the training, and the same arguments, or remove the file to begin anew"
+            )

@@ -1,0 +1,317 @@
+"""distill_: narrow subnets learn, a kill changes nothing, and bad input loses nothing."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distilled import STEPS, Batches, Net, distilled, labelled, new_supernet
+from small_decoders import small_decoder
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subnetact import calibrate, evaluate, insert_
+from subnetact.errors import (
+    FileFormatError,
+    ResumeMismatch,
+    SpecError,
+    TrainingError,
+    WriteError,
+)
+from subnetact.supernet.supernet import Supernet
+from subnetact.training import DistillationReport, alpha_divergence, distill_, run, state
+
+QUIET: dict[str, Any] = {"progress": False, "calibration": 2}
+
+
+def facts(report: DistillationReport) -> dict[str, Any]:
+    found = report.to_json()
+    del found["seconds"]
+    return found
+
+
+def numbers(report: DistillationReport) -> Tensor:
+    return torch.tensor([*report.before, *report.after, *(x for entry in report.losses for x in entry)])
+
+
+@pytest.mark.parametrize(("own", "deadly"), [("default", 5), ("own", 13)])
+def test_a_killed_run_ends_like_one_that_was_not(tmp_path: Path, own: str, deadly: int) -> None:
+    expected = distilled(None, own == "own")
+    path = tmp_path / "state.safetensors"
+    script = Path(__file__).parents[1] / "distilled.py"
+    ended = subprocess.run([sys.executable, script, path, str(deadly), own], check=False)
+    assert ended.returncode == -9
+    assert path.exists()
+    found = distilled(str(path), own == "own")
+    assert found.steps == STEPS
+    torch.testing.assert_close(numbers(found), numbers(expected))
+    again = distilled(str(path), own == "own")  # It is finished, and trains no more.
+    torch.testing.assert_close(numbers(again), numbers(expected))
+    assert facts(again)["subnets"] == facts(found)["subnets"]
+    with pytest.raises(ResumeMismatch, match="optimizer"):
+        distilled(str(path), own != "own")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(FileFormatError):
+        distilled(str(path), own == "own")
+
+
+def test_the_report_is_of_the_held_out_batches_and_of_calibrated_subnets() -> None:
+    supernet, held_out = new_supernet(), labelled(4, 5)
+    specs = [supernet.space.largest(), supernet.space.smallest()]
+    stale = supernet.space.spec(width=0.5)
+    calibrate(supernet, [stale], [x for x, _ in labelled(4, 1)], progress=False)
+    former = {name: pair[0].clone() for name, pair in supernet.statistics(stale).items()}
+    report = distill_(
+        supernet, labelled(4, 1), held_out=held_out, steps=60, subnets=specs, learning_rate=0.02, **QUIET
+    )
+    assert report.after == pytest.approx(evaluate(supernet, specs, held_out, progress=False))
+    assert min(report.after) > max(report.before)
+    assert supernet.calibrated(stale)
+    assert any(not torch.equal(supernet.statistics(stale)[name][0], mean) for name, mean in former.items())
+    assert not supernet.training
+
+
+class Rows(nn.Module):
+    """Maps numbers (N, 6) to numbers (N, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+def elastic(network: nn.Module, example: Any, **options: Any) -> Supernet:
+    return insert_(network.eval(), example=example, choices=(0.25, 0.5, 1.0), **options)
+
+
+def rows(n: int, seed: int) -> list[Tensor]:
+    return list(torch.randn(n, 16, 6, generator=torch.Generator().manual_seed(seed)))
+
+
+def tokens(n: int, seed: int, mask: bool = False) -> list[dict[str, Any]]:
+    """Sentences that count up; behind the mask, there is noise."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(n):
+        ids = (torch.randint(3, 50, (4, 1), generator=generator) + torch.arange(12)) % 47 + 3
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if mask:
+            given["attention_mask"] = (torch.arange(12) < 9).long().repeat(4, 1)
+            given["input_ids"] = torch.where(given["attention_mask"] == 1, ids, 3)
+        found.append(given)
+    return found
+
+
+def test_a_regressor_learns_from_labels() -> None:
+    supernet = elastic(Rows(), torch.randn(2, 6))
+    data = [[(x, x[:, :3] * x[:, 3:]) for x in rows(8, seed)] for seed in (1, 2)]
+    report = distill_(
+        supernet, data[0], held_out=data[1], task="values", steps=40, learning_rate=0.02, **QUIET
+    )
+    assert report.metric == "mean squared error"
+    assert max(report.after) < 0.9 * min(report.before)
+
+
+@pytest.mark.parametrize("teacher", [None, "own"])
+def test_an_embedder_learns_from_a_teacher_without_labels(teacher: str | None) -> None:
+    network = Rows()
+    given = copy.deepcopy(network) if teacher else None
+    supernet = elastic(network, torch.randn(2, 6))
+    report = distill_(
+        supernet,
+        rows(8, 1),
+        given,
+        held_out=rows(4, 2),
+        task="vectors",
+        steps=40,
+        learning_rate=0.01,
+        **QUIET,
+    )
+    assert report.metric == "cosine with the teacher"
+    assert report.before[0] == pytest.approx(1.0, abs=1e-5)
+    assert report.after[0] > 0.98
+    assert report.after[-1] > report.before[-1] + 0.02
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_language_model_learns(mask: bool) -> None:
+    pytest.importorskip("transformers")
+    data = tokens(6, 1, mask)
+    supernet = elastic(small_decoder("LlamaConfig"), {**data[0]}, axes=("ffn",))
+    held_out = tokens(3, 2, mask)
+    report = distill_(
+        supernet,
+        data,
+        held_out=held_out,
+        task="tokens",
+        steps=30,
+        learning_rate=0.01,
+        importance="taylor",
+        divergence="alpha",
+        **QUIET,
+    )
+    assert report.metric == "perplexity"
+    assert max(report.after) < 0.6 * min(report.before)
+    total, count = 0.0, 0
+    for batch in held_out:
+        kept = 9 if mask else 12
+        with torch.no_grad():
+            scores = supernet.extract(supernet.space.smallest())(**batch).logits[:, : kept - 1].flatten(0, 1)
+        wanted = batch["input_ids"][:, 1:kept].flatten()
+        total, count = total + float(F.cross_entropy(scores, wanted, reduction="sum")), count + len(wanted)
+    assert report.after[-1] == pytest.approx(float(torch.tensor(total / count).exp()), rel=1e-4)
+
+
+def test_what_is_not_finite_ends_the_training_at_the_last_good_step(tmp_path: Path) -> None:
+    good = labelled(4, 1)
+    bad = [*good[:2], (good[2][0] * float("nan"), good[2][1]), good[3]]
+    path = tmp_path / "state.safetensors"
+    options = {"held_out": labelled(1, 2), "steps": 4, "resume": path, **QUIET}
+    supernet = new_supernet()
+    with pytest.raises(TrainingError, match=r"step 3: a loss is nan.*after step 2"):
+        distill_(supernet, bad, **options)
+    assert all(tensor.isfinite().all() for tensor in supernet.state_dict().values())
+    assert not len(supernet.norms)  # They would be those of other weights.
+    went_on = distill_(new_supernet(), good, **options)
+    expected = distill_(new_supernet(), good, **{**options, "resume": None})
+    torch.testing.assert_close(numbers(went_on), numbers(expected))
+
+
+def test_a_full_disk_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, calls = state.write_tensors, [0]
+
+    def full(*arguments: Any) -> None:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise WriteError("no space left")
+        write(*arguments)
+
+    monkeypatch.setattr(state, "write_tensors", full)
+    options = {"held_out": labelled(1, 2), "steps": 5, **QUIET}
+    with pytest.warns(RuntimeWarning, match="the training goes on"):
+        found = distill_(new_supernet(), labelled(4, 1), resume=tmp_path / "s", save_every_s=0.0, **options)
+    expected = distill_(new_supernet(), labelled(4, 1), **options)
+    torch.testing.assert_close(numbers(found), numbers(expected))
+    with pytest.raises(WriteError):  # The disk is full from the beginning.
+        distill_(new_supernet(), labelled(4, 1), resume=tmp_path / "t", **options)
+
+
+def test_progressive_shrinking_and_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[list[Any]] = []
+    real = run.sandwich_step
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        steps.append(options["subnets"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(run, "sandwich_step", noted)
+    options = {"held_out": labelled(1, 2), "steps": 4, "accumulate": 2, **QUIET}
+    supernet = new_supernet()
+    distill_(supernet, labelled(4, 1), shrink=0.75, **options)
+    ends = [supernet.space.spec(width=share) for share in (1.0, 0.75, 0.5, 0.25)]
+    assert steps[0] == ends[:1]
+    assert [chosen[min(1, len(chosen) - 1)] for chosen in steps[::2]] == ends
+    assert steps[::2] == steps[1::2]
+
+    half = [(x[:8], labels[:8]) for x, labels in labelled(1, 1)]
+    half += [(x[8:], labels[8:]) for x, labels in labelled(1, 1)]
+    found = []
+    for batches, count in ((labelled(1, 1), 1), (half, 2)):
+        torch.manual_seed(0)
+        plain = elastic(
+            nn.Sequential(nn.Flatten(), nn.Linear(50, 16), nn.ReLU(), nn.Linear(16, 4)), half[0][0]
+        )
+        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+        given = {**options, "steps": 1, "accumulate": count, "optimizer": optimizer}
+        distill_(plain, batches, **given)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in plain.parameters()]))
+    torch.testing.assert_close(*found)
+
+
+def test_alpha_divergence_has_the_value_and_the_gradient_of_the_larger_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(64, 5, generator=generator).requires_grad_()
+    teacher = torch.randn(64, 5, generator=generator)
+    q, p = student.softmax(1), teacher.softmax(1)
+    forward = (p * (p / q).log()).sum(1)
+    backward = 0.5 * ((q * q / p).sum(1) - 1.0)
+    assert 5 < int((forward > backward).sum()) < 59
+    torch.maximum(forward, backward).mean().backward()  # type: ignore[no-untyped-call]
+    wanted, student.grad = student.grad, None
+    value = alpha_divergence(student, teacher, clip=1e6)
+    torch.autograd.backward(value)
+    torch.testing.assert_close(value.detach(), torch.maximum(forward, backward).mean().detach())
+    torch.testing.assert_close(student.grad, wanted)
+    far = torch.tensor([[40.0, -40.0]]).requires_grad_()
+    torch.autograd.backward(alpha_divergence(far, -far.detach()))
+    assert far.grad is not None
+    assert far.grad.abs().max() <= 5.0
+
+
+OTHER = nn.Sequential(nn.Flatten(), nn.Linear(50, 7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {"teacher": OTHER}, r"shape \(16, 7\), the supernet .*\(16, 4\)"),
+        (lambda s: {"teacher": nn.Linear(3, 4)}, "does not run on the first batch"),
+        (lambda s: {"teacher": s.network}, "shares weights"),
+        (lambda s: {"teacher": "fixed"}, "frozen"),
+        (lambda s: {"batches": [x for x, _ in labelled(2, 1)]}, "no labels"),
+        (lambda s: {"batches": [(x, None) for x, _ in labelled(2, 1)]}, "no labels"),
+        (lambda s: {"batches": iter(labelled(2, 1))}, "read again"),
+        (lambda s: {"batches": []}, "at least one"),
+        (lambda s: {"held_out": []}, "at least one"),
+        (lambda s: {"minutes": 1.0}, "either steps or minutes"),
+        (lambda s: {"steps": 0}, "steps: 0"),
+        (lambda s: {"clip": float("nan")}, "clip"),
+        (lambda s: {"divergence": "alpha", "task": "values"}, "alpha"),
+        (lambda s: {"labels": False, "distillation": 0.5}, "needs labels"),
+        (lambda s: {"optimizer": torch.optim.SGD(Net().parameters(), 0.1)}, "no parameter of the supernet"),
+    ],
+)
+def test_bad_arguments_are_refused_and_change_nothing(
+    change: Callable[[Supernet], dict[str, Any]], message: str
+) -> None:
+    supernet = new_supernet()
+    before = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+    given = {"batches": labelled(2, 1), "held_out": labelled(1, 2), "steps": 1, **QUIET, **change(supernet)}
+    with pytest.raises((TrainingError, SpecError), match=message):
+        distill_(supernet, **given)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in supernet.state_dict().items())
+    assert not supernet.training
+
+
+def test_the_training_data_is_no_held_out_data() -> None:
+    data = labelled(2, 1)
+    with pytest.raises(TrainingError, match="measure on other data"):
+        distill_(new_supernet(), data, held_out=data, steps=1)
+
+
+def test_other_batches_are_refused_on_resume(tmp_path: Path) -> None:
+    options = {"held_out": labelled(1, 2), "resume": tmp_path / "s", **QUIET}
+    distill_(new_supernet(), Batches(), steps=2, **options)
+    with pytest.raises(ResumeMismatch, match="another one"):
+        distill_(new_supernet(), labelled(4, 9), steps=3, **options)
+    other = new_supernet()
+    torch.nn.init.ones_(next(other.parameters()))
+    with pytest.raises(ResumeMismatch, match="weights"):
+        distill_(other, Batches(), steps=3, **options)
+
+
+def test_a_report_can_be_saved_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = distill_(new_supernet(), labelled(2, 1), held_out=labelled(1, 2), steps=2, **QUIET)
+    report.save(tmp_path / "report.json")
+    report.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size
+    assert "2 steps" in str(report)
