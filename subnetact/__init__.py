@@ -24,9 +24,9 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     training/                            sandwich_step: trains many subnets at once
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, compare; Pareto sets (no torch)
+    elastic/                             bundles: one folder with every size, which other libraries open
     engine/                              Engine: ready subnets, fused programs, CUDA graphs
       fusion_plan.py                       which subnets become fused programs
-      bundle.py                            what a bundle stores
     workers/                             worker processes: one copy of the weights for all of them
     costs/                               CostModel: parameters, multiply-accumulates, bytes
     nas/                                 search, evaluate, accuracy and latency predictors
@@ -60,6 +60,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     training         163    57      1
     calibration      740   148      1
     latency          502   224      5
+    elastic            0     0      2
     engine          2447   646      5
     workers          757    88      0
     costs            294    65      4
@@ -88,6 +89,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from subnetact.calibration.calibrate import calibrate
+    from subnetact.elastic.folder import from_pretrained, save_pretrained
     from subnetact.engine.engine import Engine
     from subnetact.insertion.insert import describe, insert_
     from subnetact.insertion.reorder import reorder_
@@ -106,6 +108,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "describe": "insertion.insert",
+    "from_pretrained": "elastic.folder",
+    "save_pretrained": "elastic.folder",
     "evaluate": "nas.evaluation",
     "Axis": "space",
     "Batcher": "serving.live.batcher",
@@ -146,10 +150,12 @@ __all__ = [
     "describe",
     "errors",
     "evaluate",
+    "from_pretrained",
     "insert_",
     "pareto_front",
     "profile_latency",
     "reorder_",
+    "save_pretrained",
     "search",
     "simulate",
 ]
