@@ -3,7 +3,6 @@
 - `folder.py`: what a bundle stores; `save_pretrained` and `from_pretrained`.
 - `factories.py`: which networks a bundle may name.
 - `card.py`: the model card of a bundle.
-- `converters.py`: sizes that others publish, and subnets that others load.
 - `language_model.py`: a subnet for lm-eval.
 """
 

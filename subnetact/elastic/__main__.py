@@ -1,4 +1,4 @@
-"""`python -m subnetact.elastic FOLDER`: checks a bundle, prints its card, adds subnets, cuts one out."""
+"""`python -m subnetact.elastic FOLDER`: checks a bundle, or prints its model card."""
 
 from __future__ import annotations
 
