@@ -17,15 +17,13 @@ from ofa_adapters.family import Family
 from subnetact.errors import CheckpointError, FileFormatError
 from subnetact.files.atomic import read_regular, require_regular
 from subnetact.files.documents import parse_json
-from subnetact.files.tensors import read_tensors
+from subnetact.files.tensors import MODEL, SHARDS, read_model, read_tensors
 from subnetact.operators.tensor_version import storage_id
 
 __all__ = ["fill", "match", "parsed_config", "read", "sizes_in", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
-_IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
-SHARDS_INDEX = "model.safetensors.index.json"
-"""The file that says which part of a checkpoint a tensor is in."""
+_IN_DIRECTORY = (MODEL, "pytorch_model.bin")
 NAMES_SHOWN = 12
 """The most names in an error message."""
 MOST_WRAPPERS = 8
@@ -47,10 +45,13 @@ Unpickling them runs no code from the file."""
 def read(path: str | PathLike[str]) -> dict[str, Tensor]:
     """Read the state_dict in a file, or in a directory that transformers saved, without running its code."""
     file = Path(path)
-    if (file / "bundle.json").is_file():
-        raise CheckpointError(f"{path}: is a bundle, not a checkpoint; subnetact.Engine.load reads it")
-    if (file / SHARDS_INDEX).is_file():
-        return _parts(file)
+    if (file / "elastic.json").is_file():
+        raise CheckpointError(f"{path}: is a bundle, not a checkpoint; subnetact.from_pretrained reads it")
+    if (file / SHARDS).is_file():
+        try:
+            return unwrap(read_model(file), str(path))
+        except FileFormatError as error:
+            raise CheckpointError(str(error)) from error
     if file.is_dir():
         found = [file / name for name in _IN_DIRECTORY if (file / name).is_file()]
         if not found:
@@ -79,17 +80,6 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
             f"{path}: its tensors claim {claimed:,} bytes, the file has {size:,}; save contiguous tensors"
         )
     return tensors
-
-
-def _parts(directory: Path) -> dict[str, Tensor]:
-    """Read the state_dict that lies in several files of a directory."""
-    index = parsed_config(directory, SHARDS_INDEX).get("weight_map")
-    files = sorted(set(map(str, index.values()))) if isinstance(index, dict) else []
-    if not files or any(Path(name).name != name or not name.endswith(".safetensors") for name in files):
-        raise CheckpointError(
-            f"{directory / SHARDS_INDEX}: names not only .safetensors files beside it: {_some(files)}"
-        )
-    return {key: tensor for name in files for key, tensor in read(directory / name).items()}
 
 
 def parsed_config(directory: str | PathLike[str], name: str = "config.json") -> dict[str, Any]:

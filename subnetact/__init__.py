@@ -24,9 +24,9 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, compare; Pareto sets (no torch)
     training/                            distill_: trains all subnets; sandwich_step for own loops
+    elastic/                             bundles: one folder with every size, which other libraries open
     engine/                              Engine: ready subnets, fused programs, CUDA graphs
       fusion_plan.py                       which subnets become fused programs
-      bundle.py                            what a bundle stores
     workers/                             worker processes: one copy of the weights for all of them
     costs/                               CostModel: parameters, multiply-accumulates, bytes
     nas/                                 search, evaluate, accuracy and latency predictors
@@ -45,36 +45,37 @@ Size
 Lines of code, lines of docstrings, and public names per room. `python tests/rooms.py --write` updates it.
 
     room            code  docs  names
-    errors            88    44     37
-    files            441    59      0
+    errors            90    45     38
+    files            505    68      0
     device           109     9      7
     command           64     8      7
     comparison        74     4      9
     spec              78    34      6
     space            359   160      6
     operators       1625   576     18
-    supernet        2018   535      5
+    supernet        2060   559      5
     insertion       3489   726     11
-    ofa_adapters    2507   437      6
+    ofa_adapters    2500   436      6
     digits           138    18      7
-    training         163    57      1
     calibration      740   148      1
     latency          502   224      5
-    engine          2447   646      5
+    training        1074   260      4
+    elastic          593   137      2
+    engine          2331   613      5
     workers          757    88      0
     costs            294    65      4
     nas              712   199      6
     profile         1352   236      1
     serving         5977  2192     36
-    generation      1230   392     12
-    export          1115   305      6
+    generation      1414   434     13
+    export          1116   305      6
     demo             417    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1693   308      7
+    serve           1719   313      7
     loadtest         331    63      0
     cluster          482   118      2
-    all            29226  7721    208
+    all            30926  8108    215
 
 The README has a glossary of the words that are used here.
 """
@@ -88,6 +89,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from subnetact.calibration.calibrate import calibrate
+    from subnetact.elastic.folder import from_pretrained, save_pretrained
     from subnetact.engine.engine import Engine
     from subnetact.insertion.insert import describe, insert_
     from subnetact.insertion.reorder import reorder_
@@ -106,6 +108,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "describe": "insertion.insert",
+    "from_pretrained": "elastic.folder",
+    "save_pretrained": "elastic.folder",
     "evaluate": "nas.evaluation",
     "Axis": "space",
     "Batcher": "serving.live.batcher",
@@ -146,10 +150,12 @@ __all__ = [
     "describe",
     "errors",
     "evaluate",
+    "from_pretrained",
     "insert_",
     "pareto_front",
     "profile_latency",
     "reorder_",
+    "save_pretrained",
     "search",
     "simulate",
 ]

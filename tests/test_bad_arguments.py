@@ -172,7 +172,7 @@ def test_paths_to_nothing(tmp_path: Path) -> None:
 
 def test_paths_to_something_else(engine: subnetact.Engine, tmp_path: Path) -> None:
     engine.save(tmp_path / "bundle")
-    with pytest.raises(CheckpointError, match=r"is a bundle, .*subnetact\.Engine\.load reads it"):
+    with pytest.raises(CheckpointError, match=r"is a bundle, .*subnetact\.from_pretrained reads it"):
         ofa_adapters.load("ofa_mbv3", tmp_path / "bundle")
     to_torchscript(engine, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=r"holds more than tensors .*TorchScript"):

@@ -13,7 +13,7 @@ Which file answers which question:
 - `int8_conv.py`: the convolutions of fused programs of int8 subnets.
 - `cuda_graphs.py`, `compiler.py`: CUDA graphs; torch.compile without its silent fallback.
 - `blocks.py`: a subnet as parts that run one after the other.
-- `bundle.py`: what a bundle stores; `origins.py`: which supernets a bundle may name.
+- `bundle.py`: what an engine adds to a bundle.
 - `inputs.py`, `input_shapes.py`, `outputs.py`: checking, stacking and padding inputs; splitting outputs.
 - `ready_subnet.py`, `stats.py`: what `Engine.ready` and `Engine.stats` return.
 """

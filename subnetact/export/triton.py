@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.elastic.folder import INDEX
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError
@@ -211,7 +212,7 @@ def _write_python(
     # This raises what would keep `model.py` from starting.
     Batcher(engine, policy=make_policy(policy, table, slo_ms), table=table, slo_ms=slo_ms).close()
     engine.save(version / "bundle")
-    if json.loads((version / "bundle" / "bundle.json").read_text(encoding="utf-8"))["family"] is None:
+    if json.loads((version / "bundle" / INDEX).read_text(encoding="utf-8"))["model"] is None:
         raise ExportError(
             "the Python flavour rebuilds the network by the name of its family, and an own network has none; "
             "choose flavour='libtorch'"

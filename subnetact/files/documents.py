@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,9 +129,13 @@ class FolderFormat(DocumentFormat):
 
     @contextmanager
     def writing(self, directory: str | os.PathLike[str], facts: Mapping[str, Any]) -> Iterator[Path]:
-        """Yield a folder to fill; then write the index with `facts`, and move the folder into place."""
+        """Yield a folder to fill; then write the index with `facts`, and move the folder into place.
+
+        Files that others put into the former version, which its index does not list, are kept.
+        """
         with replacing_folder(directory, self.index, self.noun) as folder:
             yield folder
+            own = self._listed(Path(directory))
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
             document = {
                 **self.header,
@@ -138,28 +143,48 @@ class FolderFormat(DocumentFormat):
                 "files": {name: described(folder / name) for name in names},
             }
             document["checksum"] = checksum(document)
+            for path in Path(directory).iterdir() if own else ():
+                if path.is_file() and path.name not in own and not (folder / path.name).exists():
+                    shutil.copy2(path, folder)
             (folder / self.index).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def read_version(
-        self, directory: str | os.PathLike[str], read: Callable[[Path, dict[str, Any]], Result]
+        self,
+        directory: str | os.PathLike[str],
+        read: Callable[[Path, dict[str, Any]], Result],
+        verify: bool = True,
     ) -> Result:
-        """Return what `read` returns of a folder and its index; `read` may be called twice."""
-        return one_version(directory, lambda folder: read(folder, self._checked_index(folder)))
+        """Return what `read` returns of a folder and its index; `read` may be called twice.
 
-    def _checked_index(self, folder: Path) -> dict[str, Any]:
-        path = folder / self.index
-        document = self.read(path)
+        Without `verify`, only the sizes of tensor files are compared, because they take long to read.
+        """
+        return one_version(directory, lambda folder: read(folder, self._checked_index(folder, verify)))
+
+    def _listed(self, folder: Path) -> set[str]:
+        """Return the names of the index and of the files that it lists; nothing without a former version."""
+        try:
+            return {self.index, *self.read(folder / self.index)["files"]}
+        except (FileFormatError, KeyError, TypeError):
+            return set()
+
+    def _checked_index(self, folder: Path, verify: bool) -> dict[str, Any]:
+        index = folder / self.index
+        document = self.read(index)
         if document.pop("checksum", None) != checksum(document):
-            raise FileFormatError(f"{path}: changed since it was written; restore it, or write it again")
+            raise FileFormatError(f"{index}: changed since it was written; restore it, or write it again")
         listed = document.get("files")
         if not isinstance(listed, dict):
-            raise FileFormatError(f"{path}: `files` lists no files; write the folder again")
+            raise FileFormatError(f"{index}: `files` lists no files; write the folder again")
         for name, known in listed.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise FileFormatError(f"{path}: {name!r} is not a file of this folder")
-            if not (folder / name).exists() or described(folder / name) != known:
+                raise FileFormatError(f"{index}: {name!r} is not a file of this folder")
+            path = folder / name
+            quick = not verify and path.suffix == ".safetensors" and path.is_file()
+            if quick and isinstance(known, dict) and path.stat().st_size == known.get("bytes"):
+                continue
+            if not path.exists() or described(path) != known:
                 raise FileFormatError(
-                    f"{folder / name}: missing, truncated or changed since it was written; restore it, or "
+                    f"{path}: missing, truncated or changed since it was written; restore it, or "
                     "write it again"
                 )
         return document

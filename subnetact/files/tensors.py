@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from base64 import b64decode, b64encode
@@ -15,9 +16,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact.errors import FileFormatError
-from subnetact.files.atomic import replacing, require_regular
+from subnetact.files.atomic import read_regular, replacing, require_regular
+from subnetact.files.documents import parse_json
 
-__all__ = ["read_tensors", "tensor_from_json", "tensor_to_json", "write_tensors"]
+__all__ = [
+    "MODEL",
+    "SHARDS",
+    "read_model",
+    "read_tensors",
+    "tensor_from_json",
+    "tensor_to_json",
+    "write_model",
+    "write_tensors",
+]
+
+MODEL, SHARDS = "model.safetensors", "model.safetensors.index.json"
+"""The weights in a folder of a model; if they lie in several files, what says which tensor is in which."""
 
 
 def write_tensors(
@@ -38,6 +52,46 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         return load_file(Path(path))
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise FileFormatError(f"{path}: not readable as safetensors ({error}); save it again") from error
+
+
+def write_model(folder: Path, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
+    """Write the weights of a model into a folder, in several files if they are more than `most_bytes`."""
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > most_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        write_tensors(folder / MODEL, tensors)
+        return
+    stem, suffix = MODEL.split(".")
+    files = {f"{stem}-{i:05}-of-{len(shards):05}.{suffix}": t for i, t in enumerate(shards, 1)}
+    for file, part in files.items():
+        write_tensors(folder / file, part)
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: file for file, part in files.items() for name in part},
+    }
+    (folder / SHARDS).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def read_model(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a model in a folder, one file or several; the tensors are mapped into memory."""
+    path = folder / SHARDS
+    if not path.is_file():
+        return read_tensors(folder / MODEL)
+    try:
+        placed = {str(name): str(file) for name, file in parse_json(read_regular(path))["weight_map"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FileFormatError(f"{path}: says not which tensor is in which file ({error!r})") from error
+    files = sorted(set(placed.values()))
+    if not files or any(Path(file).name != file or not file.endswith(".safetensors") for file in files):
+        raise FileFormatError(f"{path}: names not only .safetensors files beside it: {files[:12]}")
+    found = {file: read_tensors(folder / file) for file in files}
+    missing = [name for name, file in placed.items() if name not in found[file]]
+    if missing:
+        raise FileFormatError(f"{folder / placed[missing[0]]}: {missing[0]} is missing; fetch the file again")
+    return {name: found[file][name] for name, file in placed.items()}
 
 
 def tensor_to_json(tensor: Tensor) -> list[Any]:

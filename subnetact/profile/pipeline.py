@@ -20,8 +20,8 @@ import numpy as np
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import find_device
+from subnetact.elastic.folder import INDEX
 from subnetact.engine.budget import budget_bytes
-from subnetact.engine.bundle import INDEX
 from subnetact.engine.engine import Engine
 from subnetact.errors import TableError, UncalibratedSubnetWarning
 from subnetact.files.documents import described

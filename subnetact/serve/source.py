@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from subnetact.engine.bundle import BUNDLE, INDEX
+from subnetact.elastic.folder import BUNDLE, INDEX
 from subnetact.engine.engine import Engine
 from subnetact.errors import FileFormatError, TableError
 from subnetact.latency.table import LatencyTable

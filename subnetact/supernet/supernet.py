@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind, operators_in
+from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, callers_level, fitting, load_
@@ -43,7 +45,7 @@ from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.views import Views
 
-__all__ = ["InsertReport", "Supernet", "as_supernet"]
+__all__ = ["InsertReport", "Supernet", "as_supernet", "fingerprint_of"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,15 @@ def as_supernet(value: object) -> Supernet:
     return value
 
 
+def fingerprint_of(space: str, state: Mapping[str, Tensor]) -> str:
+    """Return the hash of the id of a space and of weights by name, as 16 hexadecimal digits."""
+    digest = hashlib.sha256(space.encode())
+    for name, tensor in state.items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
 class Supernet(nn.Module):
     """One copy of the weights, and every subnet as a zero-copy view of it.
 
@@ -98,6 +109,7 @@ class Supernet(nn.Module):
             loading a bundle needs a function that builds the supernet.
         description: what `insert_` found out about the model; None if it was described by hand.
         precision: the arguments of `enable_precision`. If None, all subnets are float32.
+        card: the named subnets, their quality, and the licence, which bundles keep.
         on_bind: called with the supernet, every new view or extracted network, its subnet and the weights
             that it reads, before anybody uses it. Key-value caches are guarded by it.
 
@@ -113,6 +125,7 @@ class Supernet(nn.Module):
     origin: dict[str, Any] | None = None
     description: Any = None
     precision: PrecisionSettings | None = None
+    card: Card = Card()
     on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
@@ -553,11 +566,23 @@ class Supernet(nn.Module):
 
         Latency tables and files of unfinished work carry it, so that they are not used with other weights.
         """
-        digest = hashlib.sha256(self.space.id.encode())
-        for name, tensor in self.state_dict().items():
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return fingerprint_of(self.space.id, self.state_dict())
+
+    def save_pretrained(self, folder: str | PathLike[str], **facts: Any) -> None:
+        """Write a folder that the network's own library opens as the largest subnet.
+
+        `subnetact.from_pretrained` reads it with every size.
+
+        Args:
+            folder: a new or empty folder, or one that holds a bundle, which is then replaced.
+            facts: `subnets`, `quality`, `licence` and the other arguments of `subnetact.save_pretrained`.
+
+        Example:
+            >>> supernet.save_pretrained("folder", subnets={"small": spec}, licence="mit")
+        """
+        import subnetact
+
+        subnetact.save_pretrained(self, folder, **facts)
 
     # -- nn.Module --------------------------------------------------------------------------------
 

@@ -193,8 +193,9 @@ def test_a_bundle_without_its_statistics_leaves_the_given_supernet_as_it_was(
 ) -> None:
     open_ = Engine(supernet, [supernet.space.largest()], example=X[:1], allow_uncalibrated=True)
     open_.save(tmp_path)
-    index = tmp_path / "bundle.json"
-    document = {**json.loads(index.read_text()), "allow_uncalibrated": False}
+    index = tmp_path / "elastic.json"
+    document = json.loads(index.read_text())
+    document["engine"]["allow_uncalibrated"] = False
     del document["checksum"]
     index.write_text(json.dumps({**document, "checksum": checksum(document)}))
     drop(supernet)

@@ -115,7 +115,7 @@ def mapped_weights(pid):
     inside = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if "-" in line.split()[0] and not line.split()[0].endswith(":"):
-            inside = "weights.safetensors" in line
+            inside = "model.safetensors" in line
         elif inside and line.startswith("Rss:"):
             mapped += int(line.split()[1]) * 1024
         elif inside and line.startswith(("Private_Dirty:", "Anonymous:")):

@@ -127,7 +127,7 @@ def test_weights_that_are_written_over_end_the_replica(source, tmp_path):
         replica.close()
     replica = EngineReplica(replace(source, bundle=str(bundle)))
     try:
-        with (bundle / "weights.safetensors").open("r+b") as file:
+        with (bundle / "model.safetensors").open("r+b") as file:
             file.seek(-4, 2)
             file.write(b"half")
         with pytest.raises(FileFormatError, match="written over"):

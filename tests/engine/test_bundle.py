@@ -50,7 +50,10 @@ def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None
     loaded.save(tmp_path / "b")
     assert subnetact.Engine.load(tmp_path / "b").keys == engine.keys
     names = {p.name for p in (tmp_path / "b").iterdir()}
-    assert names == {"bundle.json", "weights.safetensors", "norms.safetensors", "latency-0.json"}
+    assert names == {
+        *("elastic.json", "model.safetensors", "norms.safetensors", "shared_norms.safetensors"),
+        "latency-0.json",
+    }
 
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -86,9 +89,7 @@ def test_an_own_network_is_given_to_load(tmp_path: Path, digits: Supernet) -> No
         subnetact.Engine.load(tmp_path, supernet=digits)
 
 
-@pytest.mark.parametrize(
-    "name", ["bundle.json", "weights.safetensors", "norms.safetensors", "latency-0.json"]
-)
+@pytest.mark.parametrize("name", ["elastic.json", "model.safetensors", "norms.safetensors", "latency-0.json"])
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
 def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name: str, damage: str) -> None:
     engine.save(tmp_path)
@@ -106,6 +107,14 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         subnetact.Engine.load(tmp_path)
 
 
+def of_library(library: str, name: str, **arguments: Any) -> dict[str, Any]:
+    return {"model": {"library": library, "name": name, "arguments": arguments}}
+
+
+def of_family(name: str, **constructor: Any) -> dict[str, Any]:
+    return of_library("ofa_adapters", name, **constructor)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -113,50 +122,63 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         ({"schema": True}, "schema True"),
         ({"kind": "other"}, "not a bundle"),
         ({"subnets": 3}, "of the wrong kind"),
-        ({"family": {"name": "nonsense", "constructor": {}}}, "cannot rebuild 'nonsense'"),
-        ({"family": {"name": "os", "constructor": {}}}, "cannot rebuild 'os'"),
-        ({"family": {"name": "ofa_resnet50", "constructor": {}}}, "network of more than .* bytes"),
-        (
-            {"family": {"name": "ofa_resnet50", "constructor": {"width_mult_list": [0.1]}}},
-            "is of space digits",
-        ),
-        (
-            {"family": {"name": "ofa_resnet50", "constructor": {"width_mult_list": [64.0]}}},
-            "more than .* bytes",
-        ),
-        ({"family": {"name": "ofa_resnet50", "constructor": {"depth_list": [10**9]}}}, "cannot rebuild"),
-        ({"family": {"name": "ofa_resnet50", "constructor": {"n_classes": "x"}}}, "cannot rebuild"),
-        ({"family": {"name": "ofa_resnet50", "constructor": {"n_classes": -1}}}, "cannot rebuild"),
-        ({"family": {"name": "ofa_resnet50", "constructor": {"n_classes": 10**9}}}, "cannot rebuild"),
-        ({"sample": ["float32", [10**5, 10**5]]}, "input of shape"),
-        ({"sample": ["float32", [1.0]]}, "of the wrong kind"),
-        ({"accuracy": ["a", None, True]}, "accuracy of .*'a' is not a percentage"),
-        ({"accuracy": [60.0, None, True]}, "accuracy of .*True is not a percentage"),
-        ({"removed": [0.7]}, "removed or pinned: 0.7 is no position"),
-        ({"allow_uncalibrated": "no"}, "allow_uncalibrated 'no'"),
-        ({"files": {}}, "does not list weights"),
+        ({"engine.subnets": 3}, "of the wrong kind"),
+        ({"engine.subnets": ["nonsense"]}, "a field is missing"),
+        ({"model": {"library": "os", "name": "system", "arguments": {}}}, "library 'os' is not known"),
+        (of_family("nonsense"), "cannot rebuild 'nonsense'"),
+        (of_family("os"), "cannot rebuild 'os'"),
+        (of_family("ofa_resnet50"), "network of more than .* bytes"),
+        (of_family("ofa_resnet50", width_mult_list=[0.1]), "is of space digits"),
+        (of_family("ofa_resnet50", width_mult_list=[64.0]), "more than .* bytes"),
+        (of_family("ofa_resnet50", depth_list=[10**9]), "cannot rebuild"),
+        (of_family("ofa_resnet50", n_classes="x"), "cannot rebuild"),
+        (of_family("ofa_resnet50", n_classes=-1), "cannot rebuild"),
+        (of_family("ofa_resnet50", n_classes=10**9), "cannot rebuild"),
+        (of_library("timm", "hf-hub:timm/resnet18.a1_in1k"), "timm has no model"),
+        (of_library("timm", "resnet18", checkpoint_path="/etc/passwd"), "not with .*checkpoint_path"),
+        (of_library("timm", "resnet18", pretrained=True), "not with .*pretrained"),
+        (of_library("torchvision", "resnet18", weights="DEFAULT"), "not with .*weights"),
+        (of_library("torchvision", "get_model"), "torchvision has no model"),
+        (of_library("transformers", "pipeline"), "transformers has no model"),
+        (of_library("transformers", "LlamaForCausalLM"), "cannot rebuild"),
+        ({"engine.sample": ["float32", [10**5, 10**5]]}, "input of shape"),
+        ({"engine.sample": ["float32", [1.0]]}, "of the wrong kind"),
+        ({"engine.sample": ["load", [1]]}, "of the wrong kind"),
+        ({"engine.sample": ["float32", [-1]]}, "of the wrong kind"),
+        ({"subnets.first.quality": {"accuracy": {"value": "a", "source": None}}}, "of the wrong kind"),
+        ({"subnets.first.quality": {"accuracy": {"value": 101, "source": None}}}, "is not a percentage"),
+        ({"subnets.first.config": [[[]]]}, "of the wrong kind"),
+        ({"engine.removed": [0.7]}, "removed or pinned: 0.7 is no position"),
+        ({"engine.removed": [99]}, "removed or pinned: 99"),
+        ({"engine.pinned": [True]}, "removed or pinned: True"),
+        ({"engine.allow_uncalibrated": "no"}, "allow_uncalibrated 'no'"),
+        ({"files": {}}, "does not list"),
         ({"tables": {"../x": "cpu"}}, "does not list"),
         ({"tables": {"/dev/zero": "cpu"}}, "does not list"),
-        ({"tables": {"bundle.json": "cpu"}}, "does not list"),
+        ({"tables": {"elastic.json": "cpu"}}, "does not list"),
+        ({"statistics": "elastic.json"}, "does not list"),
         ({"files": {"/dev/zero": {"bytes": 0, "sha256": ""}}}, "not a file of this folder"),
-        ({"subnets": [[[[]]]]}, "of the wrong kind"),
-        ({"files": {"../weights.safetensors": {}}}, "not a file of this folder"),
-        ({"sample": ["load", [1]]}, "of the wrong kind"),
-        ({"sample": ["float32", [-1]]}, "of the wrong kind"),
-        ({"accuracy": [80.0]}, "1 values for 3 subnets"),
-        ({"removed": [99]}, "removed or pinned: 99"),
-        ({"pinned": [True]}, "removed or pinned: True"),
+        ({"files": {"../model.safetensors": {}}}, "not a file of this folder"),
+        ({"licence": 3}, "of the wrong kind"),
     ],
 )
 def test_a_foreign_or_newer_index_is_refused(
     engine: subnetact.Engine, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     engine.save(tmp_path)
-    index = tmp_path / "bundle.json"
-    document = {**json.loads(index.read_text()), **change}
+    index = tmp_path / "elastic.json"
+    document = json.loads(index.read_text())
+    document["subnets"]["first"] = document["subnets"].pop(engine.keys[0])
+    document["engine"]["subnets"][0] = "first"
+    for place, value in change.items():
+        *outer, field = place.split(".")
+        inner = document
+        for name in outer:
+            inner = inner[name]
+        inner[field] = value
     del document["checksum"]
     index.write_text(json.dumps({**document, "checksum": checksum(document)}))
-    with pytest.raises(FileFormatError, match=rf"bundle\.json.*{words}"):
+    with pytest.raises(FileFormatError, match=rf"elastic\.json.*{words}"):
         subnetact.Engine.load(tmp_path)
 
 
@@ -242,7 +264,7 @@ def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
     ranges = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in Path("/proc/self/maps").read_text().splitlines()
-        if "weights.safetensors" in line
+        if ".safetensors" in line
     ]
     weights = [tensor for tensor in mapped.supernet.state_dict().values() if tensor.numel()]
     assert weights
@@ -259,7 +281,7 @@ def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(
 ) -> None:
     """Neither the precision nor the weights, statistics or space of the supernet change before the check."""
     engine.save(tmp_path / "b")
-    index = tmp_path / "b" / "bundle.json"
+    index = tmp_path / "b" / "elastic.json"
     document = json.loads(index.read_text())
     document.pop("checksum")
     document["precision"] = {"precisions": ["int8"], "keep": [], "last": False}
@@ -286,7 +308,7 @@ def test_a_bundle_of_weights_that_change_while_they_are_copied_is_not_written(
     engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.save(tmp_path / "b")
-    before = (tmp_path / "b" / "bundle.json").read_text()
+    before = (tmp_path / "b" / "elastic.json").read_text()
     copied = NormTable.to_like
 
     def training(table: NormTable, tensor: Any) -> NormTable:
@@ -298,7 +320,7 @@ def test_a_bundle_of_weights_that_change_while_they_are_copied_is_not_written(
         patch.setattr(NormTable, "to_like", training)
         with pytest.raises(StaleWeights, match="between two steps of the training"):
             engine.save(tmp_path / "b")
-    assert (tmp_path / "b" / "bundle.json").read_text() == before
+    assert (tmp_path / "b" / "elastic.json").read_text() == before
     engine.save(tmp_path / "b")
     assert subnetact.Engine.load(tmp_path / "b").fingerprint == engine.supernet.fingerprint()
 

@@ -53,7 +53,7 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
         "digits/config.pbtxt",
         "digits/1/model.py",
         "digits/1/table.json",
-        "digits/1/bundle/bundle.json",
+        "digits/1/bundle/elastic.json",
     }
     assert (folder / "config.pbtxt").read_text().splitlines() == [
         'name: "digits"',
@@ -96,7 +96,7 @@ def test_other_models_are_left_alone(
     with pytest.raises(ExportError):
         to_triton(engine, tmp_path, "python", name="ours", table=None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ours", "theirs"]
-    assert (tmp_path / "ours" / "1" / "bundle" / "bundle.json").exists()
+    assert (tmp_path / "ours" / "1" / "bundle" / "elastic.json").exists()
 
 
 def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path) -> None:

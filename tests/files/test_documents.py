@@ -31,7 +31,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "corrections": ("corrections.json", Corrections(TABLE).load),
     "decision log": ("log.jsonl", LiveRun.load),
     "journal": ("journal.jsonl", lambda path: Journal(path, {})),
-    "bundle": ("bundle.json", lambda path: load_bundle(path.parent, None, False, {})),
+    "bundle": ("elastic.json", lambda path: load_bundle(path.parent, None, False, {})),
     "export": ("export.json", lambda path: export_format("subnetact.test").read_version(path.parent, print)),
 }
 CONTENTS = {

@@ -358,7 +358,7 @@ def reader(name: str, change: Callable[[Path, random.Random], None], read: Calla
 def fuzz_bundle(source: random.Random, place: Path) -> None:
     """Change the index or a file of a bundle, and load it."""
     folder = copied("bundle", place)
-    index = folder / "bundle.json"
+    index = folder / "elastic.json"
     document = json.loads(index.read_text())
     kind = source.random()
     if kind < 0.7:
@@ -366,7 +366,7 @@ def fuzz_bundle(source: random.Random, place: Path) -> None:
         if not isinstance(document, dict):
             return
     elif kind < 0.85:
-        tensor_file(folder / source.choice(("weights.safetensors", "norms.safetensors")), source)
+        tensor_file(folder / source.choice(("model.safetensors", "norms.safetensors")), source)
     else:
         json_file(folder / "latency-0.json", source)
     signed(index, document)

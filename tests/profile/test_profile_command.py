@@ -527,7 +527,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(
     assert tables[0].statistics["windows"].tolist() == tables[1].statistics["windows"].tolist()
     for key in set(tables[0].stamp) - {"measured"}:
         assert tables[0].stamp[key] == tables[1].stamp[key]
-    for name in ("weights.safetensors", "norms.safetensors"):
+    for name in ("model.safetensors", "norms.safetensors"):
         tensors = [load_file(one / "bundle" / name) for one in (tmp_path / "whole", folder)]
         assert tensors[0].keys() == tensors[1].keys()
         assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact.calibration import calibrate as calibration
-from subnetact.engine import bundle as bundles
+from subnetact.elastic import folder as bundles
 from subnetact.engine import engine as engines
 from subnetact.engine import fusion_plan
 from subnetact.errors import CacheMismatch, StaleWeights
@@ -248,7 +248,7 @@ class Images:
         """Save a bundle while other doors open; it holds one of the checkpoints that there were."""
         self.saves += 1
         path, seen = self.folder / f"bundle{self.saves}", [(self.state, self.rows)]
-        open_, tensors = FolderFormat.writing, bundles.write_tensors
+        open_, tensors = FolderFormat.writing, bundles.write_model
 
         def opening(function: Any) -> Any:
             def call(*args: Any) -> Any:
@@ -260,9 +260,11 @@ class Images:
 
         with self.patch.context() as patch:
             patch.setattr(FolderFormat, "writing", opening(open_))
-            patch.setattr(bundles, "write_tensors", opening(tensors))
+            patch.setattr(bundles, "write_model", opening(tensors))
             self.engine.save(path)
-        state, norms = read_tensors(path / "weights.safetensors"), NormTable.load(path / "norms.safetensors")
+        state, norms = read_tensors(path / "model.safetensors"), NormTable.load(path / "norms.safetensors")
+        if (path / "shared_norms.safetensors").exists():
+            state |= read_tensors(path / "shared_norms.safetensors")
         rows = {spec: row.pairs() for spec, row in norms.rows.items()}
         for spec in self.specs:
             here = plain(state, rows, spec, X)

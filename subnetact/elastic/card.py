@@ -1,0 +1,116 @@
+"""The model card of a bundle: a table of the subnets, a figure, and how to load them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from subnetact.elastic.folder import BUNDLE, INDEX, load_folder
+from subnetact.errors import FileFormatError
+from subnetact.files.tensors import read_model
+from subnetact.latency.table import LatencyTable
+from subnetact.supernet.norm_table import NormTable
+from subnetact.supernet.supernet import Supernet
+
+__all__ = ["model_card", "validated"]
+
+_Tables = dict[str, LatencyTable]
+
+
+def validated(
+    folder: str | PathLike[str],
+) -> tuple[dict[str, Any], _Tables, Supernet | None]:
+    """Check a bundle as a whole, with all checksums, and return its index, its tables and its supernet.
+
+    The supernet of a network that no library makes is None; its weights are read all the same.
+
+    Raises:
+        FileFormatError: a file is missing, damaged or changed, or the files do not belong together.
+    """
+
+    def facts(place: Path, document: dict[str, Any]) -> tuple[dict[str, Any], _Tables]:
+        with BUNDLE.fields(place / INDEX):
+            read_model(place)
+            NormTable.load(place / document["statistics"])
+            return document, {n: LatencyTable.load(place / file) for file, n in document["tables"].items()}
+
+    document, tables = BUNDLE.read_version(folder, facts)
+    if document.get("model") is None:
+        return document, tables, None
+    supernet, tables, _ = load_folder(folder, None, True, False, lambda *_: None)
+    found = supernet.fingerprint()
+    if found != document.get("fingerprint"):
+        raise FileFormatError(
+            f"{Path(folder) / INDEX}: the fingerprint is {document.get('fingerprint')!r:.60}, that of the "
+            f"weights {found}; save the bundle again"
+        )
+    return document, tables, supernet
+
+
+def model_card(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | None) -> str:
+    """Return the model card of a bundle in Markdown, from what `validated` returned."""
+    return "\n".join(_lines(document, tables, supernet)) + "\n"
+
+
+def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | None) -> Iterator[str]:
+    model, subnets = document["model"] or {"library": "torch", "name": "own network"}, document["subnets"]
+    library = model["library"] if model["library"] in ("transformers", "timm") else "subnetact"
+    yield from ("---", *([f"license: {json.dumps(document['licence'])}"] if document["licence"] else ()))
+    yield from (f"library_name: {library}", "tags: [elastic, subnetact]", "---", "")
+    yield f"# {model['name']}, elastic"
+    yield from ("", f"One copy of the weights holds every size; {len(subnets)} of them have names.", "")
+    known = sorted({what for stated in subnets.values() for what in stated["quality"]})
+    timed = {name: f"ms on {table.stamp.get('device', name)}" for name, table in tables.items()}
+    rows = [["subnet", "parameters", *known, *timed.values()]]
+    for name, stated in subnets.items():
+        figures = [_shown(stated["quality"].get(what, {}).get("value")) for what in known]
+        view = None if supernet is None else supernet.subnet(supernet.card.subnets[name])
+        key = None if supernet is None else supernet.card.subnets[name].key
+        own = "?" if view is None else f"{sum(p.numel() for p in view.parameters()):,}"
+        rows.append([name, own, *figures, *(_shown(_latency(table, key)) for table in tables.values())])
+    yield from ("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows[:1])
+    yield "|" + " --- |" * len(rows[0])
+    yield from ("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows[1:])
+    sources = {q["source"] for stated in subnets.values() for q in stated["quality"].values() if q["source"]}
+    yield from ("", *(f"Measured: {source}." for source in sorted(sources)))
+    if known:
+        drawn = [(n, s["quality"][known[0]]["value"]) for n, s in subnets.items() if known[0] in s["quality"]]
+        yield from ("", "```mermaid", "xychart-beta", f"    title {json.dumps(known[0])}")
+        yield f"    x-axis {json.dumps([name for name, _ in drawn])}"
+        yield from (f"    bar {json.dumps([value for _, value in drawn])}", "```")
+    first = json.dumps(next(iter(subnets), "smallest"))
+    given = "" if document["model"] else ", model=network"
+    yield from ("", "```python", "import subnetact", "", "# every size, from one copy of the weights")
+    yield f'supernet = subnetact.from_pretrained("folder"{given})'
+    yield f'small = subnetact.from_pretrained("folder", subnet={first}{given})'
+    yield from _largest(model)
+    yield "```"
+
+
+def _largest(model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the model's own library opens the largest subnet."""
+    name, library = model["name"], model["library"]
+    arguments = "".join(f", {a}={v!r}" for a, v in model.get("arguments", {}).items())
+    if library == "transformers":
+        yield from ("", "# the largest, without subnetact", f"from transformers import {name}")
+        yield f'model = {name}.from_pretrained("folder")'
+    elif library == "timm":
+        yield from ("", "# the largest, without subnetact", "import timm")
+        yield f'model = timm.create_model("{name}"{arguments}, checkpoint_path="folder/model.safetensors")'
+    elif library == "torchvision":
+        yield from ("", "# the largest, without subnetact", "import torchvision")
+        yield "from safetensors.torch import load_file"
+        yield f'model = torchvision.models.get_model("{name}"{arguments})'
+        yield 'model.load_state_dict(load_file("folder/model.safetensors"))'
+
+
+def _latency(table: LatencyTable, key: str | None) -> float | None:
+    """Return the latency of a subnet at the smallest batch size, in ms."""
+    return float(table.latency_ms[table.subnets.index(key)][0]) if key in table.subnets else None
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,422 @@
+"""Bundles: one folder with every size of a model, which its own library opens too.
+
+`docs/bundle.md` describes the format.
+
+Fused programs, packed copies, copies at lower precisions, graphs and compiled code are not stored but made
+again, nor are the values of an engine's example (a loaded engine has zeros) and settings of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import replace
+from functools import partial
+from io import StringIO
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ofa_adapters.registry import ALL
+from subnetact import __version__
+from subnetact.elastic.factories import factory_of, make_network, ordinary
+from subnetact.errors import (
+    FileFormatError,
+    ForeignSpec,
+    InsertError,
+    MissingExtra,
+    NotCalibrated,
+    PrecisionError,
+    SpecError,
+)
+from subnetact.files.documents import FolderFormat
+from subnetact.files.tensors import read_model, read_tensors, write_model, write_tensors
+from subnetact.insertion.description import Description
+from subnetact.insertion.key_value_cache import guard_caches_
+from subnetact.latency.table import LatencyTable
+from subnetact.operators.tensor_version import storage_id
+from subnetact.space import SubnetSpace
+from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
+from subnetact.supernet.card import Card
+from subnetact.supernet.norm_table import NormTable
+from subnetact.supernet.put_operators import put_operators_
+from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
+
+__all__ = ["BUNDLE", "INDEX", "from_pretrained", "load_folder", "save_folder", "save_pretrained"]
+
+INDEX, NORMS, SHARED = "elastic.json", "norms.safetensors", "shared_norms.safetensors"
+SHARD_BYTES = 5 * 10**9
+"""The most bytes of a file of weights."""
+ACCURACY = "accuracy"
+"""The quality that engines know, in percent."""
+BUNDLE = FolderFormat(
+    "a bundle",
+    "subnetact.elastic",
+    1,
+    "give the folder that save_pretrained() or Engine.save() wrote",
+    INDEX,
+)
+Extra = TypeVar("Extra")
+
+
+def save_pretrained(
+    supernet: Supernet,
+    folder: str | PathLike[str],
+    *,
+    subnets: Mapping[str, Any] | None = None,
+    quality: Mapping[str, Mapping[str, float]] | None = None,
+    source: str | None = None,
+    tables: Mapping[str, LatencyTable] | None = None,
+    licence: str | None = None,
+    factory: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a supernet into a folder that its own library opens as the largest subnet.
+
+    `config.json` and `model.safetensors` are what transformers or timm write; for other networks there is a
+    plain state_dict. `elastic.json` has everything else: the space, the subnets by name and what is known of
+    them. `docs/bundle.md` describes the format.
+
+    Args:
+        supernet: the supernet.
+        folder: a new or empty folder, or one that holds a bundle, which is then replaced; files that others
+            have added to it stay.
+        subnets: name -> a specification, or what `space.parse` takes, `per_layer_config` for example. If
+            None, those that the supernet was loaded with, or the smallest and the largest.
+        quality: name of a subnet -> what was measured -> value. `accuracy` is in percent, and what engines
+            that load the bundle serve by.
+        source: where the figures of `quality` come from: the data, and how it was measured.
+        tables: latency tables by name; each says what machine it was measured on.
+        licence: the licence of the weights, `apache-2.0` for example.
+        factory: `{"library": "torchvision", "name": "resnet18", "arguments": {"num_classes": 10}}`, which
+            makes the original network again; the library may also be `timm` or `transformers`. If None, it
+            is found if it can be; loading the bundle of any other network needs `model=`.
+        shard_bytes: the most bytes of one file of weights.
+
+    Raises:
+        FileFormatError: the folder holds something else than a bundle.
+        SpecError: a subnet is not of the space, a figure is of no named subnet, the factory makes another
+            network, or the space cannot read what it writes.
+        StaleWeights: another thread changed weights in place meanwhile. Nothing is then written.
+
+    Example:
+        >>> supernet.save_pretrained("folder", subnets={"small": spec}, licence="mit")
+        >>> small = subnetact.from_pretrained("folder", subnet="small")
+    """
+    space, card = as_supernet(supernet).space, supernet.card
+    if subnets is not None:
+        named = {n: s if isinstance(s, SubnetSpec) else space.parse(s) for n, s in subnets.items()}
+        card = replace(card, subnets={name: space.check(spec) for name, spec in named.items()})
+    elif not card.subnets:
+        card = replace(card, subnets={"smallest": space.smallest(), "largest": space.largest()})
+    measured = {name: dict(known) for name, known in card.quality.items() if name in card.subnets}
+    for name, figures in (quality or {}).items():
+        if name not in card.subnets:
+            raise SpecError(f"quality: no subnet is called {name!r}; choose from {', '.join(card.subnets)}")
+        found = {what: {"value": float(value), "source": source} for what, value in figures.items()}
+        measured.setdefault(name, {}).update(found)
+    card = replace(
+        card,
+        quality=measured,
+        licence=licence or card.licence,
+        factory=factory or card.factory,
+    )
+    save_folder(supernet, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+
+
+def from_pretrained(
+    folder: str | PathLike[str],
+    subnet: Any = None,
+    *,
+    model: nn.Module | None = None,
+    mapped: bool = True,
+    verify: bool = False,
+) -> nn.Module:
+    """Load a bundle: the supernet, or one subnet of it. Nothing in the files is executed.
+
+    Args:
+        folder: what `save_pretrained` or `Engine.save` wrote.
+        subnet: the name of a subnet, a specification, or what `space.parse` takes. If None, the supernet is
+            returned, whose `card` has the named subnets.
+        model: for a network that no library makes: the network, or a supernet of it, made with the same
+            arguments. The weights of the bundle replace its weights.
+        mapped: whether the weights stay in the file and are read when they are used, so that a large bundle
+            opens at once and processes share it. Training then copies what it changes. The file must not be
+            written over meanwhile. Tensors in a file are aligned in other ways than in memory, so answers may
+            differ in the last bits; without `mapped` they are bit-equal.
+        verify: whether to compare the checksums of the weights, which reads all of them. Sizes, and
+            all small files, are always checked.
+
+    Returns:
+        The supernet, or the view of the subnet: an ordinary network on the same weights.
+
+    Raises:
+        MissingFile: there is no bundle in the folder.
+        FileFormatError: a file is missing, damaged, changed or of a newer schema; or the network is
+            not one that a library can make.
+        ForeignSpec: the given model is of another space.
+        SpecError: there is no such subnet.
+        MissingExtra: the library of the network is not installed.
+
+    Example:
+        >>> supernet = subnetact.from_pretrained("folder")
+        >>> y = supernet(x, subnet=supernet.card.subnets["small"])
+        >>> small = subnetact.from_pretrained("folder", subnet="small")
+    """
+    supernet, *_ = load_folder(folder, model, mapped, verify, lambda *_: None)
+    if subnet is None:
+        return supernet
+    return supernet.subnet(supernet.card.find(supernet.space, subnet))
+
+
+# -- writing ----------------------------------------------------------------------------------------
+
+
+def save_folder(
+    supernet: Supernet,
+    directory: str | PathLike[str],
+    card: Card,
+    tables: Mapping[str, LatencyTable],
+    engine: Mapping[str, Any] | None,
+    require: Sequence[SubnetSpec] = (),
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a bundle. Readers of this package get an earlier one until it is complete."""
+    files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
+    facts: dict[str, Any] = {"subnetact": __version__}
+    with BUNDLE.writing(directory, facts) as folder:
+        network = ordinary(supernet.network)
+        with supernet.generation.unchanged():  # All is of one checkpoint, whatever other threads load.
+            supernet.require_calibrated(require)
+            tensors = _copies(supernet.state_dict())
+            norms, space = supernet.norms.to_like(None), supernet.space
+            precision, largest = supernet.precision, supernet.norms.get(supernet.space.largest())
+        fingerprint = fingerprint_of(space.id, tensors)
+        shared = {
+            f"{name}.{buffer}": value.clone().cpu()
+            for name, pair in (largest.pairs() if largest is not None else {}).items()
+            for buffer, value in zip(("running_mean", "running_var"), pair, strict=True)
+        }
+        shared = {n: t for n, t in shared.items() if n in tensors and not tensors[n].equal(t)}
+        own = {name: tensors[name] for name in shared}
+        tensors.update(shared)  # The library's own reader gets the statistics of the largest subnet.
+        model = _model_of(supernet, network, card)
+        facts |= {
+            "model": model,
+            "space": space.id,
+            "description": supernet.description and json.loads(supernet.description.to_json()),
+            "precision": precision and precision.to_json(),
+            "subnets": {
+                name: {**_written(space, spec), "quality": card.quality.get(name, {})}
+                for name, spec in card.subnets.items()
+            },
+            "statistics": NORMS,
+            "shared_statistics": SHARED if own else None,
+            "tables": files,
+            "engine": engine,
+            "fingerprint": fingerprint,
+            "licence": card.licence,
+        }
+        _write_network(folder, network, model, tensors, shard_bytes)
+        norms.save(folder / NORMS)
+        if own:
+            write_tensors(folder / SHARED, own)
+        for file, name in files.items():
+            tables[name].save(folder / file)
+
+
+def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous copies on the CPU; the same tensor under two names stays one."""
+    made: dict[Any, Tensor] = {}
+    for name, t in state.items():
+        place = storage_id(t), t.storage_offset(), t.shape, t.stride(), t.dtype
+        made[name] = made[place] if place in made else t.detach().cpu().contiguous().clone()
+        made[place] = made[name]
+    return {name: made[name] for name in state}
+
+
+def _model_of(supernet: Supernet, network: nn.Module, card: Card) -> dict[str, Any] | None:
+    """Return what makes the network again: a family, or a factory of a library; None if nothing does."""
+    origin = supernet.origin
+    if origin is not None and origin["name"] in ("digits", *ALL):
+        library = "subnetact" if origin["name"] == "digits" else "ofa_adapters"
+        try:
+            arguments = json.loads(json.dumps(origin["constructor"]))
+        except (TypeError, ValueError):
+            return None  # JSON cannot hold the arguments, so whoever loads the bundle gives the supernet.
+        return {"library": library, "name": origin["name"], "arguments": arguments}
+    return None if supernet.description is None else factory_of(network, card.factory)
+
+
+def _written(space: SubnetSpace, spec: SubnetSpec) -> dict[str, Any]:
+    """Return a subnet in the notation of its space, which is read again to be sure."""
+    config = space.format(spec.base)
+    found: dict[str, Any] = {"config": json.loads(json.dumps(config, allow_nan=False))}
+    if spec.precision != FLOAT32:
+        found[PRECISION] = spec.precision
+    if _read_spec(space, found) != spec:
+        raise SpecError(f"{spec}: `format` and `parse` of {space.name} contradict each other; got {config!r}")
+    return found
+
+
+def _read_spec(space: SubnetSpace, stated: Mapping[str, Any]) -> SubnetSpec:
+    spec = space.parse(stated["config"])
+    return space.at_precision(spec, stated[PRECISION]) if PRECISION in stated else spec
+
+
+def _write_network(
+    folder: Path, network: Any, model: Any, tensors: Mapping[str, Tensor], shard_bytes: int
+) -> None:
+    """Write configuration and weights as the network's own library does, or a plain state_dict."""
+    library = type(network).__module__.split(".")[0]
+    if library == "transformers" and hasattr(network, "save_pretrained"):
+        with redirect_stderr(StringIO()):  # It draws a progress bar of its own.
+            network.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard_bytes)
+        return
+    if library == "timm" and model is not None:
+        from timm.models._hub import save_config_for_hf
+
+        save_config_for_hf(network, str(folder / "config.json"), model_args=model["arguments"])
+    once: dict[int, str] = {}
+    separate = {n: t.clone() if once.setdefault(id(t), n) != n else t for n, t in tensors.items()}
+    write_model(folder, separate, shard_bytes)
+
+
+# -- reading ----------------------------------------------------------------------------------------
+
+
+def load_folder(
+    directory: str | PathLike[str],
+    model: nn.Module | None,
+    mapped: bool,
+    verify: bool,
+    extra: Callable[[dict[str, Any], SubnetSpace, NormTable, Supernet], Extra],
+) -> tuple[Supernet, dict[str, LatencyTable], Extra]:
+    """Read a bundle and what `extra` makes of its facts; a model that is given stays as it was on errors."""
+    read = partial(_read, model=model, extra=extra)
+    (supernet, tables, found, norms), tensors, precision, own_dtype = BUNDLE.read_version(
+        directory, read, verify
+    )
+    index = Path(directory) / INDEX
+    with BUNDLE.fields(index, damaged=(RuntimeError,)):
+        _require_fitting(supernet, tensors, index.parent, own_dtype)
+        if precision is not None:
+            supernet.enable_precision(*precision.pop("precisions"), **precision)
+        _fill(supernet, tensors, norms, mapped)
+        if supernet.on_bind is None and supernet.description is not None:
+            guard_caches_(supernet)
+    return supernet, tables, found
+
+
+def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..., Any]) -> Any:
+    """Return a supernet that is to be filled, tables, `extra`, statistics; weights; precision; ..."""
+    index = folder / INDEX
+    given = isinstance(model, Supernet)
+    passing = (PrecisionError, NotCalibrated, MissingExtra, *((ForeignSpec, InsertError) if model else ()))
+    with BUNDLE.fields(index, passing=passing, damaged=(RuntimeError, InsertError)):
+        listed, own = document["files"], document["shared_statistics"]
+        for file in (document["statistics"], *document["tables"], *((own,) if own else ())):
+            if file not in listed or file == INDEX:
+                raise FileFormatError(f"{index}: `files` does not list {file}; write the bundle again")
+        tensors = read_model(folder)
+        if own:
+            tensors.update(read_tensors(folder / own))
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        supernet = as_supernet(model) if given else _made(document, folder, size, model)
+        space, precision = supernet.space, document["precision"]
+        if precision is not None:
+            precision = {name: precision[name] for name in ("precisions", "keep", "last")}
+        if precision is not None and supernet.precision is None:
+            space = space.with_precision(*precision["precisions"])
+        enabled = None if supernet.precision is None else supernet.precision.to_json()
+        if space.id != document["space"] or enabled not in (None, precision):
+            message = (
+                f"{index}: the bundle is of space {document['space']} with precision {precision}, the "
+                f"supernet is of space {space.id} with precision {enabled}; give the supernet that was saved"
+            )
+            raise ForeignSpec(message) if model is not None else FileFormatError(message)
+        norms = NormTable.load(folder / document["statistics"])
+        if norms.space != space.id:
+            raise FileFormatError(f"{folder / NORMS}: is of space {norms.space}; write the bundle again")
+        tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
+        card = Card.read(document, partial(_read_spec, space))
+        found = extra(document | {"card": card}, space, norms, supernet)
+        supernet.card = card
+    return (
+        (supernet, tables, found, norms),
+        tensors,
+        precision if enabled is None else None,
+        model is not None,
+    )
+
+
+def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Module | None) -> Supernet:
+    """Return the supernet that a bundle describes, on weights that are not set yet."""
+    stated, described = document["model"], document["description"]
+    if network is None:
+        if stated is None:
+            raise FileFormatError(
+                f"{folder / INDEX}: the bundle is of an own network, which no name can rebuild; call "
+                "Engine.load(directory, supernet=insert_(network, ...)) or from_pretrained(folder, "
+                "model=network), or give --model on the command line"
+            )
+        try:
+            network = make_network(stated, folder, size)
+        except FileFormatError as error:
+            raise FileFormatError(f"{folder / INDEX}: {error}") from error
+        except ImportError as error:
+            raise MissingExtra(
+                f"{folder / INDEX}: its network is of {stated['library']}; install that ({error})"
+            ) from error
+    if isinstance(network, Supernet):
+        return network
+    if described is None:
+        return as_supernet(network)  # It refuses a network, which nothing tells how to make elastic.
+    description = Description.from_json(json.dumps(described))
+    supernet = put_operators_(network.eval(), description.space, description.elastic)
+    supernet.description = description
+    return supernet
+
+
+def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Path, own_dtype: bool) -> None:
+    """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
+    own: OrderedDict[str, Tensor] = supernet.state_dict()
+    tied = {storage_id(own[name]): tensor for name, tensor in tensors.items() if name in own}
+    for name in [n for n in own if n not in tensors and storage_id(own[n]) in tied]:
+        tensors[name] = tied[storage_id(own[name])]  # Files leave out tied output layers.
+    differing = sorted(set(own) ^ set(tensors)) or [
+        name for name, tensor in tensors.items() if tensor.shape != own[name].shape
+    ]
+    if differing:
+        raise FileFormatError(
+            f"{folder}: the tensors do not fit the supernet; the first that differs is {differing[0]}; give "
+            "the supernet that was saved, made with the same arguments"
+        )
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if not own_dtype and len(kinds) == 1:
+        supernet.to(kinds.pop())
+        own = supernet.state_dict()
+    for name, tensor in tensors.items():
+        if tensor.dtype != own[name].dtype:
+            raise FileFormatError(
+                f"{folder}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}; give a "
+                "supernet of that dtype: Engine.load(directory, supernet=...)"
+            )
+
+
+def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], norms: NormTable, mapped: bool) -> None:
+    """Give a supernet weights that fit, and their statistics."""
+    if mapped:  # `read_model` returns views of the mapped files
+        with supernet.generation.lock:
+            for name, kept in supernet.state_dict(keep_vars=True).items():
+                kept.data = tensors[name]
+            supernet.norms = norms
+            supernet.refresh()
+        return
+    versioned = OrderedDict(tensors)
+    versioned._metadata = supernet.state_dict()._metadata  # type: ignore[attr-defined]
+    supernet.load_state_dict(versioned, norms=norms)

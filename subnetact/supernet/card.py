@@ -1,0 +1,54 @@
+"""Card: what is told of a supernet where it is published, beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from subnetact.errors import SpecError
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec
+
+__all__ = ["Card"]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is told of a supernet where it is published; bundles keep it.
+
+    Attributes:
+        subnets: the named subnets.
+        quality: name of a subnet -> what was measured -> `{"value": number, "source": text or None}`.
+        licence: the licence of the weights.
+        factory: the function of a library that makes the original network.
+    """
+
+    subnets: Mapping[str, SubnetSpec] = field(default_factory=dict)
+    quality: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    licence: str | None = None
+    factory: Mapping[str, Any] | None = None
+
+    def find(self, space: SubnetSpace, subnet: Any) -> SubnetSpec:
+        """Return a subnet by its name, its specification, or what `space.parse` takes."""
+        if isinstance(subnet, SubnetSpec):
+            return space.check(subnet)
+        named = self.subnets.get(subnet) if isinstance(subnet, str) else None
+        if named is None and isinstance(subnet, str) and "=" not in subnet:
+            raise SpecError(f"no subnet is called {subnet!r:.60}; choose from {', '.join(self.subnets)}")
+        return space.parse(subnet) if named is None else named
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any], read_spec: Callable[[Mapping[str, Any]], SubnetSpec]) -> Card:
+        """Return the card that the index of a bundle holds; ValueError and the like if it is damaged."""
+        specs, quality = {}, {}
+        for name, stated in document["subnets"].items():
+            specs[name] = read_spec(stated)
+            quality[name] = {
+                str(what): {"value": float(known["value"]), "source": known["source"]}
+                for what, known in stated["quality"].items()
+            }
+        licence, model = document["licence"], document["model"]
+        if not isinstance(licence, str | None):
+            raise ValueError(f"licence {licence!r:.60}")
+        return cls(specs, {n: known for n, known in quality.items() if known}, licence, model)

@@ -1,0 +1,255 @@
+"""A folder holds every size: bit-equal in a new process, and its own library opens the largest alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_decoders import randomize_, small_decoder
+from small_families import small_inputs, small_supernet
+
+import subnetact
+from ofa_adapters import families
+from subnetact.elastic.__main__ import main
+from subnetact.errors import FileFormatError, InsertError, SpecError
+from subnetact.supernet.batches import call_with, tensors_of
+
+for package in ("torchvision", "timm", "transformers"):
+    pytest.importorskip(package)
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.arange(3, 15).view(2, 6)
+
+
+def made(library: str) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+    """Return a small model of a library, an input, and options of `describe`."""
+    import timm
+    import torchvision
+    import transformers
+
+    torch.manual_seed(0)
+    if library == "torchvision":
+        return torchvision.models.resnet18(num_classes=5).eval(), IMAGES, {}
+    if library == "timm":
+        options = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 5}
+        return timm.create_model("vit_tiny_patch16_224", **options).eval(), IMAGES, {}
+    if library == "decoder":
+        return small_decoder("LlamaConfig", tie_word_embeddings=True), TOKENS, {"axes": ("depth", "ffn")}
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    return randomize_(transformers.BertForSequenceClassification(config).eval()), TOKENS, {}
+
+
+def outputs(network: Any, x: Any) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(tensors_of(call_with(network, x)))[:1]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place with a bundle per library and per family, and in `expected` what their subnets answer."""
+    place = tmp_path_factory.mktemp("folders")
+    (place / "expected").mkdir()
+    for name in ("torchvision", "timm", "decoder", "encoder", *families()):
+        if name in families():
+            supernet, x = small_supernet(name), small_inputs(name)
+        else:
+            model, x, options = made(name)
+            supernet = subnetact.insert_(model, subnetact.describe(model, x, **options), example=x)
+        space = supernet.space
+        subnets = {"small": space.smallest(), "middle": space.sample(1), "large": space.largest()}
+        supernet.save_pretrained(place / name, subnets=subnets, licence="mit")
+        answers = {n: outputs(supernet.subnet(s), x)[0] for n, s in subnets.items()}
+        inputs = x if isinstance(x, dict) else {"x": x}
+        save_file({**inputs, **{f"answer.{n}": t for n, t in answers.items()}}, place / "expected" / name)
+    return place
+
+
+def run(code: str, place: Path, python_path: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((python_path, str(Path(__file__).parents[1])))}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(place)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+AGAIN = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import load_file
+import subnetact
+from subnetact.supernet.batches import call_with, tensors_of
+torch.set_num_threads(1)
+place, seen = Path(sys.argv[1]), 0
+for path in sorted((place / "expected").iterdir()):
+    facts = load_file(path)
+    x = {n: t for n, t in facts.items() if not n.startswith("answer.")}
+    x = x["x"] if set(x) == {"x"} else x
+    for name in ("small", "middle", "large"):
+        mapped = subnetact.from_pretrained(place / path.name, subnet=name)
+        own = subnetact.from_pretrained(place / path.name, subnet=name, mapped=False, verify=True)
+        with torch.no_grad():
+            a, b = (next(iter(tensors_of(call_with(network, x)))) for network in (mapped, own))
+        assert torch.allclose(a, facts[f"answer.{name}"], 5e-5, 5e-5), (path.name, name)
+        assert torch.equal(b, facts[f"answer.{name}"]), (path.name, name)
+        seen += 1
+assert seen == 3 * COUNT, seen
+"""
+
+ALONE = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import load_file
+import timm, torchvision, transformers
+torch.set_num_threads(1)
+place = Path(sys.argv[1])
+def check(name, network):
+    facts = load_file(place / "expected" / name)
+    with torch.no_grad():
+        found = network.eval()(facts["x"])
+    found = getattr(found, "logits", found)
+    assert torch.equal(found, facts["answer.large"]), name
+resnet = torchvision.models.resnet18(num_classes=5)
+resnet.load_state_dict(load_file(place / "torchvision" / "model.safetensors"))
+check("torchvision", resnet)
+options = dict(img_size=32, patch_size=8, depth=2, num_classes=5)
+checkpoint = str(place / "timm" / "model.safetensors")
+check("timm", timm.create_model("vit_tiny_patch16_224", checkpoint_path=checkpoint, **options))
+check("decoder", transformers.AutoModelForCausalLM.from_pretrained(place / "decoder"))
+check("encoder", transformers.AutoModelForSequenceClassification.from_pretrained(place / "encoder"))
+assert "subnetact" not in sys.modules
+"""
+
+
+def test_every_size_is_bit_equal_in_a_new_process(saved: Path, python_path: str) -> None:
+    run(AGAIN.replace("COUNT", str(4 + len(families()))), saved, python_path)
+
+
+def test_the_models_own_library_opens_the_largest(saved: Path, python_path: str) -> None:
+    run(ALONE, saved, python_path)
+
+
+def test_the_subnets_of_a_language_model_are_in_its_vocabulary(saved: Path) -> None:
+    document = json.loads((saved / "decoder" / "elastic.json").read_text())
+    small = document["subnets"]["small"]["config"]
+    assert {"intermediate_size"} <= {field for fields in small.values() for field in fields}
+    supernet: Any = subnetact.from_pretrained(saved / "decoder")
+    assert supernet.space.parse(small) == supernet.space.smallest() == supernet.card.subnets["small"]
+    assert supernet.card.licence == "mit"
+    view = subnetact.from_pretrained(saved / "decoder", subnet=small)
+    expected = load_file(saved / "expected" / "decoder")["answer.small"]
+    assert torch.equal(outputs(view, TOKENS)[0], expected)
+    with pytest.raises(SpecError, match="no subnet is called 'tiny'; choose from small, middle, large"):
+        subnetact.from_pretrained(saved / "decoder", subnet="tiny")
+
+
+def test_the_folder_is_written_again_with_what_was_known_and_what_others_added(
+    saved: Path, tmp_path: Path
+) -> None:
+    supernet: Any = subnetact.from_pretrained(saved / "torchvision")
+    table = subnetact.LatencyTable(
+        [supernet.space.largest().key], [70.0], [1], [[2.5]], stamp={"device": "a CPU"}
+    )
+    figures = {"large": {"accuracy": 70.0, "top5": 90.0}}
+    supernet.save_pretrained(tmp_path / "f", quality=figures, source="made up", tables={"cpu": table})
+    (tmp_path / "f" / "README.md").write_text("mine")
+    again: Any = subnetact.from_pretrained(tmp_path / "f")
+    again.save_pretrained(tmp_path / "f", subnets={"large": again.space.largest()})
+    document = json.loads((tmp_path / "f" / "elastic.json").read_text())
+    assert document["subnets"]["large"]["quality"]["top5"] == {"value": 90.0, "source": "made up"}
+    assert document["licence"] == "mit"
+    assert document["model"]["name"] == "resnet18"
+    names = {path.name for path in (tmp_path / "f").iterdir()}
+    assert "README.md" in names
+    assert "latency-0.json" not in names
+    again.network.conv1.weight.data.add_(1.0)
+    before = supernet.subnet(supernet.space.largest())(IMAGES)
+    fresh: Any = subnetact.from_pretrained(tmp_path / "f", subnet="large")
+    assert torch.equal(fresh(IMAGES), before), "training in memory changes no file"
+
+
+def test_an_engine_serves_the_folder_and_the_validator_and_the_card_read_it(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = subnetact.Engine.load(saved / "encoder", allow_uncalibrated=True)
+    assert len(engine) == 3
+    expected = load_file(saved / "expected" / "encoder")
+    found = next(iter(tensors_of(engine(TOKENS, subnet=2))))
+    torch.testing.assert_close(found, expected["answer.large"], rtol=1e-3, atol=1e-4)
+    assert main([str(saved / "encoder")]) == 0
+    assert "transformers BertForSequenceClassification" in capsys.readouterr().out
+    assert main([str(saved / "encoder"), "--card"]) == 0
+    card = capsys.readouterr().out
+    assert card.startswith('---\nlicense: "mit"\nlibrary_name: transformers')
+    assert "| small |" in card
+    (tmp_path / "elastic.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+
+
+def test_weights_in_several_files(saved: Path, tmp_path: Path) -> None:
+    for name in ("torchvision", "decoder"):
+        supernet: Any = subnetact.from_pretrained(saved / name)
+        supernet.save_pretrained(tmp_path / name, shard_bytes=2**14)
+        assert len(list((tmp_path / name).glob("model-*.safetensors"))) > 1
+        again: Any = subnetact.from_pretrained(tmp_path / name)
+        assert again.fingerprint() == supernet.fingerprint()
+    index = tmp_path / "decoder" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001", "../model-00001"))
+    with pytest.raises(FileFormatError, match="changed since it was written"):
+        subnetact.from_pretrained(tmp_path / "decoder")
+
+
+def test_a_network_of_the_user_is_given_and_filled(tmp_path: Path) -> None:
+    def network() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).eval()
+
+    x = torch.randn(3, 4)
+    supernet = subnetact.insert_(network(), example=x)
+    supernet.save_pretrained(tmp_path / "f")
+    other = network()
+    view = subnetact.from_pretrained(tmp_path / "f", subnet="smallest", model=other)
+    assert torch.equal(view(x), supernet.subnet(supernet.space.smallest())(x))
+    other.load_state_dict(load_file(tmp_path / "f" / "model.safetensors"))
+    with pytest.raises(FileFormatError, match=r"own network.*model="):
+        subnetact.from_pretrained(tmp_path / "f")
+    with pytest.raises((FileFormatError, InsertError)):
+        subnetact.from_pretrained(tmp_path / "f", model=torch.nn.Linear(4, 2))
+    with pytest.raises(SpecError, match="another network"):
+        supernet.save_pretrained(
+            tmp_path / "g",
+            factory={"library": "torchvision", "name": "resnet18", "arguments": {}},
+        )
+    assert not (tmp_path / "g").exists()
+
+
+def test_configurations_that_would_run_other_code_do_not(saved: Path, tmp_path: Path) -> None:
+    """`auto_map` and kernels of a hub are left out; absurd depths are refused before anything is built."""
+    from subnetact.elastic.factories import make_network
+
+    config = json.loads((saved / "decoder" / "config.json").read_text())
+    hostile = {"auto_map": {"AutoModel": "evil.py--Evil"}, "attn_implementation": "evil/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **hostile}))
+    factory = {"library": "transformers", "name": "LlamaForCausalLM", "arguments": {}}
+    network: Any = make_network(factory, tmp_path, 10**6)
+    assert network.config._attn_implementation in ("sdpa", "eager")
+    assert not hasattr(network.config, "auto_map")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(FileFormatError, match="num_hidden_layers is 1000000000"):
+        make_network(factory, tmp_path, 10**6)
