@@ -226,9 +226,9 @@ class _Unset(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], nn.Parameter):
-            return args[0] if name != "requires_grad_" else func(*args, **(kwargs or {}))
+        name, (target, *_) = getattr(func, "__name__", ""), (*args, (kwargs or {}).get("tensor"))
+        if name.endswith("_") and not name.endswith("__") and isinstance(target, nn.Parameter):
+            return target if name != "requires_grad_" else func(*args, **(kwargs or {}))
         if func in _MAKE_TENSORS:
             self._left -= func(*args, **{**(kwargs or {}), "device": "meta"}).nbytes
             if self._left < 0:

@@ -19,6 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ofa_adapters.registry import ALL
@@ -379,6 +380,10 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
     description = Description.from_json(json.dumps(described))
     supernet = put_operators_(network.eval(), description.space, description.elastic)
     supernet.description = description
+    if stated is not None and stated["library"] == "transformers":  # The rules of caches need no weights.
+        shell = put_operators_(make_network(stated, folder, None), description.space, description.elastic)
+        tokens = getattr(shell.network, "dummy_inputs", {})
+        supernet.on_bind = guard_caches_(shell, {n: t.to("meta") for n, t in tokens.items()}).on_bind
     return supernet
 
 
@@ -398,7 +403,10 @@ def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Pat
         )
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if not own_dtype and len(kinds) == 1:
-        supernet.to(kinds.pop())
+        kind = kinds.pop()
+        for kept in supernet.state_dict(keep_vars=True).values():
+            if kept.is_floating_point() and kept.dtype != kind:
+                kept.data = torch.empty_like(kept, dtype=kind)
         own = supernet.state_dict()
     for name, tensor in tensors.items():
         if tensor.dtype != own[name].dtype:
