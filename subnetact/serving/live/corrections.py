@@ -142,10 +142,9 @@ class Corrections:
         return CorrectionsSnapshot(np.exp(mean), np.exp(mean + 2.0 * np.sqrt(variance)), seen)
 
     def drift(self) -> tuple[float, dict[int, float]]:
-        """Find the subnets that have drifted, and log those that newly do.
+        """Return the ratio of measured latency to the table's, of all batches and of each drifted subnet.
 
-        Returns:
-            The ratio of measured latency to the table's, over all batches and of every drifted subnet by id.
+        Subnets that newly drift are logged.
         """
         with self._lock:
             now, limit, before = self._batches, math.log(self.threshold), self._drifted

@@ -41,11 +41,7 @@ _PAUSE_S = 0.05
 
 
 class SharedWorkers:
-    """Lets several drivers use the same workers in turns, under one lock.
-
-    Args:
-        shares: the share of every driver's scheduler, > 0, by its name.
-    """
+    """Lets several drivers use the same workers in turns, by their shares (> 0), under one lock."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.turns = Turns(shares)

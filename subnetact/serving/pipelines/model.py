@@ -340,11 +340,9 @@ def _simulated(scenario: Scenario, expired: str, rng: np.random.Generator) -> St
     arrivals, table = scenario.arrivals_ms, scenario.table
     if not len(arrivals):
         log = RequestLog(arrivals, arrivals, np.empty(0, dtype=np.int32))
-        return StageEstimate(
-            arrivals, math.nan, SimulationResult(served_by=[0] * len(table.subnets), log=log)
-        )
-    reset: Any = getattr(scenario.policy, "reset", None)
-    if reset is not None:
+        nothing = SimulationResult(served_by=[0] * len(table.subnets), log=log)
+        return StageEstimate(arrivals, math.nan, nothing)
+    if (reset := getattr(scenario.policy, "reset", None)) is not None:
         reset()
     result = EventLoop(scenario, expired=expired, rng=rng, requests=True, progress=False).run()
     accuracy = np.average(table.accuracy, weights=result.served_by) if any(result.served_by) else math.nan

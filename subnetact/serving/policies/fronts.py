@@ -73,13 +73,7 @@ class Fronts:
     ) -> Option | None:
         """Return the subnet with the greatest k * accuracy - price * (time beyond `free_ms`), if any.
 
-        Args:
-            column: the column of the batch size.
-            k: number of requests in the batch.
-            price: price of time, percent per ms.
-            within_ms: the longest latency allowed.
-            free_ms: the time that costs nothing.
-            floor: minimum accuracy, percent.
+        The batch has k requests and takes at most `within_ms`; `price` is in percent per ms.
         """
         most = self.most_accurate(column, within_ms, floor)
         if most is None or price <= 0.0 or most.latency_ms <= free_ms:
@@ -112,11 +106,7 @@ class Fronts:
 
 
 def batch_limits(table: LatencyTable, subnet: int) -> Limits:
-    """Return (latencies in ms, batch sizes) of a subnet, ascending, without sizes that a larger one beats.
-
-    Raises:
-        PolicyError: the subnet can run at no batch size.
-    """
+    """Return (latencies in ms, batch sizes) of a subnet, ascending, without sizes that a larger one beats."""
     limits: list[float] = []
     sizes: list[int] = []
     latencies = table.latency_ms[subnet].tolist()

@@ -18,9 +18,7 @@ Choice = tuple[int, int]
 class ArrivalMeter:
     """Counts the arrivals within recent windows of time, of at most `horizon_ms`; older ones are forgotten.
 
-    Attributes:
-        start_ms: time of the first arrival. Before it, None.
-        total: number of all arrivals so far.
+    `start_ms` is the time of the first arrival, or None before it; `total` counts all arrivals so far.
     """
 
     __slots__ = ("_horizon_ms", "_limit", "_times", "start_ms", "total")

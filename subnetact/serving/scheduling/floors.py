@@ -20,16 +20,8 @@ class Floors:
 
     Both are met by the same subnets. So there are no more different floors than subnets, whatever numbers
     clients give, and what is planned for a floor is planned for all that mean the same.
-
-    Args:
-        table: the latency table; subnets that can run at no batch size do not count.
-
-    Attributes:
-        accuracies: the accuracies that answers may have, percent, ascending, each once.
-        best: the accuracy of the most accurate subnet, percent.
-
-    Raises:
-        TableError: the accuracy of a subnet is not known.
+    `accuracies` are those that answers may have, percent, ascending, each once, and `best` is the greatest.
+    Subnets that can run at no batch size do not count.
     """
 
     def __init__(self, table: LatencyTable) -> None:

@@ -26,14 +26,7 @@ Rank = TypeVar("Rank", bound=tuple[float, ...])
 
 
 class Option(NamedTuple):
-    """One subnet at one batch size.
-
-    Attributes:
-        latency_ms: latency of a batch of that size.
-        accuracy: accuracy of the subnet, percent.
-        subnet: index of the subnet in the table.
-        batch_size: the batch size.
-    """
+    """One subnet, by its index in the table and with its accuracy, percent, at one batch size."""
 
     latency_ms: float
     accuracy: float

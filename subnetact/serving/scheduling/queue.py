@@ -30,13 +30,8 @@ class EDFQueue(Generic[Item]):
     costs O(k), reading the i-th deadline O(1), and pushing a request with the latest deadline so far (the
     usual case) O(1). A floor is the minimum accuracy, percent, that a request accepts; `NO_FLOOR` accepts
     any. The queue is not thread-safe; its owner locks.
-
-    Args:
-        priority: returns the priority of an item. If None, all have priority 0.
-
-    Attributes:
-        demanding: how many queued requests have a floor.
-        prioritised: how many queued requests have another priority than 0.
+    `priority` returns the priority of an item; if None, all have 0. `demanding` requests in the queue have a
+    floor, and `prioritised` another priority than 0.
     """
 
     __slots__ = ("_deadlines", "_floors", "_head", "_items", "_priority", "demanding", "prioritised")

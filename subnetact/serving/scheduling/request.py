@@ -61,19 +61,7 @@ class Ask(NamedTuple):
         priority: int | None = None,
         client: str = "",
     ) -> Ask:
-        """Return what a client asks for.
-
-        Args:
-            floors: the accuracies that answers may have.
-            deadline_ms: time that the request is given, in ms; more than 1e12 counts as that.
-            min_accuracy: as in `AskOptions`.
-            priority: as in `AskOptions`.
-            client: as in `AskOptions`.
-
-        Raises:
-            InvalidRequest: the deadline is not finite and > 0, no subnet reaches the minimum accuracy, the
-                priority is no whole number of 64 bits, or the client is no string.
-        """
+        """Return what a client asks for, see `AskOptions`; InvalidRequest if a value cannot be."""
         time_ms, floor = check_deadline(deadline_ms), NO_FLOOR
         if min_accuracy is not None:
             asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")

@@ -27,13 +27,7 @@ class Turns:
     that it used divided by its share. A free worker goes to the scheduler with the least virtual time among
     those that want it. Whoever did not want one for a while starts at the present virtual time, so that
     nobody saves up a claim. A scheduler thus waits for one batch of another, however many requests that has.
-
-    Args:
-        shares: the share of every scheduler, > 0.
-
-    Attributes:
-        schedulers: the schedulers by name; each enters itself.
-        used_ms: the time that every scheduler used on all workers together, in ms.
+    `shares` are > 0, `schedulers` enter themselves, and `used_ms` is the time each used on all workers.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:

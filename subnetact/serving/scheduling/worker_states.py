@@ -23,14 +23,8 @@ class WorkerStates:
 
     A worker is up if it can take a batch now or after the one that it runs: it is neither down nor parked,
     it has started, and what it runs batches with is there.
-
-    Args:
-        workers: number of workers.
-        is_there: returns whether a worker has what it runs batches with, such as a process that lives. If
-            None, every worker has.
-
-    Attributes:
-        free_at_ms: when each worker is expected to be free, in ms; inf for one that is down or seems to hang.
+    `is_there` returns whether it is, such as a process that lives; if None, it always is. `free_at_ms` is
+    when each worker is expected to be free, in ms; inf for one that is down or seems to hang.
     """
 
     def __init__(self, workers: int, is_there: Callable[[int], bool] | None = None) -> None:

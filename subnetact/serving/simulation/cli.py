@@ -71,14 +71,8 @@ def _compare(options: argparse.Namespace) -> None:
     passed_on = ("workers", "expired", "noise", "overhead_ms", "seed")
     settings: dict[str, Any] = {option: getattr(options, option) for option in passed_on}
     for name, policy in policies.items():
-        result = results[name] = simulate(
-            arrivals,
-            table,
-            policy,
-            slo_ms=slos,
-            min_accuracy=floors,
-            **settings,
-        )
+        result = simulate(arrivals, table, policy, slo_ms=slos, min_accuracy=floors, **settings)
+        results[name] = result
         result.requests, result.dropped = result.requests + refused, result.dropped + refused
         _show(name, result, bound)
     summary: dict[str, Any] = {"policies": {name: result.summary() for name, result in results.items()}}

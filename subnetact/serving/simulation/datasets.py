@@ -1,6 +1,6 @@
 """The recorded traces and the latency table that are part of the package.
 
-The JSON file beside each recorded trace names its source and licence (`trace_info`).
+The JSON file beside each recorded trace names its source and licence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from subnetact.errors import TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.simulation.traces import bursty, check, from_counts, from_timestamps, time_varying
 
-__all__ = ["TRACES", "load_trace", "superserve_a40", "trace_info", "trace_series"]
+__all__ = ["TRACES", "load_trace", "superserve_a40", "trace_series"]
 
 Floats = npt.NDArray[np.float64]
 _FILES = {
@@ -33,22 +33,14 @@ TRACES = (*_FILES, "bursty", "time_varying")
 def trace_series(name: str) -> dict[str, npt.NDArray[Any]]:
     """Return the recorded arrays of the trace `name` ("maf", "azure_llm" or "servegen"), by their names.
 
-    `trace_info(name)` explains them.
-
     Raises:
         TraceError: there is no such trace.
     """
-    with as_file(_data(name, "npz")) as path, np.load(path) as archive:
+    if name not in _FILES:
+        raise TraceError(f"trace: {name!r} is not known; choose from {', '.join(_FILES)}")
+    file = files("subnetact") / "data" / "traces" / f"{_FILES[name]}.npz"
+    with as_file(file) as path, np.load(path) as archive:
         return {key: archive[key] for key in archive.files}
-
-
-def trace_info(name: str) -> dict[str, Any]:
-    """Return source, licence, attribution and statistics of the recorded trace `name`.
-
-    Raises:
-        TraceError: there is no such trace.
-    """
-    return dict(json.loads(_data(name, "json").read_text(encoding="utf-8")))
 
 
 def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTable:
@@ -124,9 +116,3 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
             raise TraceError(f"trace: {name} holds no times ({error}); give one per line, in ms") from error
         arrivals = from_timestamps(stamps) / scale
     return arrivals if duration_s is None else arrivals[arrivals < duration_s * 1000.0]
-
-
-def _data(name: str, kind: str) -> Any:
-    if name not in _FILES:
-        raise TraceError(f"trace: {name!r} is not known; choose from {', '.join(_FILES)}")
-    return files("subnetact") / "data" / "traces" / f"{_FILES[name]}.{kind}"

@@ -90,14 +90,6 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | o
     result.end_ms = max((one.finish_ms for one in decisions), default=0.0)
     result.decisions = sorted(one._replace(t_ms=one.t_ms - arrivals[0]) for one in decisions)
     latency = np.divide(total, count, out=table.latency_ms.copy(), where=count > 0)
-    return LiveRun(
-        arrivals - arrivals[0],
-        slos,
-        floors,
-        table,
-        LatencyTable(table.subnets, table.accuracy, table.batch_sizes, latency),
-        result,
-        str(header["policy"]),
-        int(header["workers"]),
-        str(header["expired"]),
-    )
+    measured = LatencyTable(table.subnets, table.accuracy, table.batch_sizes, latency)
+    setting = str(header["policy"]), int(header["workers"]), str(header["expired"])
+    return LiveRun(arrivals - arrivals[0], slos, floors, table, measured, result, *setting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,35 +96,14 @@ def simulate(
     Example:
         `result = simulate(arrivals_ms, table, SlackFit(table, slo_ms=36.0), slo_ms=36.0, workers=8)`
     """
-    scenario = checked(
-        Scenario(
-            arrivals_ms,
-            table,
-            policy,
-            slo_ms,
-            workers,
-            min_accuracy,
-            priority,
-            clients,
-            shares,
-            noise,
-            overhead_ms,
-            switch_ms,
-            events,
-            blocks,
-            look_ms,
-        )
-    )
-    reset: Any = getattr(policy, "reset", None)
-    if reset is not None:
+    more = shares, noise, overhead_ms, switch_ms, events, blocks, look_ms
+    given = Scenario(arrivals_ms, table, policy, slo_ms, workers, min_accuracy, priority, clients, *more)
+    scenario = checked(given)
+    if (reset := getattr(policy, "reset", None)) is not None:
         reset()
     with numeric_arguments():
         rng = np.random.default_rng(seed)
+    rule = expired_rule(expired)
     return EventLoop(
-        scenario,
-        expired=expired_rule(expired),
-        rng=rng,
-        decisions=decisions,
-        requests=requests,
-        progress=progress,
+        scenario, expired=rule, rng=rng, decisions=decisions, requests=requests, progress=progress
     ).run()
