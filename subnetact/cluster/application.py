@@ -99,7 +99,10 @@ def app_from(args: dict[str, Any]) -> Any:
     Example:
         >>> # serve run subnetact.cluster.application:app_from bundle=/models/digits replicas=2
     """
-    given = {name: _value(text) for name, text in args.items()}
+    given = dict(args)
+    for name, text in args.items():
+        with suppress(ValueError):
+            given[name] = json.loads(text) if isinstance(text, str) else text
     if "bundle" not in given:
         raise ServeError("bundle: not given; name the folder of a saved engine")
     try:
@@ -109,13 +112,6 @@ def app_from(args: dict[str, Any]) -> Any:
         return build_app(**given)
     except TypeError as error:
         raise ServeError(f"args: {error}; give arguments of subnetact.cluster.build_app") from error
-
-
-def _value(text: Any) -> Any:
-    try:
-        return json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        return text
 
 
 def _replicas_of(source: Source, replicas: int, autoscaling: Autoscaling | None, cpus: float | None) -> Any:

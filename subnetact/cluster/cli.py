@@ -34,10 +34,8 @@ class RayBackend(cli.Backend):
         """Add the options that say where replicas run and how many."""
         add = parser.add_argument_group("Ray").add_argument
         add("--ray-address", help="of a running cluster; default: Ray starts on this machine")
-        floor = (
-            "let the number of replicas follow the load: accuracy gives way down to this one, in percent, "
-        )
-        floor += "and then replicas are added, from --workers on"
+        floor = "let the number of replicas follow the load: accuracy gives way down to this one, in "
+        floor += "percent, and then replicas are added, from --workers on"
         add("--accuracy-floor", type=float, help=floor)
         add("--most-workers", type=int, help="greatest number of replicas with --accuracy-floor")
 

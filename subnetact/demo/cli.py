@@ -29,17 +29,14 @@ USAGE = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a demonstration with the options of `sys.argv` if None are given; return the exit status."""
     parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
-    parser.add_argument(
-        "--text", action="store_true", help="serve prompts with the embedded language model (the extra hf)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("subnetact_demo.png"), help="file of the figure")
-    parser.add_argument("--json", type=Path, help="also write the figures of every contender to this file")
-    parser.add_argument("--candidates", type=int, default=40, help="subnets to choose from, of the digits")
-    parser.add_argument("--seconds", type=float, default=9.0, help="length of the trace")
-    parser.add_argument(
-        "--profile-ms", type=float, default=PROFILE_MS, help="time spent per table cell, of the digits"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of candidates, requests and arrivals")
+    add = parser.add_argument
+    add("--text", action="store_true", help="serve prompts with the embedded language model (the extra hf)")
+    add("--out", type=Path, default=Path("subnetact_demo.png"), help="file of the figure")
+    add("--json", type=Path, help="also write the figures of every contender to this file")
+    add("--candidates", type=int, default=40, help="subnets to choose from, of the digits")
+    add("--seconds", type=float, default=9.0, help="length of the trace")
+    add("--profile-ms", type=float, default=PROFILE_MS, help="time spent per table cell, of the digits")
+    add("--seed", type=int, default=0, help="seed of candidates, requests and arrivals")
     args = parser.parse_args(arguments)
     folders = all(path is None or path.parent.is_dir() for path in (args.out, args.json))
     times = all(0 < time < math.inf for time in (args.seconds, args.profile_ms))

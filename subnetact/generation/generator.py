@@ -13,7 +13,7 @@ from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.generation.completion import Completion, TokenDeadlines
-from subnetact.generation.phases import Phase, checked_phases
+from subnetact.generation.phases import Phase, checked, checked_phases
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
@@ -227,7 +227,7 @@ class Generator:
             BatcherClosed: the generator is closed.
         """
         tokens = _prompt(prompt, self._vocabulary)
-        count = _checked(max_new_tokens, "max_new_tokens", 1)
+        count = checked(max_new_tokens, "max_new_tokens", 1)
         if len(tokens) + count > self.max_length:
             raise InvalidRequest(
                 f"prompt: {len(tokens)} tokens and an answer of {count} are more than {self.max_length}, "
@@ -236,13 +236,13 @@ class Generator:
         if not isinstance(stop, Iterable):
             raise InvalidRequest(f"stop: {stop!r} is no list of tokens; give [] for none")
         if logprobs is not None:
-            _checked(logprobs, "logprobs", 0, MOST_LOGPROBS)
+            checked(logprobs, "logprobs", 0, MOST_LOGPROBS)
         request = StepRequest(
             tokens,
             count,
             _deadlines(first_ms, token_ms, deadline_ms, count, self._scheduler.policy.token_ms),
-            float(_checked(min_accuracy, "min_accuracy", 0.0, 100.0, whole=False)),
-            frozenset(_checked(token, "stop", 0) for token in stop),
+            float(checked(min_accuracy, "min_accuracy", 0.0, 100.0, whole=False)),
+            frozenset(checked(token, "stop", 0) for token in stop),
             logprobs,
             _sampling(temperature, top_k, top_p, self._vocabulary),
             checked_phases(phases, self._vocabulary),
@@ -348,15 +348,6 @@ def _tell(requests: Iterable[StepRequest]) -> None:
         request.owner._tell()
 
 
-def _checked(value: Any, name: str, low: float, high: float = math.inf, whole: bool = True) -> Any:
-    """Return a number that a client gave, or raise InvalidRequest if it is not in its range."""
-    kind = int if whole else int | float
-    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-        limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name}: {value!r} must be a {'whole ' * whole}number {limit}")
-    return value
-
-
 def _prompt(given: Any, vocabulary: int) -> list[int]:
     """Return the tokens of a prompt, or raise InvalidRequest if the model cannot know one."""
     tokens = given.tolist() if hasattr(given, "tolist") else given
@@ -378,13 +369,13 @@ def _sampling(temperature: Any, top_k: Any, top_p: Any, vocabulary: int) -> dict
     """Return how tokens are drawn, or None if the most likely ones are taken."""
     if temperature is None and top_k is None and top_p is None:
         return None
-    heat = 1.0 if temperature is None else _checked(temperature, "temperature", 0.0, 100.0, whole=False)
+    heat = 1.0 if temperature is None else checked(temperature, "temperature", 0.0, 100.0, whole=False)
     if heat < COLDEST:
         return None
     return {
         "temperature": float(heat),
-        "top_k": vocabulary if top_k is None else min(_checked(top_k, "top_k", 1), vocabulary),
-        "top_p": 1.0 if top_p is None else max(float(_checked(top_p, "top_p", 0.0, 1.0, whole=False)), 1e-6),
+        "top_k": vocabulary if top_k is None else min(checked(top_k, "top_k", 1), vocabulary),
+        "top_p": 1.0 if top_p is None else max(float(checked(top_p, "top_p", 0.0, 1.0, whole=False)), 1e-6),
     }
 
 

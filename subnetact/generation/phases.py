@@ -52,6 +52,15 @@ class CacheKinds(NamedTuple):
     exact: Sequence[int]  # as if they had written the cache themselves
 
 
+def checked(value: Any, name: str, low: float, high: float = math.inf, whole: bool = True) -> Any:
+    """Return a number that a client gave, or raise InvalidRequest if it is not in its range."""
+    kind = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{name}: {value!r:.40} must be a {'whole ' * whole}number {limit}")
+    return value
+
+
 def checked_phases(given: Any, vocabulary: float) -> tuple[Phase, ...]:
     """Return the phases that a client gave, or raise InvalidRequest if they have no meaning for any model."""
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
@@ -62,12 +71,8 @@ def checked_phases(given: Any, vocabulary: float) -> tuple[Phase, ...]:
             raise InvalidRequest(f"phases[{i}]: expected a Phase, got {one!r:.60}; give Phase(end, subnets)")
         phase, last = Phase(*one), i == len(given) - 1
         for name, least, most in (("end", 0, vocabulary - 1), ("tokens", 1, math.inf)):
-            value: Any = getattr(phase, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and least <= value <= most):
-                raise InvalidRequest(
-                    f"phases[{i}].{name}: {value!r:.40} is no whole number from {least} to {most:g}"
-                )
+            if (value := getattr(phase, name)) is not None:
+                checked(value, f"phases[{i}].{name}", least, most)
         if phase.recompute not in (None, True, False):
             raise InvalidRequest(f"phases[{i}].recompute: {phase.recompute!r:.40} is not True, False or None")
         ends = phase.end is not None or phase.tokens is not None

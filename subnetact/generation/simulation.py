@@ -19,13 +19,9 @@ from subnetact.generation.step_table import StepTable
 
 __all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
 
-RANGES: dict[str, tuple[Any, float, float]] = {
-    "tokens": (Integral, 1, 1_000_000),
-    "answer": (Integral, 1, 1_000_000),
-    "arrival_ms": (Real, -1e15, 1e15),
-    "min_accuracy": (Real, 0.0, 100.0),
-}
-"""What the facts of a prompt may be."""
+COUNT: tuple[Any, int, int] = Integral, 1, 1_000_000
+TIME, PERCENT = (Real, -1e15, 1e15), (Real, 0.0, 100.0)
+RANGES = {"tokens": COUNT, "answer": COUNT, "arrival_ms": TIME, "min_accuracy": PERCENT}
 
 
 @dataclass(frozen=True)

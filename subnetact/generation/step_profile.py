@@ -23,8 +23,7 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["profile_steps"]
 
-WARM_UP, TIMED = 2, 3
-"""Steps of every visit of a cell that are not timed, and those that are."""
+WARM_UP, TIMED = 2, 3  # steps of every visit of a cell that are not timed, and those that are
 
 
 def profile_steps(

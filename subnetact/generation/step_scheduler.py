@@ -33,8 +33,7 @@ __all__ = ["Step", "StepRequest", "StepScheduler"]
 
 PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 """A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
-MOST_MISSED = 8
-"""Steps of other subnets that a request waits for, before it comes first however early others are due."""
+MOST_MISSED = 8  # steps of other subnets, before a request comes first however early others are due
 
 
 @dataclass(eq=False, slots=True)

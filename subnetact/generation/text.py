@@ -32,19 +32,15 @@ __all__ = [
 ]
 
 VOCABULARY = 1024
-CONTEXT = 512
-"""Tokens that the model was trained to look back."""
+CONTEXT = 512  # tokens that the model was trained to look back
 LAYERS = 4
-FFN = (56, 112, 224, 448, 896)
-"""Widths of the feed-forward network of every layer."""
+FFN = (56, 112, 224, 448, 896)  # widths of the feed-forward network of every layer
 KEPT, IMPORTANT_LAYERS = (2, 3, 4), (3, 1, 2)
 """Numbers of layers that a subnet keeps; those that it can skip, the ones that are kept longest first."""
 DATA = files("subnetact") / "data"
 WEIGHTS, TOKENIZER, FACTS = "text_supernet.safetensors", "text_tokenizer.json", "text_supernet.json"
-HEAD = "lm_head.weight"
-"""The same tensor as the embedding; files do not hold it."""
-END, END_TOKEN = "<|end|>", 0
-"""Begins and ends every text."""
+HEAD = "lm_head.weight"  # the same tensor as the embedding; files do not hold it
+END, END_TOKEN = "<|end|>", 0  # begins and ends every text
 
 
 def _missing(error: ImportError) -> MissingExtra:

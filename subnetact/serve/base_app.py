@@ -45,12 +45,9 @@ __all__ = [
     "properties",
 ]
 
-CLOSES = (400, 401, 408, 413, 415, 431)
-"""Statuses after which the connection is closed, because part of the body may not have been read."""
-SHORT = 32 * 1024
-"""Bodies of up to this many bytes are decoded at once, and longer ones on a thread."""
-WATCH_AFTER_S = 0.02
-"""How long a request runs before the server watches whether its client leaves, in s: most end earlier."""
+CLOSES = (400, 401, 408, 413, 415, 431)  # the connection, as part of the body may not have been read
+SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and longer ones on a thread
+WATCH_AFTER_S = 0.02  # before the server watches whether a client leaves: most requests end earlier
 DECODERS = 2  # threads
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")

@@ -75,12 +75,8 @@ class Backend:
 def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     backend = backend or Backend()
-    parser = argparse.ArgumentParser(
-        f"python -m {backend.command}",
-        description=__doc__,
-        epilog=backend.epilog,
-        formatter_class=OptionFormatter,
-    )
+    texts: Any = {"description": __doc__, "epilog": backend.epilog, "formatter_class": OptionFormatter}
+    parser = argparse.ArgumentParser(f"python -m {backend.command}", **texts)
     backend.add_options(parser)
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--bundle", type=Path, help="folder of a saved engine")
@@ -99,8 +95,7 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     add("--threads-per-worker", type=int, default=1, help="CPU threads of every worker")
     add("--max-queue", type=int, default=2000, help="waiting requests beyond which all are refused")
     add("--name", help="name of the model in the protocol; default: digits, docstrings, or the folder's name")
-    fair = "share the workers' time between clients: tokens, or addresses"
-    add("--fair", action="store_true", help=fair)
+    add("--fair", action="store_true", help="share the workers' time between clients: tokens, or addresses")
     add("--host", default="127.0.0.1", help="address to listen at")
     add("--port", type=int, default=8000, help="0 takes a free port and prints it")
     names = "that the header Host may have, or *; default: those of the loopback if --host is one, else any"
@@ -138,18 +133,16 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     tokens = read_tokens(args.token_file) if args.token_file else {}
     if own := os.environ.get("SUBNETACT_TOKEN"):
         tokens = {own: "environment", **tokens}
-    if not tokens and not _is_loopback(args.host):
+    loopback = args.host.startswith("127.") or args.host in LOOPBACK
+    if not tokens and not loopback:
         message = "may be reached from other machines, and no token is set; see --token-file"
         print(f"{backend.command}: {args.host} {message}", file=sys.stderr)
     if args.max_body_mb is not None and not 0 < args.max_body_mb <= MOST_BODY_MB:
         raise ServeError(f"--max-body-mb: {args.max_body_mb} must be > 0 and at most {MOST_BODY_MB}")
-    limits = Limits(
-        body_bytes=None if args.max_body_mb is None else math.ceil(args.max_body_mb * 2**20),
-        connections=args.max_connections,
-        body_s=args.body_s,
-        idle_s=args.idle_s,
-    )
-    common: Any = {"limits": limits, "tokens": tokens, "allowed_hosts": _hosts(args)}
+    most = None if args.max_body_mb is None else math.ceil(args.max_body_mb * 2**20)
+    limits = Limits(body_bytes=most, connections=args.max_connections, body_s=args.body_s, idle_s=args.idle_s)
+    hosts = args.allowed_hosts or ([*LOOPBACK, args.host] if loopback else ["*"])
+    common: Any = {"limits": limits, "tokens": tokens, "allowed_hosts": hosts}
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
     if args.text:
@@ -176,12 +169,3 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     name = args.name or ("digits" if args.demo else args.bundle.resolve().name)
     images: Any = {"image_mean": tuple(args.image_mean), "image_std": tuple(args.image_std)}
     return build_app(batcher, engine, slo_ms=args.slo_ms, name=name, **images, **common)
-
-
-def _hosts(args: argparse.Namespace) -> list[str]:
-    """Return the names of the server; `*` is any name."""
-    return args.allowed_hosts or ([*LOOPBACK, args.host] if _is_loopback(args.host) else ["*"])
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host in LOOPBACK

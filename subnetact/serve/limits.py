@@ -10,8 +10,7 @@ from subnetact.errors import ServeError
 __all__ = ["BYTES_PER_VALUE", "MEGABYTE", "Limits"]
 
 MEGABYTE = 2**20
-BYTES_PER_VALUE = 32
-"""Longest text that one number of an input may need in JSON, in bytes, with its separators."""
+BYTES_PER_VALUE = 32  # the longest text of one number of an input in JSON, with its separators
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,7 @@ from subnetact.serve.text_codec import TextCodec
 
 __all__ = ["TextApp", "build_text_app"]
 
-COUNTERS = (
-    "requests",
-    "finished",
-    "expired",
-    "cancelled",
-    "failed",
-    "tokens",
-    "late",
-    "lifted",
-    "recomputed",
-)
+COUNTERS = "requests finished expired cancelled failed tokens late lifted recomputed"
 EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]  # nginx passes them on
 Asked = tuple[TextBody, list[int], dict[str, Any]]
 
@@ -99,7 +89,7 @@ class TextApp(BaseApp):
     def collect(self) -> Iterator[Any]:
         """Yield the counts of the generator as families of `prometheus_client`."""
         stats, prefix = self.generator.stats(), "subnetact_generation_"
-        for name in COUNTERS:
+        for name in COUNTERS.split():
             yield CounterMetricFamily(prefix + name, f"GeneratorStats.{name}", getattr(stats, name))
         steps = CounterMetricFamily(f"{prefix}steps", "Steps that each subnet ran.", labels=["subnet"])
         for i, count in stats.steps.items():

@@ -11,8 +11,7 @@ from subnetact.generation import text as embedded
 
 __all__ = ["TextCodec", "prompt_tokenizer", "text_generator"]
 
-UNFINISHED = "\ufffd"
-"""What decoders write for bytes that are no character yet."""
+UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character yet
 
 
 class TextCodec:
@@ -34,11 +33,8 @@ class TextCodec:
         from jinja2 import TemplateError  # apply_chat_template needs it, too
 
         try:
-            return list(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
-                )
-            )
+            how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+            return list(self._tokenizer.apply_chat_template(list(messages), **how))
         except TemplateError as error:
             raise InvalidRequest(f"messages: the chat template of the model says: {error!s:.200}") from None
 

@@ -35,8 +35,7 @@ RUN, CHANGE, DONE, FAILED = b"r", b"c", b"d", b"f"
 
 WARM_UP_S = 2.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-in_worker = False
-"""Whether this process is a worker process."""
+in_worker = False  # whether this process is a worker process
 
 
 def main() -> None:

@@ -34,8 +34,7 @@ States = tuple[Any, ...]
 """What stands for the present supernets, then for the engines: see `_Followed.state`, `Engine.changes`."""
 
 _version = attrgetter("_version")
-_TRIES = 10
-"""How often weights are copied again because they changed meanwhile."""
+_TRIES = 10  # to copy weights again because they changed meanwhile
 _segments: WeakValueDictionary[int, SharedMemory] = WeakValueDictionary()
 """All shared memory of weights of this process, by its address; the tensors in it keep it."""
 

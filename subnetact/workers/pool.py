@@ -23,8 +23,7 @@ START_LIMIT_S = 300.0
 STOP_LIMIT_S = 5.0
 TICK_S = 0.05
 NICENESS = 5
-PAUSE_S = 30.0
-"""Time until a process that nobody waits for is started again, after one did not start."""
+PAUSE_S = 30.0  # until a process that nobody waits for is started again, after one did not start
 _log = logging.getLogger("subnetact.workers")
 
 

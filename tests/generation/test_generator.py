@@ -390,8 +390,8 @@ def test_a_phase_whose_cache_is_exact_answers_as_its_subnet_from_the_beginning(l
         ([Phase(end=3, subnets="ffn=12"), Phase()], "ffn=12 is no subnet of this generator"),
         ([Phase(subnets=3)], "3 is no subnet of this generator; give an index from 0 to 2"),
         ([Phase(subnets=[])], "the list is empty"),
-        ([Phase(end=97), Phase()], r"phases\[0\]\.end: 97 is no whole number from 0 to 96"),
-        ([Phase(tokens=0), Phase()], r"tokens: 0 is no whole number from 1"),
+        ([Phase(end=97), Phase()], r"phases\[0\]\.end: 97 must be a whole number from 0 to 96"),
+        ([Phase(tokens=0), Phase()], r"tokens: 0 must be a whole number of at least 1"),
         ([Phase(end=3)], "the last phase goes to the end of the answer"),
         ([Phase(end=3, recompute="yes"), Phase()], "is not True, False or None"),  # type: ignore[arg-type]
         ([Phase(end=3, subnets=0), Phase()], "none of its subnets has the minimum accuracy"),
