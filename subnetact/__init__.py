@@ -62,20 +62,20 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     training        1074   260      4
     elastic          601   137      2
     engine          2331   613      5
-    workers          757    88      0
+    workers          754    88      0
     costs            294    65      4
     nas              712   199      6
     profile         1352   236      1
-    serving         5977  2192     36
-    generation      1414   434     13
+    serving         5936  2124     36
+    generation      1400   434     13
     export          1116   305      6
-    demo             417    60      0
+    demo             414    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1719   313      7
+    serve           1690   304      7
     loadtest         331    63      0
-    cluster          482   118      2
-    all            30934  8108    215
+    cluster          477   118      2
+    all            30839  8031    215
 
 The README has a glossary of the words that are used here.
 """

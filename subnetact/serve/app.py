@@ -149,7 +149,15 @@ class ServeApp(BaseApp):
     async def infer(
         self, exchange: Exchange, decode: Callable[[Raw], Decoded[Asked]]
     ) -> tuple[Asked, Sequence[Answer], dict[str, Any]]:
-        """Return what `decode` made of a body, the answers, and facts; its time counts from the arrival."""
+        """Answer one request of an `exchange`, whose time counts from its arrival.
+
+        Returns:
+            What `decode` made of the body, the answers, and facts for the reply.
+
+        Raises:
+            InvalidRequest: the query cannot be read.
+            DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
+        """
 
         async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
             _, rows, ask = found
