@@ -109,11 +109,11 @@ def describe(
     Example:
         >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))
     """
-    stream = axes is not None and "stream" in axes
     named: Any = AXES if axes is None else (axes,) if isinstance(axes, str) else axes
     unknown = [axis for axis in named if axis not in AXES] if isinstance(named, Collection) else named
     if unknown or not named:
         raise InsertError(f"axes: {unknown or 'none'} is unknown; choose from {', '.join(AXES)}")
+    stream = axes is not None and "stream" in named
     axes, chosen = tuple(named), cast(Any, choices)
     if chosen is not None and not isinstance(chosen, Mapping | Sequence):
         raise InsertError(f"choices: {choices!r} is neither a list nor a mapping from axes or names to lists")

@@ -246,7 +246,7 @@ def test_a_part_of_two_sizes_is_left_out_and_the_rest_is_elastic() -> None:
     ("options", "message"),
     [
         ({"axes": ("widths",)}, "choose from depth, width, stream, ffn, heads"),
-        ({"axes": None}, "axes: none is unknown; choose from depth, width, stream, ffn, heads"),
+        ({"axes": ()}, "axes: none is unknown; choose from depth, width, stream, ffn, heads"),
         ({"only": 4}, "only: 4 is neither a pattern of names of modules nor a list of them"),
         ({"fixed": None}, "fixed: None is neither a pattern"),
         ({"choices": 0.5}, "choices: 0.5 is neither a list nor a mapping"),

@@ -47,6 +47,7 @@ def test_nemotron_equals_its_class_with_fewer_heads(groups: int) -> None:
     narrow = narrowed(model, small_nemotron(n_groups=groups, mamba_num_heads=4))
     small = {"mamba_num_heads": 4, "hidden_size": 16, "intermediate_size": 24}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "moe_shared_expert_intermediate_size": 14}
+    small |= {"moe_intermediate_size": 12}
     smallest = narrowed(model, small_nemotron(n_groups=groups, **small))
     supernet = insert_(model, example=EXAMPLE, axes=("stream", "ffn", "heads"), choices=(0.5, 1.0))
     torch.testing.assert_close(logits(supernet.subnet(supernet.space.largest())), full)
