@@ -64,6 +64,9 @@ BANK = 0.1
 WAITS_BEHIND = 1.0
 """The batch sizes that the workers can run all the time are those for which a request may wait behind so many
 batches of its kind, divided by the number of workers."""
+LAST_PRICE = 0.1
+"""The price of time where there is enough for the most accurate subnet: this share of the range of accuracies
+per time of one of its requests. It only compares batch sizes."""
 EXPIRY_MEMORY = 1000.0
 """The share of requests that expire is averaged over about so many arrivals."""
 TOLERATED = 0.25
@@ -170,12 +173,13 @@ class HullFit:
         if overload:
             price = hull.values[0] / hull.taus[0]
             # In overload a margin would only drop requests that might be met.
-            terms = _Terms(math.inf, 0.0, price, 0.0, batch.slack_ms)
+            terms = _Terms(math.inf, 0.0, price, 0.0, price, batch.slack_ms)
         else:
             price = hull.slopes[point]
             value = hull.values[point] - price * hull.taus[point]
+            choosing = price if point < len(hull.taus) - 1 else 0.0
             limit_ms = self._time_limit(batch.slack_ms)
-            terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, value, limit_ms)
+            terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, value, choosing, limit_ms)
         found = self._best_offer(context, others, hull, batch, terms, least_ms)
         if found is None:
             batch = self._requests(context, hull, tau_ms, most=True)
@@ -290,7 +294,7 @@ class HullFit:
     ) -> tuple[int, Option] | None:
         """Return (number of requests, option) with the greatest gain that meets all deadlines, or None."""
         fronts, queued, floor = self._fronts, context.queued, batch.floor
-        tau_ms, cycle_ms, price, value, limit_ms = terms
+        tau_ms, cycle_ms, price, value, choosing, limit_ms = terms
         top = fronts.column_for(batch.eligible)
         most = min(batch.eligible, fronts.sizes[top])
         # A smaller batch leaves more behind, so no batch may take longer than the largest one.
@@ -300,7 +304,7 @@ class HullFit:
             k = min(fronts.sizes[column], most)
             free_ms = cycle_ms if k == queued else min(cycle_ms, tau_ms * k)
             within = min(limit, max(free_ms, tau_ms * k) + self._banked_ms)
-            option = fronts.priced(column, k, price, within, free_ms, floor)
+            option = fronts.priced(column, k, choosing, within, free_ms, floor)
             if option is None:
                 option = fronts.fastest(column, floor)
                 if option is None or option.latency_ms > limit:
@@ -370,6 +374,7 @@ class _Terms(NamedTuple):
     cycle_ms: float
     price: float
     value: float
+    choosing: float  # the price for choosing the subnet at one batch size
     limit_ms: float
 
 
@@ -431,7 +436,8 @@ class _Hull:
         hull = hull_of_front(front)
         self.taus = [tau for tau, _, _ in hull]
         self.values = [accuracy for _, accuracy, _ in hull]
-        self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)] + [0.0]
+        last = LAST_PRICE * (max(table.accuracy) - min(table.accuracy)) / self.taus[-1]
+        self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)] + [last]
         self._floors, accuracies = fronts.floors, fronts.floors.accuracies
         by_floor = zip(accuracies, least_from(accuracies, table.accuracy, cheapest), strict=True)
         self._by_floor = {floor: found for floor, found in by_floor if found is not None}
