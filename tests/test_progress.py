@@ -35,9 +35,7 @@ def test_every_bar_asks_for_a_terminal() -> None:
     assert len(found) > 5
     for place, call in found:
         disable = [ast.unparse(k.value) for k in call.keywords if k.arg == "disable"]
-        assert len(disable) == 1, place
-        own = disable[0].replace("self._", "").replace("self.", "")
-        assert own in ("not progress or None", "None"), f"{place}: a bar that is shown in log files"
+        assert disable in (["not progress or None"], ["None"]), f"{place}: a bar that is shown in log files"
 
 
 def engine(digits: Supernet) -> Engine:

@@ -70,14 +70,14 @@ class Measurement:
 
     def run(self, calibrated: Sequence[SubnetSpec]) -> list[float]:
         """Return the metric of every subnet; those that were `calibrated` get statistics again, too."""
-        supernet, task, device = self._supernet, self._task, self._supernet.device
-        calibrate(supernet, [*self._specs, *calibrated], self._inputs, progress=self._progress)
+        supernet, task, progress = self._supernet, self._task, self._progress
+        calibrate(supernet, [*self._specs, *calibrated], self._inputs, progress=progress)
         views = [supernet.subnet(spec) for spec in self._specs]
         totals, counts = [0.0] * len(views), [0] * len(views)
-        bar = tqdm(self._held_out, "measuring", disable=not self._progress or None, leave=False, delay=1)
+        bar = tqdm(self._held_out, "measuring", disable=not progress or None, leave=False, delay=1)
         with torch.inference_mode():
             for batch in bar:
-                x, labels = task.split(batch, device)
+                x, labels = task.split(batch, supernet.device)
                 if labels is None:
                     assert self._teacher is not None
                     labels = task.output(call_with(self._teacher, x), x)

@@ -66,14 +66,14 @@ class TrainingRun:
     def go_on(self, state: TrainingState) -> None:
         """Take the steps that are left, and save from time to time and at the end."""
         facts, began = self.facts, time.perf_counter() - self.facts["seconds"]
-        saved = time.perf_counter()
+        saved, progress = time.perf_counter(), self.progress
         total = self.steps if self.minutes is None else round(60 * self.minutes)
         with tqdm(
             total=total,
             initial=facts["step"] if self.minutes is None else min(round(facts["seconds"]), total or 0),
             desc="distilling",
             unit=" steps" if self.minutes is None else " s",
-            disable=not self.progress or None,
+            disable=not progress or None,
         ) as bar:
             while self._share() < 1.0:
                 before = self._batch_norm_statistics()
