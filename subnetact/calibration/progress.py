@@ -15,7 +15,7 @@ from subnetact.calibration.run import CalibrationRun
 from subnetact.errors import SpecError
 from subnetact.files.journal import Journal
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import tensors_of
+from subnetact.supernet.batches import hash_tensors
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Progress"]
@@ -73,9 +73,7 @@ class Progress:
         self._given += 1
         if self._journal is None:
             return
-        for part in tensors_of(x):
-            self._digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
-            self._digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        hash_tensors(self._digest, x)
         now = self._digest.hexdigest()
         self._first = self._first or now
         stored = {1: self._stored_first, self._stored_given: self._stored_digest}.get(self._given)

@@ -24,6 +24,7 @@ __all__ = [
     "SHARDS",
     "read_model",
     "read_tensors",
+    "tensor_bytes",
     "tensor_from_json",
     "tensor_to_json",
     "write_model",
@@ -94,10 +95,15 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     return {name: found[file][name] for name, file in placed.items()}
 
 
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of the values of a tensor, in order."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
 def tensor_to_json(tensor: Tensor) -> list[Any]:
     """Return the dtype, the shape and the bytes of a tensor, as values that JSON can hold."""
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), b64encode(raw).decode()]
+    text = b64encode(tensor_bytes(tensor)).decode()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), text]
 
 
 def tensor_from_json(found: Any) -> Tensor:

@@ -16,12 +16,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
+from subnetact.files.tensors import tensor_bytes
 
 __all__ = [
     "as_batch",
     "as_pair",
     "call_with",
     "describe_input",
+    "hash_tensors",
     "inputs_of",
     "logits",
     "map_tensors",
@@ -76,6 +78,14 @@ def tensors_of(x: Any) -> Iterator[Any]:
             yield from tensors_of(part)
     else:
         yield x
+
+
+def hash_tensors(digest: Any, x: Any) -> None:
+    """Take shapes, dtypes and values of the tensors of an input into a digest of `hashlib`."""
+    for part in tensors_of(x):
+        if isinstance(part, Tensor):
+            digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
+            digest.update(tensor_bytes(part))
 
 
 def logits(output: Any) -> Any:

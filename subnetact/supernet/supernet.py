@@ -24,6 +24,7 @@ from subnetact.errors import (
     UncalibratedSubnetWarning,
     ViewError,
 )
+from subnetact.files.tensors import tensor_bytes
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
 from subnetact.operators.kernel_table import require_precision
@@ -81,7 +82,7 @@ def fingerprint_of(space: str, state: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(space.encode())
     for name, tensor in state.items():
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()[:16]
 
 

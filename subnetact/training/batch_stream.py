@@ -7,10 +7,9 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from subnetact.errors import ResumeMismatch, TrainingError
-from subnetact.supernet.batches import as_batch, tensors_of
+from subnetact.supernet.batches import as_batch, hash_tensors
 
 __all__ = ["BatchStream"]
 
@@ -73,8 +72,5 @@ class BatchStream:
 def _digest(batch: Any) -> str:
     """Return a hash of the tensors of a batch."""
     digest = blake2b(digest_size=8)
-    for part in tensors_of(as_batch(batch)):
-        if isinstance(part, Tensor):
-            digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
-            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    hash_tensors(digest, as_batch(batch))
     return digest.hexdigest()
