@@ -162,11 +162,11 @@ class ServeApp(BaseApp):
         async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
             _, rows, ask = found
             texts = header_values(Terms, exchange.headers)
-            try:
-                query = exchange.scope["query_string"].decode("ascii")
-                texts |= parse_qsl(query, keep_blank_values=True, max_num_fields=16)
-            except ValueError:
-                raise InvalidRequest("query: not readable; give name=value pairs") from None
+            if query := exchange.scope["query_string"]:
+                try:
+                    texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+                except ValueError:
+                    raise InvalidRequest("query: not readable; give name=value pairs") from None
             given = self.complete(ask, Ask, texts)
             if given["deadline_ms"] is None:
                 given["deadline_ms"] = self.slo_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
@@ -114,8 +115,12 @@ class Terms(CommonTerms):
 
 def header_values(model: type[BaseModel], headers: Mapping[str, str]) -> dict[str, str]:
     """Return the fields of a model that are given as headers."""
-    names = ((name, f"x-{name.replace('_', '-')}") for name in model.model_fields)
-    return {name: headers[header] for name, header in names if header in headers}
+    return {name: headers[header] for name, header in _header_names(model) if header in headers}
+
+
+@cache
+def _header_names(model: type[BaseModel]) -> list[tuple[str, str]]:
+    return [(name, f"x-{name.replace('_', '-')}") for name in model.model_fields]
 
 
 def read_json(text: Raw) -> Any:
