@@ -90,6 +90,7 @@ TAKEN_OUT: dict[str, tuple[str, ...]] = {
     "nothing": (),
     **{name: (name,) for name in MECHANISMS},
     "bank and overload by expired requests": ("bank", "overload by expired requests"),
+    "all prices": ("price of time", "price of time that is plentiful"),
 }
 
 

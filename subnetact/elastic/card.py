@@ -71,9 +71,8 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
         key = None if supernet is None else supernet.card.subnets[name].key
         own = "?" if view is None else f"{sum(p.numel() for p in view.parameters()):,}"
         rows.append([name, own, *figures, *(_shown(_latency(table, key)) for table in tables.values())])
-    yield from ("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows[:1])
-    yield "|" + " --- |" * len(rows[0])
-    yield from ("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows[1:])
+    rows.insert(1, ["---"] * len(rows[0]))
+    yield from ("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
     sources = {q["source"] for stated in subnets.values() for q in stated["quality"].values() if q["source"]}
     yield from ("", *(f"Measured: {source}." for source in sorted(sources)))
     if known:
