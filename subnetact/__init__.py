@@ -46,21 +46,21 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            90    45     38
-    files            505    68      0
+    files            508    69      0
     device           109     9      7
     command           64     8      7
     comparison        74     4      9
     spec              78    34      6
     space            359   160      6
     operators       1625   576     18
-    supernet        2060   559      5
+    supernet        2068   560      5
     insertion       3489   726     11
     ofa_adapters    2500   436      6
     digits           138    18      7
-    calibration      740   148      1
+    calibration      738   148      1
     latency          502   224      5
-    training        1074   260      4
-    elastic          601   137      2
+    training        1070   260      4
+    elastic          600   137      2
     engine          2331   613      5
     workers          754    88      0
     costs            294    65      4
@@ -72,10 +72,10 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     demo             414    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1690   312      7
+    serve           1695   313      7
     loadtest         331    63      0
     cluster          477   118      2
-    all            30845  8039    215
+    all            30854  8042    215
 
 The README has a glossary of the words that are used here.
 """
