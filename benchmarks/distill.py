@@ -244,6 +244,7 @@ def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
             resume=args.work / f"{name}.safetensors",
             save_every_s=300,
             balance=args.balance,
+            autocast=torch.bfloat16 if args.bfloat16 else None,
         )
 
     args.work.mkdir(parents=True, exist_ok=True)
@@ -260,6 +261,8 @@ def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
         "batch": args.batch,
         "rate": args.rate,
         "balance": args.balance,
+        "autocast": "bfloat16" if args.bfloat16 else None,
+        "threads": args.threads,
     }
     known.setdefault("smollm2", {})[name] = {**facts, **entry, "machine": machine(torch.device("cpu"))}
     OUT.write_text(json.dumps(known, indent=1) + "\n")
@@ -373,6 +376,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=16, help="chunks that are measured")
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--balance", action="store_true")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 where torch allows it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("distill_work"), help="folder of unfinished work")
     args = parser.parse_args()
