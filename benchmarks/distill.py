@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import import_torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -196,6 +197,7 @@ class Chunks:
 
 def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
     """Distil SmolLM2 with elastic feed-forward widths, or (`--control`) its half alone."""
+    import_torchvision()  # transformers imports it
     import elastic_smollm2
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
