@@ -219,7 +219,11 @@ def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
 
         batches = [({"input_ids": x, "use_cache": False}, x) for x in torch.split(given["training"][:16], 2)]
         reorder_(elastic, "taylor", batches=batches, loss=next_token_loss)
-        half = elastic.extract(elastic.space.spec(ffn=HALF))
+        cut = elastic.extract(elastic.space.spec(ffn=HALF))
+        config = model().config
+        config.intermediate_size = int(HALF * config.intermediate_size)
+        half = type(cut)(config).eval()  # without what tells its caches from those of other subnets
+        half.load_state_dict(cut.state_dict())
         supernet, teacher, name = (
             insert_(half, example=example, axes=("ffn",), choices=(1.0,)),
             model(),
