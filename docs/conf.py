@@ -60,14 +60,14 @@ html_show_sourcelink = False
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 5,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
-html_sidebars = {"index": []}
+html_sidebars = {page: [] for page in ("index", "concepts", "bundle", "limits", "glossary", "measured")}
 
 sphinx_gallery_conf = {
     "examples_dirs": ["examples"],
@@ -96,4 +96,5 @@ linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1)", r"mailto:"]
 def setup(app: object) -> None:
     """Write the pages that follow from the code and from the results, before Sphinx looks for pages."""
     written_pages.write(HERE)
+    app.connect("missing-reference", written_pages.short_name)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", written_pages.markdown_blocks, priority=100)  # type: ignore[attr-defined]

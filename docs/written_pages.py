@@ -15,6 +15,7 @@ from typing import Any
 
 from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,6 +59,10 @@ SHOWN = {
 """Page of results -> the figures that answer its question, which come first."""
 
 
+_PUBLIC: dict[str, str] = {}
+"""Public name -> the full name under which it is documented."""
+_FILES = re.compile(r"(Which f\w+ answers.*\n\n)?(^[-*] `\w+(\.py|/)`.*\n(  .*\n)*)+", re.MULTILINE)
+"""The list of the files of a room, which is for those who change it."""
 _ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
@@ -85,8 +90,10 @@ def write_api(folder: Path) -> None:
             if name.startswith("__") or (room == "subnetact" and name == "errors"):
                 continue
             first = known.setdefault(id(value), f"{room}.{name}")
+            _PUBLIC.setdefault(name, first)
             (here if first == f"{room}.{name}" else elsewhere).append(first)
-        text = (module.__doc__ or "").strip().split("\n\nMap\n")[0]
+        text = (module.__doc__ or "").strip().split("\n\nMap\n")[0] + "\n"
+        text = _FILES.sub("", text)
         lines = [room, "=" * len(room), "", *plain_rst(text.splitlines()), ""]
         if here:
             lines += [".. autosummary::", "   :toctree: names", "   :nosignatures:", ""]
@@ -199,6 +206,18 @@ def _write(folder: Path, pages: dict[str, str]) -> None:
             path.write_text(text)
 
 
+def short_name(_: Any, env: Any, node: Any, content: Any) -> Any:
+    """Lead a public name, `Engine` or `Engine.save`, to its page, whichever room its docstring is in."""
+    if node.get("refdomain") != "py" or node.get("reftype") != "obj":
+        return None
+    first, _, rest = node["reftarget"].partition(".")
+    full = ".".join(filter(None, (_PUBLIC.get(first), rest)))
+    found = env.get_domain("py").objects.get(full) if first in _PUBLIC else None
+    if found is None:
+        return None
+    return make_refnode(env.app.builder, node["refdoc"], found.docname, found.node_id, content, full)
+
+
 def markdown_blocks(_: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Give docstrings, which are Markdown with sections after Google, the form that Sphinx reads."""
     del options
@@ -219,12 +238,13 @@ def comment_of(name: str) -> list[str]:
 
 
 def _escaped(line: str) -> str:
-    """Return a line in which names that end in an underscore are no links of reStructuredText."""
-    line = re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", line)  # "`Phase`s"
+    """Return a line without what only reStructuredText sees: `name_` is no link, and "`Phase`s" is code."""
     parts = re.split(r"(`[^`]*`)", line)
-    return "".join(
-        part if part.startswith("`") else re.sub(r"(?<=[a-z])_(?=[\s,.;)|]|$)", r"\_", part) for part in parts
-    )
+    for i, part in enumerate(parts):
+        if not i % 2:
+            parts[i] = re.sub(r"(?<=[a-z])_(?=[\s,.;)|]|$)", r"\_", part)
+            parts[i] = re.sub(r"^(?=\w)", r"\\ " if i else "", parts[i])
+    return "".join(parts)
 
 
 def plain_rst(lines: list[str]) -> list[str]:

@@ -20,8 +20,6 @@ PAGES = {
     str(path.relative_to(ROOT / "docs")): path.read_text()
     for path in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")]
 }
-OF_A_SERVER = ("howto/openai.md",)
-"""Pages that ask a server; a test of that server runs them."""
 NEEDED = {"howto/fastapi.md": "fastapi", "howto/language_models.md": "transformers"}
 
 
@@ -30,9 +28,16 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
 
 
+RUN_ELSEWHERE = {
+    *blocks("howto/openai.md"),  # `tests/serve/test_text_command.py` has a server for them
+    *re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL),
+}
+"""A page with no other blocks than these is not run here; a page with others is run whole."""
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in OF_A_SERVER])
+@pytest.mark.parametrize("page", [page for page in PAGES if set(blocks(page)) - RUN_ELSEWHERE])
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
