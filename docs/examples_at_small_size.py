@@ -1,21 +1,22 @@
-"""How sphinx-gallery runs `examples/*.py`: small, by their own options, in a folder that is thrown away."""
+"""How sphinx-gallery runs `examples/*.py`: small, by their own options, and with their figures."""
 
 from __future__ import annotations
 
 import os
 import random
-import tempfile
+import shutil
 from pathlib import Path
 from typing import Any
 
 SMALL = {
     "distil_timm_model": ["--pretraining", "30", "--steps", "20"],
     "finetune_own_model": ["--steps", "20", "--elastic-steps", "12", "--evaluations", "4"],
-    "read_pages": ["--steps", "40", "--seconds", "3"],
+    "read_pages": ["--steps", "150", "--seconds", "3"],
 }
 """Example -> options of a short run. The others need weights, servers or hours: they are shown only."""
 PATTERN = "|".join(rf"/{name}\.py" for name in SMALL)
-_OUT = Path(tempfile.gettempdir()) / f"subnetact_docs_{os.getpid()}"
+_OUT = Path("out")
+"""Where programs write their results; they run in `docs/examples`, which nobody keeps."""
 
 
 def arguments(_: dict[str, Any], script: dict[str, Any]) -> list[str]:
@@ -32,7 +33,7 @@ def start(_: dict[str, Any], name: str) -> None:
     torch.manual_seed(0)
     random.seed(0)
     os.environ["TQDM_DISABLE"] = "1"
-    (_OUT / Path(name).stem).mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(Path(__file__).parent / "examples" / _OUT / Path(name).stem, ignore_errors=True)
 
 
 def figures(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
@@ -40,7 +41,8 @@ def figures(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]
     from sphinx_gallery.scrapers import figure_rst
 
     del block
-    out, shown = _OUT / Path(block_vars["src_file"]).stem, []
+    program = Path(block_vars["src_file"])
+    out, shown = program.parent / _OUT / program.stem, []
     paths = block_vars["image_path_iterator"]
     for figure in sorted(out.rglob("*.png")):
         target = Path(next(paths))

@@ -126,9 +126,20 @@ def write_examples(folder: Path) -> None:
         left = first[len(title) :].lstrip(".: ")
         lines = [title, "=" * len(title), "", *plain_rst([left[:1].upper() + left[1:], *rest]), ""]
         lines += ["The figure of a whole run:", "", *shown] if figure.exists() else []
-        code = text[text.index('"""', 3) + 3 :] if text.startswith('"""') else text
+        code = in_cells(text)[text.index('"""', 3) + 3 :]
         pages[path.name] = 'r"""\n' + "\n".join(lines) + '"""' + code
     _write(folder, pages)
+
+
+def in_cells(program: str) -> str:
+    """Return a program with a cell for every function and class, whose first sentence stands above it."""
+    lines = program.splitlines()
+    for node in reversed(ast.parse(program).body):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = (ast.get_docstring(node) or "And now all steps in their order.").splitlines()[0]
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+            lines[start:start] = ["# %%", f"# {_escaped(first)}", ""]
+    return "\n".join(lines) + "\n"
 
 
 def write_results(folder: Path) -> None:
