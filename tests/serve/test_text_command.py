@@ -118,6 +118,7 @@ def test_the_blocks_of_the_page_about_this_client_run(client: Any) -> None:
         names["server"] = {"base_url": client.base_url, "api_key": client.api_key}
         exec(compile(local, "docs/howto/openai.md", "exec"), names)
     assert names["answer"].choices[0].text
+    names["client"].close()
 
 
 def test_strangers_are_refused(served: Any) -> None:
