@@ -48,6 +48,7 @@ from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, plain
 from subnetact.errors import CheckpointError, MissingExtra, SpecError
 from subnetact.insertion.description import Description, Group, Member
+from subnetact.insertion.experts import expert_groups
 from subnetact.insertion.state_space import state_space_group
 from subnetact.insertion.stream import stream_group
 from subnetact.operators import Elastic, ElasticAttribute, WeightSlice
@@ -56,17 +57,23 @@ from subnetact.spec import shown
 
 BUDGETS = "budgets.json"
 FULL = "full"
-KINDS = {
-    "hidden_size": "",
-    "mamba_num_heads": "linear_attention",
-    "num_key_value_heads": "full_attention",
-    "intermediate_size": "mlp",
-    "moe_intermediate_size": "moe",
-    "moe_shared_expert_intermediate_size": "moe",
+FIELDS = (
+    "hidden_size",
+    "mamba_num_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
+"""The fields of a budget, which are axes if the network has layers of the kind that they are about."""
+OF_EXPERTS = {
+    "pool": "n_routed_experts",
+    "experts": "num_experts_per_tok",
+    "ffn": "moe_intermediate_size",
 }
-"""Field of a budget -> the kind of layers that it is about; the axes have the names of the fields."""
-FIXED = ("n_routed_experts", "num_experts_per_tok", "num_attention_heads")
-"""Further fields, which a budget may state if they have the number of the full network, or follow from it."""
+"""Axis of a group of experts -> the field of a budget."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +140,9 @@ def _groups(network: Any) -> Iterator[tuple[str, Group]]:
         elif kind == "mlp":
             yield "intermediate_size", _neurons(path, config.intermediate_size)
         else:
-            own = f"{path}.experts"
-            parts = ("up_proj.1", "down_proj.2", "intermediate_dim")
-            members = [Member(own, part, ElasticAttribute) for part in parts]
-            size = config.moe_intermediate_size
-            yield "moe_intermediate_size", Group(f"{own}.ffn", "ffn", size, tuple(members))
+            inside = dict(network.get_submodule(path).named_modules(prefix=path))
+            routed = [variants[0] for _, variants, why in expert_groups(inside, lambda _: path) if not why]
+            yield from ((OF_EXPERTS[group.axis], group) for group in routed)
             shared = config.moe_shared_expert_intermediate_size
             yield "moe_shared_expert_intermediate_size", _neurons(f"{path}.shared_experts", shared)
 
@@ -161,7 +166,7 @@ def _layout(network: Any, given: Mapping[str, Any]) -> NemotronElasticLayout:
         raise SpecError(f"nemotron_elastic: {stream}")
     groups = {"hidden_size": (stream,), **{field: tuple(own) for field, own in layers.items()}}
     full = {field: (int(getattr(network.config, field)),) * len(own) for field, own in groups.items()}
-    budgets = {FULL: full, **{name: _budget(name, own, network.config, full) for name, own in given.items()}}
+    budgets = {FULL: full, **{name: _budget(name, own, network.config, groups) for name, own in given.items()}}
     numbers = {
         field: tuple(tuple(sorted({*own})) for own in zip(*(b[field] for b in budgets.values()), strict=True))
         for field in groups
@@ -170,7 +175,7 @@ def _layout(network: Any, given: Mapping[str, Any]) -> NemotronElasticLayout:
 
 
 def _budget(
-    name: str, given: Any, config: Any, full: Mapping[str, tuple[int, ...]]
+    name: str, given: Any, config: Any, groups: Mapping[str, tuple[Group, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the numbers of a budget for every group of every field, if they are legal."""
     subject = f"nemotron_elastic: budget {shown(name)}"
@@ -179,28 +184,32 @@ def _budget(
             f"{subject}: give a mapping of sizes, and a name other than {FULL!r}; got {shown(given)}"
         )
     given = {field: plain(value) for field, value in given.items()}
-    per_pair = config.num_attention_heads // config.num_key_value_heads
+    full = {field: getattr(config, field) for field in FIELDS}
     pairs = given.get("num_key_value_heads", config.num_key_value_heads)
-    for field in FIXED:
-        most = getattr(config, field)
-        follows = pairs * per_pair if field == "num_attention_heads" and type(pairs) is int else most
-        if field in given and given.pop(field) != follows:
-            raise SpecError(f"{subject}: {field} is {follows} here, and no axis of this family")
-    found = dict(full)
+    queries = config.num_attention_heads // config.num_key_value_heads
+    fixed = {field: number for field, number in full.items() if field not in groups}
+    fixed["num_attention_heads"] = pairs * queries if type(pairs) is int else config.num_attention_heads
+    for field in given.keys() & fixed.keys():
+        if given.pop(field) != fixed[field]:
+            raise SpecError(f"{subject}: {field} is {fixed[field]} here, and no axis of this network")
+    found = {field: (full[field],) * len(own) for field, own in groups.items()}
     for field, value in given.items():
-        if field not in full:
-            raise SpecError(f"{subject}: no size {shown(field)}; choose from {', '.join((*full, *FIXED))}")
-        numbers = tuple(value) if isinstance(value, list) else (value,) * len(full[field])
-        if len(numbers) != len(full[field]):
+        if field not in groups:
+            raise SpecError(f"{subject}: no size {shown(field)}; choose from {', '.join((*groups, *fixed))}")
+        numbers = tuple(value) if isinstance(value, list) else (value,) * len(groups[field])
+        if len(numbers) != len(groups[field]):
             raise SpecError(
-                f"{subject}: {field} has {len(numbers)} numbers for {len(full[field])} layers; give one "
+                f"{subject}: {field} has {len(numbers)} numbers for {len(groups[field])} layers; give one "
                 "number, or one per layer of its kind"
             )
         each = config.n_groups if field == "mamba_num_heads" else 1
-        for number, most in zip(numbers, full[field], strict=True):
-            if type(number) is not int or not each <= number <= most or number % each:
+        for number, group in zip(numbers, groups[field], strict=True):
+            least = max(each, group.least)
+            if type(number) is not int or not least <= number <= full[field] or number % each:
                 steps = f" in steps of {each}, because every group of the norm keeps as many" * (each > 1)
-                raise SpecError(f"{subject}: {field} is {each} to {most}{steps}; got {shown(number)}")
+                raise SpecError(
+                    f"{subject}: {field} is {least} to {full[field]}{steps}; got {shown(number)}"
+                )
         found[field] = numbers
     return found
 
@@ -289,6 +298,7 @@ FAMILY = Family(
     unused=r"^mtp\.",
     settings=settings,
     convert=joined,
+    packs=False,
     input_shape=(8,),
     input_dtype="int64",
 )
