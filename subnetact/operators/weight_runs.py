@@ -56,7 +56,7 @@ class LinearInRuns:
         found = {f"{prefix}{n}": t if keep_vars else t.detach() for n, t in given if t is not None}
         destination.update(found)
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
         grid = self._grid
         parts = x.split([run.shape[1] for run in grid[0]], -1)

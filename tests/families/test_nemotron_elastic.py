@@ -174,6 +174,14 @@ def test_directory_is_what_transformers_loads(directory: Path, supernet: Superne
     torch.testing.assert_close(logits(supernet.subnet(supernet.space.parse("full"))), logits(loaded.eval()))
 
 
+def test_groups_of_experts_stay_whole() -> None:
+    config = {**NEMOTRON, "n_routed_experts": 6, "n_group": 2, "topk_group": 1}
+    loaded = ofa_adapters.load("nemotron_elastic", config=config, budgets={"a": {"n_routed_experts": 6}})
+    assert "num_experts_per_tok" in loaded.space.format(loaded.space.largest())
+    with pytest.raises(SpecError, match="n_routed_experts is 6 here, and no axis of this network"):
+        ofa_adapters.load("nemotron_elastic", config=config, budgets={"a": {"n_routed_experts": 4}})
+
+
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
