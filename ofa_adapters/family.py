@@ -56,6 +56,8 @@ class Family:
         settings: takes a directory that transformers saved; returns the constructor arguments that its
             `config.json` states. If None, its entries of the same names are taken.
         calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
+        packs: whether views have packed copies of slices in several runs, as `Supernet.packs` says. It is
+            False where these would take much memory.
         listed_statistics: whether a checkpoint holds own BatchNorm statistics per subnet (Slimmable).
         input_shape: shape of one usual input, without the batch dimension.
         input_dtype: dtype of that input, as an attribute name of torch.
@@ -74,6 +76,7 @@ class Family:
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     settings: Callable[[str | PathLike[str]], dict[str, Any]] | None = None
     calibration: str = WEIGHTED_BIASED
+    packs: bool = True
     listed_statistics: bool = False
     input_shape: tuple[int, ...] = (3, 224, 224)
     input_dtype: str = "float32"

@@ -137,6 +137,8 @@ def load(
         fill(found, network, tensors, subject, _hint(recognised(tensors), family), allow_nonfinite)
     supernet = put_operators_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
+    if not found.packs:
+        supernet.packs = False
     for norm in supernet.norm_operators().values():
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:

@@ -1,30 +1,45 @@
 """Nemotron-H with budgets in one checkpoint, as Star Elastic and Nemotron Elastic train them.
 
-transformers builds the network. A budget states sizes under the names of `NemotronHConfig`: `hidden_size`
-(embedding channels), `mamba_num_heads`, `num_key_value_heads` (with their query heads), `intermediate_size`,
-`moe_intermediate_size` and `moe_shared_expert_intermediate_size`, each as one number, or as a list with one
-number per layer of that kind. Every subnet keeps the first entries of each, as training ranks them.
+transformers builds the network. A budget states sizes under the names of `NemotronHConfig`, each as one
+number, or as a list with one number per layer of that kind:
+
+    hidden_size                            embedding channels; Megatron's emb_int_list has the choices
+    mamba_num_heads                        Mamba heads; mamba_int_list
+    n_routed_experts                       experts of a layer; moe_expert_int_list
+    moe_intermediate_size                  neurons of every routed expert; mlp_int_list
+    num_experts_per_tok, num_key_value_heads (with their query heads), intermediate_size,
+    moe_shared_expert_intermediate_size    kept whole by Megatron; budgets of your own may state them
+
+Every subnet keeps the first entries of each, as training ranks them. If a router has groups of experts
+(`n_group`), all of them stay.
 
 The rules are those of Megatron-LM. Its hooks compute on zero-masked inputs; with a share p of the features,
 they set the eps of a norm to eps * p and multiply its output by the square root of p. That is RMSNorm over
-the kept features with the original eps. Of the Mamba heads, a prefix per tensor-parallel shard is kept, and B
-and C are whole. Because the gated norm works in groups, this is one rule with ours if every group of heads
-keeps the same share, so heads are kept as a prefix per group here: a checkpoint trained with one shard per
-group, or with one group.
+the kept features with the original eps. A dropped expert has a logit of minus infinity and no bias, so it is
+not chosen while enough others have a positive sum of score and bias. Of the Mamba heads, a prefix per
+tensor-parallel shard is kept, and B and C are whole. Because the gated norm works in groups, this is one rule
+with ours if every group of heads keeps the same share, so heads are kept as a prefix per group here: a
+checkpoint trained with one shard per group, or with one group.
 
-No published file is known that states the budgets in a form for programs. `load` reads `budgets.json` beside
-the `config.json`, or the argument `budgets`: name of a budget -> its sizes, for example
+No published file is known that states the budgets in a form for programs: Megatron-LM has lists of choices as
+arguments of its training, and a learned router that picks from them. `load` reads `budgets.json` beside the
+`config.json`, or the argument `budgets`: name of a budget -> its sizes, for example
 `{"12B": {"hidden_size": 1920, "mamba_num_heads": 32}}`. What a budget leaves out is as in the full network,
 whose budget is called "full". `space.parse` takes such a name, or sizes.
 
-All budgets are views of one copy, but for the Mamba mixers: their heads are several runs of rows, of which
-views have packed copies. Numbers of experts are no axis here.
+All budgets are views of one copy. The heads of a Mamba mixer are several runs of rows, by each of which its
+layers multiply where it is (`Supernet.packs`); only biases, norms and the kernels of convolutions are copied.
+To think with one budget and answer with another, let views generate: budgets with other Mamba heads have
+states of other sizes, so `switch(supernet, cache, spec, recompute=tokens)` of `subnetact.insertion` computes
+them again, and budgets that differ in experts only may go on with `allow_approximate=True`.
 
-MatMamba keeps a prefix of heads, with B and C whole, in one group, and its residual width stays: budgets of
-`mamba_num_heads` alone with `n_groups=1` are its slices. Its language models consist of Mamba-2 mixers only,
-so their weights belong into transformers' Mamba2ForCausalLM, whose heads
-`subnetact.insert_(model, example=tokens, axes=("heads",))` makes elastic; its vision models are no models of
-transformers. No checkpoint of either was in reach to try.
+MatMamba keeps a prefix of heads, with z, x and dt sliced and B and C whole, in one group, and its residual
+width stays: budgets of `mamba_num_heads` alone with `n_groups=1` are its slices. Its language models
+(MatMamba-LM-130M, 370M, 790M, 1.4B) consist of Mamba-2 mixers of 64 heads, each `d_model / 32` wide, and were
+trained with 64, 32, 16 and 8 of them. So their weights belong into transformers' Mamba2ForCausalLM with
+`num_heads=64, head_dim=d_model // 32, n_groups=1`, whose heads
+`subnetact.insert_(model, example=tokens, axes=("heads",), choices=(8, 16, 32, 64))` makes elastic. Its vision
+models slice in the same way, but are no models of transformers. No checkpoint of either was in reach to try.
 
 Source: nvidia/NVIDIA-Nemotron-Labs-3-Elastic-30B-A3B, Nemotron Elastic (arXiv 2511.16664), Star Elastic
 (arXiv 2605.07182), NVIDIA/Megatron-LM (megatron/elastification); MatMamba (matmamba/mamba2.py).
@@ -48,25 +63,32 @@ from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, plain
 from subnetact.errors import CheckpointError, MissingExtra, SpecError
 from subnetact.insertion.description import Description, Group, Member
+from subnetact.insertion.experts import expert_groups
 from subnetact.insertion.state_space import state_space_group
 from subnetact.insertion.stream import stream_group
-from subnetact.operators import Elastic, ElasticAttribute, WeightSlice
+from subnetact.operators import Elastic, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot
 from subnetact.spec import shown
 
 BUDGETS = "budgets.json"
 FULL = "full"
-KINDS = {
-    "hidden_size": "",
-    "mamba_num_heads": "linear_attention",
-    "num_key_value_heads": "full_attention",
-    "intermediate_size": "mlp",
-    "moe_intermediate_size": "moe",
-    "moe_shared_expert_intermediate_size": "moe",
+FIELDS = (
+    "hidden_size",
+    "mamba_num_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
+"""The fields of a budget, which are axes if the network has layers of the kind that they are about."""
+OF_EXPERTS = {
+    "pool": "n_routed_experts",
+    "experts": "num_experts_per_tok",
+    "ffn": "moe_intermediate_size",
 }
-"""Field of a budget -> the kind of layers that it is about; the axes have the names of the fields."""
-FIXED = ("n_routed_experts", "num_experts_per_tok", "num_attention_heads")
-"""Further fields, which a budget may state if they have the number of the full network, or follow from it."""
+"""Axis of a group of experts -> the field of a budget."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +155,17 @@ def _groups(network: Any) -> Iterator[tuple[str, Group]]:
         elif kind == "mlp":
             yield "intermediate_size", _neurons(path, config.intermediate_size)
         else:
-            own = f"{path}.experts"
-            parts = ("up_proj.1", "down_proj.2", "intermediate_dim")
-            members = [Member(own, part, ElasticAttribute) for part in parts]
-            size = config.moe_intermediate_size
-            yield "moe_intermediate_size", Group(f"{own}.ffn", "ffn", size, tuple(members))
+            for group in _experts(path, network.get_submodule(path)):
+                if group.axis != "pool" or config.n_group == 1:
+                    yield OF_EXPERTS[group.axis], group
             shared = config.moe_shared_expert_intermediate_size
             yield "moe_shared_expert_intermediate_size", _neurons(f"{path}.shared_experts", shared)
+
+
+def _experts(path: str, mixer: nn.Module) -> list[Group]:
+    """Return how many experts a token visits, how many there are, and how wide they are."""
+    found = expert_groups(dict(mixer.named_modules(prefix=path)), lambda _: path)
+    return [variants[0] for _, variants, why in found if not why]
 
 
 def _neurons(path: str, full: int) -> Group:
@@ -161,7 +187,8 @@ def _layout(network: Any, given: Mapping[str, Any]) -> NemotronElasticLayout:
         raise SpecError(f"nemotron_elastic: {stream}")
     groups = {"hidden_size": (stream,), **{field: tuple(own) for field, own in layers.items()}}
     full = {field: (int(getattr(network.config, field)),) * len(own) for field, own in groups.items()}
-    budgets = {FULL: full, **{name: _budget(name, own, network.config, full) for name, own in given.items()}}
+    named = {name: _budget(name, own, network.config, groups) for name, own in given.items()}
+    budgets = {FULL: full, **named}
     numbers = {
         field: tuple(tuple(sorted({*own})) for own in zip(*(b[field] for b in budgets.values()), strict=True))
         for field in groups
@@ -170,7 +197,7 @@ def _layout(network: Any, given: Mapping[str, Any]) -> NemotronElasticLayout:
 
 
 def _budget(
-    name: str, given: Any, config: Any, full: Mapping[str, tuple[int, ...]]
+    name: str, given: Any, config: Any, groups: Mapping[str, tuple[Group, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the numbers of a budget for every group of every field, if they are legal."""
     subject = f"nemotron_elastic: budget {shown(name)}"
@@ -179,28 +206,30 @@ def _budget(
             f"{subject}: give a mapping of sizes, and a name other than {FULL!r}; got {shown(given)}"
         )
     given = {field: plain(value) for field, value in given.items()}
-    per_pair = config.num_attention_heads // config.num_key_value_heads
+    full = {field: getattr(config, field) for field in FIELDS}
     pairs = given.get("num_key_value_heads", config.num_key_value_heads)
-    for field in FIXED:
-        most = getattr(config, field)
-        follows = pairs * per_pair if field == "num_attention_heads" and type(pairs) is int else most
-        if field in given and given.pop(field) != follows:
-            raise SpecError(f"{subject}: {field} is {follows} here, and no axis of this family")
-    found = dict(full)
+    queries = config.num_attention_heads // config.num_key_value_heads
+    fixed = {field: number for field, number in full.items() if field not in groups}
+    fixed["num_attention_heads"] = pairs * queries if type(pairs) is int else config.num_attention_heads
+    for field in given.keys() & fixed.keys():
+        if given.pop(field) != fixed[field]:
+            raise SpecError(f"{subject}: {field} is {fixed[field]} here, and no axis of this network")
+    found = {field: (full[field],) * len(own) for field, own in groups.items()}
     for field, value in given.items():
-        if field not in full:
-            raise SpecError(f"{subject}: no size {shown(field)}; choose from {', '.join((*full, *FIXED))}")
-        numbers = tuple(value) if isinstance(value, list) else (value,) * len(full[field])
-        if len(numbers) != len(full[field]):
+        if field not in groups:
+            raise SpecError(f"{subject}: no size {shown(field)}; choose from {', '.join((*groups, *fixed))}")
+        numbers = tuple(value) if isinstance(value, list) else (value,) * len(groups[field])
+        if len(numbers) != len(groups[field]):
             raise SpecError(
-                f"{subject}: {field} has {len(numbers)} numbers for {len(full[field])} layers; give one "
+                f"{subject}: {field} has {len(numbers)} numbers for {len(groups[field])} layers; give one "
                 "number, or one per layer of its kind"
             )
         each = config.n_groups if field == "mamba_num_heads" else 1
-        for number, most in zip(numbers, full[field], strict=True):
-            if type(number) is not int or not each <= number <= most or number % each:
+        for number, group in zip(numbers, groups[field], strict=True):
+            least = max(each, group.least)
+            if type(number) is not int or not least <= number <= full[field] or number % each:
                 steps = f" in steps of {each}, because every group of the norm keeps as many" * (each > 1)
-                raise SpecError(f"{subject}: {field} is {each} to {most}{steps}; got {shown(number)}")
+                raise SpecError(f"{subject}: {field} is {least} to {full[field]}{steps}; got {shown(number)}")
         found[field] = numbers
     return found
 
@@ -289,6 +318,7 @@ FAMILY = Family(
     unused=r"^mtp\.",
     settings=settings,
     convert=joined,
+    packs=False,
     input_shape=(8,),
     input_dtype="int64",
 )

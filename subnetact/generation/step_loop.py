@@ -29,6 +29,7 @@ from subnetact.supernet.supernet import Supernet
 try:
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
     from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
@@ -71,8 +72,12 @@ class ElasticDecoder(nn.Module):
         network: Any = supernet.network
         if not callable(getattr(network, "set_attn_implementation", None)) or not hasattr(network, "config"):
             raise InsertError(
-                f"{type(network).__name__} is no language model of transformers, so it cannot generate by "
-                "continuous batching; insert_ a model such as LlamaForCausalLM"
+                f"{type(network).__name__} is no language model of transformers, as LlamaForCausalLM is"
+            )
+        self.config, text = network.config, network.config.get_text_config()
+        if strange := {*(getattr(text, "layer_types", None) or ())}.difference(ATTN_TYPE_TO_ALLOCATOR):
+            raise InsertError(
+                f"continuous batching has no cache for {min(strange)}; use view.generate and switch"
             )
         ways = {"incompatible": "take subnets that keep the same layers and heads"}
         if not allow_approximate:
@@ -96,7 +101,6 @@ class ElasticDecoder(nn.Module):
         self._supernet = (supernet,)  # not a submodule: it owns the weights
         self._subnets = list(subnets)
         self._allow_approximate = allow_approximate
-        self.config, text = network.config, network.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
         self.longest = int(getattr(text, "max_position_embeddings", None) or sys.maxsize)  # of sequences
         self.device, self.dtype = network.device, network.dtype
@@ -134,10 +138,9 @@ class ElasticDecoder(nn.Module):
         generation, former = self._supernet[0].generation, self._moment
         if generation.number != self._number or generation.moment() != self._moment:
             self._take_views()
-        if self._moment == former:
-            return False
-        self._empty(cache)
-        return True
+        if self._moment != former:
+            self._empty(cache)
+        return self._moment != former
 
     def _take_views(self) -> None:
         supernet = self._supernet[0]
@@ -167,20 +170,6 @@ class ElasticDecoder(nn.Module):
             rows = output.logits[0]
             self.logits = rows if "logits_to_keep" in arguments else rows[arguments["logits_indices"]]
         return output
-
-
-def _begin_again(processor: Any) -> None:
-    """Queue the active sequences again, with the tokens that they have; their pages become free."""
-    scheduler = processor.scheduler
-    for name, state in list(scheduler.active_requests.items()):
-        scheduler.finish_request(name)
-        scheduler.add_waiting_request(state.create_equivalent_initial_request())
-
-
-def _state(request: Any) -> Any:
-    """Return what transformers keeps of a request. When it ends, the plan knows."""
-    sampling = {**GREEDY, **(request.sampling or {})}
-    return RequestState(request, list(request.prompt), max_new_tokens=None, logit_processor_kwargs=sampling)
 
 
 class _Planned(FIFOScheduler):
@@ -221,7 +210,10 @@ class _Planned(FIFOScheduler):
             if joins:
                 if self.block_new_requests and self.active_requests:
                     return False
-                state = self.waiting_requests.get(request) or _state(request)
+                sampling = {**GREEDY, **(request.sampling or {})}
+                state = self.waiting_requests.get(request) or RequestState(  # The plan knows when it ends.
+                    request, list(request.prompt), max_new_tokens=None, logit_processor_kwargs=sampling
+                )
             decodes = not state.remaining_prefill_tokens
             needed = min(state.current_len(), limit)
             if read + needed > cache_budget or not (roomy or decodes or not futures):
@@ -296,7 +288,9 @@ class StepLoop(ContinuousBatchingManager):
         """
         processor: Any = self.batch_processor
         if self._decoder.follow(processor.cache):
-            _begin_again(processor)
+            for name, state in list(processor.scheduler.active_requests.items()):  # Their pages become free.
+                processor.scheduler.finish_request(name)
+                processor.scheduler.add_waiting_request(state.create_equivalent_initial_request())
         if not processor.prepare_next_batch():
             return None
         step = processor.scheduler.step

@@ -6,8 +6,9 @@ of the subnet only. Everything else stays as it is, so the scale of Gemma's embe
 model; a configuration with fewer channels would have another scale.
 
 A layer belongs to the stream if one of its sides is as long as the stream and lies not inside of an
-attention, a state space or a feed-forward network. No block can be tried alone, so the proof of the whole
-description is what shows that nothing else reads the stream.
+attention, a state space or a feed-forward network. So does an axis of the weights of experts that is as long,
+and is neither that of the experts nor that of their neurons, which other groups hold. No block can be tried
+alone, so the proof of the whole description is what shows that nothing else reads the stream.
 """
 
 from __future__ import annotations
@@ -53,17 +54,21 @@ def stream_group(
     members: list[Member] = []
     for path, module in model.named_modules():
         inside = any(f"{path}.".startswith(f"{mixer}.") for mixer in mixers)
+        own: dict[str, list[int]] = {}
         for member in _members(path, module, full, sides, inside):
             if (path, member.part) not in inner:
                 if member.operator is WeightSlice and traits_of(module).kind == "convolution":
                     return f"{path} is a convolution over the stream, which no rule knows"
+                name, _, axis = member.part.partition(".")
+                if axis:
+                    own.setdefault(name, []).append(int(axis))
                 try:
                     member.operator(module, path, {member.part: 0}).check()
                 except InsertError as error:
                     return str(error)
                 members.append(member)
-        twice = [n for n, p in module.named_parameters(recurse=False) if tuple(p.shape).count(full) > 1]
-        if twice and not inside and traits_of(module).kind == "unknown":
+        twice = [name for name, axes in own.items() if len(axes) > 1]
+        if twice:
             return f"{path}.{twice[0]} has two axes of {full} entries, and which one is the stream is unknown"
     return Group(STREAM, STREAM, full, tuple(members))
 
@@ -87,7 +92,7 @@ def _members(
         if set(shapes.values()) == {(full,)}:
             yield Member(path, "features", LayerNormSlice)
     else:  # own parameters, of a router or of all experts, and numbers of what is around them
-        axes = {name: shape.index(full) for name, shape in shapes.items() if shape.count(full) == 1}
-        yield from (Member(path, f"{name}.{axis}", ElasticAttribute) for name, axis in axes.items())
+        axes = [f"{name}.{i}" for name, shape in shapes.items() for i, n in enumerate(shape) if n == full]
+        yield from (Member(path, axis, ElasticAttribute) for axis in axes)
         numbers = WIDTHS if axes else ("input_size",)
         yield from (Member(path, n, ElasticAttribute) for n in numbers if vars(module).get(n) == full)

@@ -20,7 +20,8 @@ through `tensors`. The forward is that of the template's class, or of `self.__di
 
 What `tensors` returns by slicing shares the storage of the parameters and costs no memory. Any other tensor
 (concatenated, gathered, normalised, multiplied) becomes a packed copy in views: it takes memory once per
-distinct sizes, and follows changes in place by itself (`packed_copy.py`). Changes that version counters do
+distinct sizes, and follows changes in place by itself (`packed_copy.py`; linear layers can do without,
+`weight_runs.py`). Changes that version counters do
 not show (through `parameter.data`, `set_`, NumPy, or on tensors that were made in inference mode) need
 `Supernet.refresh`; `Supernet.verify` finds them.
 """
@@ -42,6 +43,7 @@ from subnetact.operators.packed_copy import PackedCopy, follow_
 from subnetact.operators.segments import Kept, Segments, cut
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import view_module
+from subnetact.operators.weight_runs import LinearInRuns
 from subnetact.space import SizeRow
 
 __all__ = ["Elastic", "Operator", "slicer_of", "template_of"]
@@ -112,6 +114,9 @@ class Operator(nn.Module):
 
     precision_dim: int | None = None
     """The position in the size row of the bits of the weight. If None, it stays as it is in every subnet."""
+
+    packs: bool = True
+    """Whether slices of linear layers in several runs become packed copies (`Supernet.packs`)."""
 
     template: Any
 
@@ -325,7 +330,8 @@ class Operator(nn.Module):
         bits = FLOAT_BITS if trainable or dim is None else row[dim]
         low = None if bits == FLOAT_BITS else self.low_mixin()
         given = self.parameters_of(sizes, trainable, FLOAT_BITS if low is None else bits)
-        return view_module(self.shell, parameters=given, mixin=low, **self.attributes(sizes))
+        mixin = LinearInRuns if "weight_0_0" in given else low
+        return view_module(self.shell, parameters=given, mixin=mixin, **self.attributes(sizes))
 
     def parameters_of(
         self, sizes: tuple[int, ...], trainable: bool, bits: int = FLOAT_BITS

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from subnetact.errors import ViewError
 from subnetact.operators.packed_copy import follow_
 from subnetact.operators.tensor_version import storage_id
+from subnetact.operators.weight_runs import LinearInRuns
 
 __all__ = ["HOOKS", "is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
 
@@ -161,7 +162,8 @@ def is_view(module: nn.Module) -> bool:
 def module_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module stands for: for a view's module, the class of its template."""
     cls: Any = type(module).__mro__[2] if is_view(module) else type(module)
-    return vars(cls).get("owned_as", cls)  # type: ignore[no-any-return]
+    cls = vars(cls).get("owned_as", cls)
+    return cls.__mro__[2] if cls.__mro__[1] is LinearInRuns else cls  # type: ignore[no-any-return]
 
 
 def view_module(
@@ -223,7 +225,8 @@ def _own(view: nn.Module, done: dict[int, nn.Module], tensors: dict[Any, Any]) -
             tensors[key] = tensor, own  # The tensor is kept, so that no other gets its storage.
         return tensors[key][1]
 
-    module._parameters = {name: copied(p, trains=True) for name, p in view._parameters.items()}
+    given: dict[str, Any] = view.in_one_piece if isinstance(view, LinearInRuns) else view._parameters
+    module._parameters = {name: copied(p, trains=True) for name, p in given.items()}
     module._buffers = {name: copied(b, trains=False) for name, b in view._buffers.items()}
     module._modules = {
         name: None if m is None else _own(m, done, tensors) for name, m in view._modules.items()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from subnetact.operators.base import Operator
-from subnetact.operators.lowered_weight import Low, LowConv, LowConv1D, LowLinear
+from subnetact.operators.lowered_weight import FLOAT_BITS, Low, LowConv, LowConv1D, LowLinear
+from subnetact.operators.weight_runs import runs_of
 from subnetact.space import SizeRow
 
 __all__ = ["WeightSlice"]
@@ -110,6 +111,14 @@ class WeightSlice(Operator):
         if self._groups > 1:
             found["groups"] = self._groups * self.totals(sizes)[0] // self.full("out")
         return found
+
+    def view_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
+        """Return what every operator does, or the runs of the weight of a linear layer that is not packed."""
+        if not self.packs and bits == FLOAT_BITS and type(self.template).forward is nn.Linear.forward:
+            runs = runs_of(self.get_parameter("weight"), *self.kept_parts(sizes))
+            if len(runs) > 1:
+                return {**runs, **self.sliced(sizes, {"bias": self._parameters["bias"]})}
+        return super().view_tensors(sizes, bits)
 
     def low_mixin(self) -> type[Low] | None:
         """Return the forward at a lower precision of a linear layer, a convolution or a `Conv1D`."""

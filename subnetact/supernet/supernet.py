@@ -256,6 +256,24 @@ class Supernet(nn.Module):
             low = self.private_view(spec)[0]
         return layer_errors(exact, low, lambda network: call_with(network, x))
 
+    @property
+    def packs(self) -> bool:
+        """Whether views have packed copies of linear layers' slices that are several runs of the weight.
+
+        Such are fused layers, and heads of which a subnet keeps the first ones of every group. If it is set
+        to False, these layers multiply by each run where it is: all subnets together take the memory of the
+        largest one, and every call takes a little longer. Results may differ by rounding. Slices that are no
+        weights of linear layers, or that have a lower precision, are packed as before.
+        """
+        return all(operator.packs for operator in operators_in(self))
+
+    @packs.setter
+    def packs(self, packs: bool) -> None:
+        with self._generation.lock:
+            for operator in operators_in(self):
+                operator.packs = bool(packs)
+            self._generation.move(same=True)
+
     def lowered_bytes(self) -> int:
         """Return the bytes of the copies of weights at lower precisions, which all subnets share."""
         return sum(

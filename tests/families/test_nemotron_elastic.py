@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from small_state_spaces import NEMOTRON, TOKENS, first_heads, logits, narrowed, 
 from torch import Tensor, nn
 
 import ofa_adapters
+from subnetact.engine.stats import weight_bytes
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.supernet.supernet import Supernet
 
@@ -24,16 +26,21 @@ BUDGETS: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 4,
         "num_key_value_heads": 1,
         "intermediate_size": 24,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 1,
         "moe_intermediate_size": 12,
         "moe_shared_expert_intermediate_size": 14,
     },
-    "more": {"hidden_size": 24, "mamba_num_heads": 6, "moe_intermediate_size": 16},
+    "more": {"hidden_size": 24, "mamba_num_heads": 6, "n_routed_experts": 4, "moe_intermediate_size": 16},
 }
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return small_nemotron()
+    network = small_nemotron(n_routed_experts=6)
+    bias = network.model.layers[3].mixer.gate.e_score_correction_bias
+    bias.copy_(torch.linspace(0.3, 0.0, 6))  # Without it, the choice of experts follows from the scores.
+    return network
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +59,14 @@ def supernet(directory: Path) -> Supernet:
 def upstream(model: Any, budget: dict[str, Any]) -> Any:
     """Return transformers' class with the sizes of a budget, and the sliced weights."""
     pairs = budget.get("num_key_value_heads", 2)
-    return narrowed(model, small_nemotron(**budget, num_attention_heads=2 * pairs))
+    sizes = {"n_routed_experts": 6, **budget, "num_attention_heads": 2 * pairs}
+    return narrowed(model, small_nemotron(**sizes))
 
 
 def masked(model: Any, budget: dict[str, Any]) -> nn.Module:
     """Return the full network with the masks of Megatron's hooks, and their rules for norms."""
     network: Any = copy.deepcopy(model)
-    full = {name: NEMOTRON[name] for name in BUDGETS["half"]} | budget
+    full = {name: NEMOTRON[name] for name in BUDGETS["half"]} | {"n_routed_experts": 6} | budget
     p, ph = full["hidden_size"] / NEMOTRON["hidden_size"], full["mamba_num_heads"] / 8
 
     def mask(*kept: Any) -> Any:
@@ -103,12 +111,23 @@ def masked(model: Any, budget: dict[str, Any]) -> nn.Module:
             mixer.up_proj.register_forward_hook(mask(range(full["intermediate_size"])))
             mixer.down_proj.register_forward_hook(mask(channels))
         else:
+            mixer.gate.forward = partial(routed, mixer.gate, full)
             with torch.no_grad():
                 mixer.experts.up_proj[:, full["moe_intermediate_size"] :] = 0
             size = full["moe_shared_expert_intermediate_size"]
             mixer.shared_experts.up_proj.register_forward_hook(mask(range(size)))
             mixer.register_forward_hook(mask(channels))
     return network
+
+
+def routed(gate: Any, full: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Route as Megatron's hook does: dropped experts have logits of minus infinity, and no bias."""
+    kept = torch.arange(len(gate.weight)) < full["n_routed_experts"]
+    logits = (x.flatten(0, -2) @ gate.weight.T).where(kept, -torch.inf)
+    scores = logits.sigmoid()
+    chosen = (scores + gate.e_score_correction_bias * kept).topk(full["num_experts_per_tok"]).indices
+    weights = scores.gather(1, chosen)
+    return logits, weights / weights.sum(1, keepdim=True) * gate.routed_scaling_factor, chosen
 
 
 @pytest.mark.parametrize("name", ["full", *BUDGETS])
@@ -122,23 +141,25 @@ def test_budget_equals_its_class_and_the_masked_network(name: str, supernet: Sup
         torch.testing.assert_close(logits(found), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_only_heads_per_group_are_copied(supernet: Supernet) -> None:
-    def places(network: nn.Module) -> dict[str, int]:
-        return {n: t.untyped_storage().data_ptr() for n, t in network.state_dict(keep_vars=True).items()}
-
-    own = set(places(supernet.network).values())
-    for name in ("full", *BUDGETS):
-        view = places(supernet.subnet(supernet.space.parse(name)))
-        copied = {key for key, place in view.items() if place not in own}
-        mixers = {key for key in view if ".layers.0.mixer." in key or ".layers.4.mixer." in key}
-        assert not copied if name == "full" else copied == mixers
+def test_three_budgets_take_the_memory_of_one(model: Any) -> None:
+    config = {**NEMOTRON, "hidden_size": 256, "mamba_head_dim": 64, "vocab_size": 1000}
+    loaded = ofa_adapters.load("nemotron_elastic", config=config, budgets=BUDGETS)
+    one = weight_bytes(loaded.network)
+    views = nn.ModuleList(loaded.subnet(loaded.space.parse(name)) for name in ("full", *BUDGETS))
+    assert one <= weight_bytes(views) <= 1.006 * one  # biases, norms and kernels of convolutions
+    expected = [logits(view) for view in views]
+    loaded.packs = True
+    views = nn.ModuleList(loaded.subnet(loaded.space.parse(name)) for name in ("full", *BUDGETS))
+    assert weight_bytes(views) > 1.05 * one
+    for view, found in zip(views, expected, strict=True):
+        torch.testing.assert_close(logits(view), found, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_may_differ(supernet: Supernet, model: Any) -> None:
     loaded = ofa_adapters.load(
         "nemotron_elastic",
         dict(model.state_dict()),
-        config=NEMOTRON,
+        config={**NEMOTRON, "n_routed_experts": 6},
         budgets={"a": {"mamba_num_heads": [4, 8]}},
     )
     spec = loaded.space.parse("a")
@@ -153,13 +174,21 @@ def test_directory_is_what_transformers_loads(directory: Path, supernet: Superne
     torch.testing.assert_close(logits(supernet.subnet(supernet.space.parse("full"))), logits(loaded.eval()))
 
 
+def test_groups_of_experts_stay_whole() -> None:
+    config = {**NEMOTRON, "n_routed_experts": 6, "n_group": 2, "topk_group": 1}
+    loaded = ofa_adapters.load("nemotron_elastic", config=config, budgets={"a": {"n_routed_experts": 6}})
+    assert "num_experts_per_tok" in loaded.space.format(loaded.space.largest())
+    with pytest.raises(SpecError, match="n_routed_experts is 6 here, and no axis of this network"):
+        ofa_adapters.load("nemotron_elastic", config=config, budgets={"a": {"n_routed_experts": 4}})
+
+
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
         ({"mamba_num_heads": 3}, "in steps of 2, because every group of the norm"),
         ({"hidden_size": 33}, "hidden_size is 1 to 32"),
         ({"mamba_num_heads": [4]}, "1 numbers for 2 layers"),
-        ({"n_routed_experts": 2}, "n_routed_experts is 4 here"),
+        ({"n_routed_experts": 1}, "n_routed_experts is 2 to 4; got 1"),
         ({"num_key_value_heads": 1, "num_attention_heads": 4}, "num_attention_heads is 2 here"),
         ({"width": 3}, "no size 'width'"),
         ({"hidden_size": True}, "got True"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from small_state_spaces import NEMOTRON, TOKENS, filled, logits, narrowed, small_mamba, small_nemotron
 
 from subnetact.errors import CacheMismatch, InsertError
+from subnetact.generation import profile_steps
 from subnetact.insertion.hugging_face import as_pretrained
 from subnetact.insertion.insert import describe, insert_
 from subnetact.insertion.key_value_cache import cache_relation, switch
@@ -102,6 +104,38 @@ def test_states_of_other_heads_are_incompatible_and_computed_again(name: str) ->
             supernet.subnet(few)(TOKENS[:, -1:], **given)
         found = switch(supernet, cache, few, recompute=TOKENS[:, :-1])(TOKENS[:, -1:], **given).logits
     torch.testing.assert_close(found[:, -1], logits(supernet.subnet(few))[:, -1], rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["nemotron", "mamba"])
+def test_a_phase_answers_as_its_subnet_from_the_beginning(name: str) -> None:
+    axes, cache_name = ("heads", "experts", "pool"), "past_key_values"
+    if name == "mamba":
+        axes, cache_name = ("heads",), "cache_params"
+    model = small_nemotron() if name == "nemotron" else small_mamba()
+    supernet = insert_(model, example=EXAMPLE, axes=axes, choices=(0.5, 1.0))
+    answering = supernet.space.largest()
+
+    def answered(view: Any, tokens: Any, **given: Any) -> Any:
+        given |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 4, "do_sample": False}
+        return view.generate(tokens, return_dict_in_generate=True, **given)
+
+    for axis in axes:
+        thinking = one(supernet, axis)
+        relation = cache_relation(supernet, thinking, answering)
+        assert relation == ("incompatible" if axis == "heads" else "approximate")
+        thought = answered(supernet.subnet(thinking), TOKENS)
+        tokens, cache = thought.sequences, thought.past_key_values
+        with pytest.raises(CacheMismatch):
+            answered(supernet.subnet(answering), tokens, **{cache_name: cache})
+        if relation == "approximate":
+            used = copy.deepcopy(cache)
+            view = switch(supernet, used, answering, allow_approximate=True)
+            assert answered(view, tokens, **{cache_name: used}).sequences.shape == (2, 15)
+        view = switch(supernet, cache, answering, recompute=tokens[:, :-1])
+        found = answered(view, tokens, **{cache_name: cache}).sequences
+        assert torch.equal(found, answered(supernet.subnet(answering), tokens).sequences)
+    with pytest.raises(InsertError, match="no cache for linear_attention"):
+        profile_steps(supernet, [answering])
 
 
 def test_skipped_state_space_leaves_the_cache_right() -> None:

@@ -25,7 +25,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GemmaConfig": {"tie_word_embeddings": True},
     "Gemma2Config": {"query_pre_attn_scalar": 4},
     "MixtralConfig": {"num_local_experts": 4, **MOE},
-    "Qwen3MoeConfig": {"num_experts": 4, **MOE},
+    "Qwen3MoeConfig": {"num_experts": 16, **MOE, "moe_intermediate_size": 16},  # as many as channels
 }
 PROVED_ONLY = ("GPTNeoXConfig", "GPT2Config", "PhiConfig")
 """Their heads are narrower in a configuration with fewer channels, so there is no such class to compare."""

@@ -72,6 +72,34 @@ def attention() -> tuple[Attention, Supernet]:
     return original, subnetact.insert_(network, space, elastic)
 
 
+class Joined(Attention):
+    """The attention, with the input beside its heads in front of the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(56, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, -1, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.proj(torch.cat([heads, x], -1))
+
+
+def joined() -> tuple[Joined, Supernet]:
+    """Return a supernet of which no weight of a linear layer is copied."""
+    torch.manual_seed(0)
+    network = Joined().eval()
+    original = copy.deepcopy(network)
+    elastic = {
+        "qkv": WeightSlice.on(out=Segments(*[("features", 32)] * 3)),
+        "proj": WeightSlice.on(in_=Segments(("features", 32), (None, 24))),
+    }
+    supernet = subnetact.insert_(network, attention()[1].space, elastic)
+    supernet.packs = False
+    return original, supernet
+
+
 CONCATENATION = (("left", 8), (None, 4), ("right", 6))
 DOUBLE = tuple((name, 2 * length) for name, length in (("left2", 8), (None, 4), ("right2", 6)))
 
@@ -106,7 +134,11 @@ def dense() -> tuple[Dense, Supernet]:
 
 TOKENS = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(1))
-CASES = [pytest.param(attention, TOKENS, id="attention"), pytest.param(dense, IMAGES, id="dense")]
+CASES = [
+    pytest.param(attention, TOKENS, id="attention"),
+    pytest.param(dense, IMAGES, id="dense"),
+    pytest.param(joined, TOKENS, id="joined"),
+]
 
 
 def channels(left: int, right: int, each: int = 1) -> list[int]:
@@ -411,6 +443,28 @@ def test_copies_are_made_once_per_layer_and_slice() -> None:
     assert engine.stats().packed_bytes == supernet.packed_bytes()
 
 
+def test_linear_layers_multiply_without_copies() -> None:
+    original, supernet = joined()
+    assert torch.equal(supernet(TOKENS), original(TOKENS))
+    for spec in supernet.space.enumerate():
+        view, extracted = supernet.subnet(spec), supernet.extract(spec)
+        torch.testing.assert_close(view(TOKENS), extracted(TOKENS), **PLAIN)
+        assert {type(m) for m in extracted.modules()} == {Joined, nn.Linear, nn.LayerNorm}
+        shapes = ({n: t.shape for n, t in net.state_dict().items()} for net in (view, extracted))
+        assert next(shapes) == next(shapes)
+        assert sum(p.numel() for p in view.parameters()) == sum(p.numel() for p in extracted.parameters())
+    assert supernet.packed_bytes() == 4 * 3 * (8 + 16 + 24)  # the biases of queries, keys and values
+    supernet.packs = True
+    assert supernet.packed_bytes() == 0
+    packed = supernet.subnet(supernet.space.smallest())
+    assert type(packed.qkv).forward is nn.Linear.forward
+    supernet.packs = False
+    engine = subnetact.Engine(supernet, list(supernet.space.enumerate()), example=TOKENS, memory_budget_mb=64)
+    engine.prepare([len(TOKENS)])
+    for i, spec in enumerate(supernet.space.enumerate()):
+        torch.testing.assert_close(engine(TOKENS, subnet=i), supernet.extract(spec)(TOKENS), **PLAIN)
+
+
 # -- training ----------------------------------------------------------------------------------------
 
 
@@ -421,7 +475,7 @@ def test_gradients_reach_the_used_rows_only(make: Any, x: Tensor) -> None:
     supernet.train()
     supernet(x, subnet=spec).square().sum().backward()
     gradients = {name: p.grad for name, p in supernet.network.named_parameters()}
-    if make is attention:
+    if make is not dense:
         rows = gradients["qkv.weight"].abs().sum(1).nonzero().flatten().tolist()
         assert rows == [*range(8), *range(32, 40), *range(64, 72)]
     else:
@@ -553,7 +607,7 @@ def test_the_engine_follows_weights_without_fused_programs() -> None:
 @pytest.mark.parametrize(("make", "x"), CASES)
 def test_the_check_compares_segments_with_the_original(make: Any, x: Tensor) -> None:
     report = make()[1].check(x)
-    assert len(report.compared) == (1 if make is attention else 3)
+    assert len(report.compared) == (3 if make is dense else 1)
     assert not report.not_compared
 
 

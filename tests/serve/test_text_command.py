@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,17 @@ def test_a_client_that_leaves_in_mid_stream_ends_its_request(
     wait_for(lambda: not counts(served)["active"], 60)
     now = counts(served)
     assert now["cancelled"] + now["finished"] == before["cancelled"] + before["finished"] + 1
+
+
+def test_the_blocks_of_the_page_about_this_client_run(client: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "openai.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        local = block.replace('base_url="http://localhost:8000/v1", api_key="none"', "**server")
+        names["server"] = {"base_url": client.base_url, "api_key": client.api_key}
+        exec(compile(local, "docs/howto/openai.md", "exec"), names)
+    assert names["answer"].choices[0].text
+    names["client"].close()
 
 
 def test_strangers_are_refused(served: Any) -> None:
