@@ -278,7 +278,8 @@ def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 FAMILY = Family(
     build,
-    ((r"^backbone\.", "model."), (r"^model\.embedding\.", "model.embeddings.")),
+    (),
+    spellings=((r"^backbone\.", "model."), (r"^model\.embedding\.", "model.embeddings.")),
     source="huggingface/transformers, NVIDIA/Megatron-LM",
     licence="Apache-2.0",
     recognises=lambda keys: keys.have(
