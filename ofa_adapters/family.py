@@ -69,6 +69,8 @@ class Family:
             there are one here.
         settings: takes a directory that transformers saved; returns the constructor arguments that its
             `config.json` states. If None, its entries of the same names are taken.
+        named: takes the constructor arguments; returns the subnets that the checkpoint has names for, as
+            `space.parse` takes them. If None, there are none.
         calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
         listed_statistics: whether a checkpoint holds own BatchNorm statistics per subnet (Slimmable).
         input_shape: shape of one usual input, without the batch dimension.
@@ -90,6 +92,7 @@ class Family:
     infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     settings: Callable[[str | PathLike[str]], dict[str, Any]] | None = None
+    named: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     calibration: str = WEIGHTED_BIASED
     listed_statistics: bool = False
     input_shape: tuple[int, ...] = (3, 224, 224)

@@ -19,6 +19,7 @@ from subnetact.errors import SpecError
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.card import Card
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -142,6 +143,9 @@ def load(
         fill(found, network, tensors, subject, _hint(recognised(tensors), family), allow_nonfinite)
     supernet = put_operators_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
+    if found.named is not None:
+        named = found.named(constructor).items()
+        supernet.card = Card({name: supernet.space.parse(config) for name, config in named})
     for norm in supernet.norm_operators().values():
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:

@@ -290,6 +290,7 @@ FAMILY = Family(
     unused=r"^mtp\.",
     settings=settings,
     convert=joined,
+    named=lambda constructor: {name: name for name in (FULL, *(constructor.get("budgets") or ()))},
     input_shape=(8,),
     input_dtype="int64",
 )

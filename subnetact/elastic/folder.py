@@ -145,7 +145,7 @@ def save_pretrained(
 
     network, made = cut_out(supernet, card.find(space, only), example, card.factory)
     with replacing_folder(folder, "", "nothing") as place:
-        _write_network(place, network, made, _copies(network.state_dict()), shard_bytes)
+        _write_network(place, network, made, _copies(network.state_dict()), shard_bytes, published=True)
         (place / "README.md").write_text(cut_out_card(made, card.licence), encoding="utf-8")
 
 
@@ -290,13 +290,27 @@ def _read_spec(space: SubnetSpace, stated: Mapping[str, Any]) -> SubnetSpec:
 
 
 def _write_network(
-    folder: Path, network: Any, model: Any, tensors: Mapping[str, Tensor], shard_bytes: int
+    folder: Path,
+    network: Any,
+    model: Any,
+    tensors: Mapping[str, Tensor],
+    shard_bytes: int,
+    published: bool = False,
 ) -> None:
-    """Write configuration and weights as the network's own library does, or a plain state_dict."""
+    """Write configuration and weights as the network's own library does, or a plain state_dict.
+
+    transformers can write the names that a model was `published` with, which other programs read, in place of
+    its own. Where these differ, for example because all experts are one tensor, weights cannot be mapped.
+    """
     library = type(network).__module__.split(".")[0]
     if library == "transformers" and hasattr(network, "save_pretrained"):
         with redirect_stderr(StringIO()):  # It draws a progress bar of its own.
-            network.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard_bytes)
+            network.save_pretrained(
+                folder,
+                state_dict=dict(tensors),
+                max_shard_size=shard_bytes,
+                save_original_format=published,
+            )
         return
     if library == "timm" and model is not None:
         from timm.models._hub import save_config_for_hf

@@ -13,6 +13,7 @@ from small_state_spaces import NEMOTRON, TOKENS, first_heads, logits, narrowed, 
 from torch import Tensor, nn
 
 import ofa_adapters
+import subnetact
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.supernet.supernet import Supernet
 
@@ -151,6 +152,17 @@ def test_layers_may_differ(supernet: Supernet, model: Any) -> None:
 def test_directory_is_what_transformers_loads(directory: Path, supernet: Supernet) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory)
     torch.testing.assert_close(logits(supernet.subnet(supernet.space.parse("full"))), logits(loaded.eval()))
+
+
+def test_budgets_are_the_named_subnets_of_a_bundle(supernet: Supernet, model: Any, tmp_path: Path) -> None:
+    supernet.save_pretrained(tmp_path / "bundle")
+    document = json.loads((tmp_path / "bundle" / "elastic.json").read_text())
+    assert set(document["subnets"]) == {"full", *BUDGETS}
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bundle").eval()
+    torch.testing.assert_close(logits(alone), logits(model), rtol=5e-5, atol=5e-5)
+    for name, budget in {"full": {}, **BUDGETS}.items():
+        found = logits(subnetact.from_pretrained(tmp_path / "bundle", subnet=name))
+        torch.testing.assert_close(found, logits(upstream(model, budget)), rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize(
