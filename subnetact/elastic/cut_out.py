@@ -32,6 +32,7 @@ from subnetact.supernet.supernet import Supernet
 __all__ = ["cut_out"]
 
 _WATCHING = threading.Lock()
+LIBRARIES = ("transformers", "timm", "torchvision")
 MOST_CHANGES, MOST_SHARES = 64, 6
 """The most changes of arguments, one after another, and the most shares of sizes that are tried."""
 OTHERWISE = (
@@ -58,7 +59,7 @@ def cut_out(
         InsertError: no arguments of the class describe the subnet; the message names what differs.
     """
     whole = ordinary(supernet.network)
-    factory = None if supernet.description is None else factory_of(whole, given)
+    factory = factory_of(whole, given if given and given["library"] in LIBRARIES else None)
     if factory is None or spec.precision != FLOAT32:
         needed = "subnet at float32" if factory else "network that transformers, timm or torchvision makes"
         raise InsertError(

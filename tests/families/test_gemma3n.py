@@ -256,9 +256,8 @@ def test_a_description_of_the_model_keeps_layers_that_store_keys_and_values(
 
 def test_a_subnet_is_saved_as_a_model_of_its_own(supernet: subnetact.Supernet, tmp_path: Path) -> None:
     spec = supernet.space.parse({DIMS: [8, 24, 12, 24, 8, 12, 24], SKIPPED: [2, 7, 8]})
-    small = subnetact.insertion.as_pretrained(supernet.extract(spec), {"input_ids": TOKENS})
-    small.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    supernet.save_pretrained(tmp_path / "small", only=spec, example={"input_ids": TOKENS})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small").eval()
     assert loaded.config.intermediate_size == [8, 24, 12, 24, 8, 12, 24]
     assert (loaded.config.num_hidden_layers, loaded.config.num_kv_shared_layers) == (7, 2)
     assert distance(logits(loaded), logits(supernet.subnet(spec))) < TOLERANCE
