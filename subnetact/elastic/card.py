@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from subnetact.elastic.cut_out import opening
 from subnetact.elastic.folder import BUNDLE, INDEX, load_folder
 from subnetact.errors import FileFormatError
 from subnetact.files.tensors import read_model
@@ -15,7 +16,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["cut_out_card", "model_card", "validated"]
+__all__ = ["model_card", "validated"]
 
 _Tables = dict[str, LatencyTable]
 
@@ -85,34 +86,9 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     yield from ("", "```python", "import subnetact", "", "# every size, from one copy of the weights")
     yield f'supernet = subnetact.from_pretrained("folder"{given})'
     yield f'small = subnetact.from_pretrained("folder", subnet={first}{given})'
-    if opening := _opening(model):
-        yield from ("", "# the largest, without subnetact", *opening)
+    if lines := opening(model):
+        yield from ("", "# the largest, without subnetact", *lines)
     yield "```"
-
-
-def cut_out_card(model: Mapping[str, Any], licence: str | None) -> str:
-    """Return the model card of a cut-out in Markdown: how the model's own library opens it."""
-    facts = [*([f"license: {json.dumps(licence)}"] if licence else ()), f"library_name: {model['library']}"]
-    lines = ["---", *facts, "---", "", f"# {model['name']}, cut out of an elastic model", ""]
-    return "\n".join([*lines, "```python", *_opening(model), "```", ""])
-
-
-def _opening(model: Mapping[str, Any]) -> list[str]:
-    """Return the lines with which the model's own library opens a folder."""
-    name, library = model["name"], model["library"]
-    arguments = "".join(f", {a}={v!r}" for a, v in model.get("arguments", {}).items())
-    if library == "transformers":
-        return [f"from transformers import {name}", f'model = {name}.from_pretrained("folder")']
-    if library == "timm":
-        made = f'timm.create_model("{name}"{arguments}, checkpoint_path="folder/model.safetensors")'
-        return ["import timm", f"model = {made}"]
-    if library == "torchvision":
-        made = model.get("call", f'torchvision.models.get_model("{name}"{arguments})')
-        read = 'model.load_state_dict(load_file("folder/model.safetensors"))'
-        used = [f"import {package}" for package in ("functools", "torch") if f"{package}." in made]
-        imports = [*used, "import torchvision", "from safetensors.torch import load_file"]
-        return [*imports, f"model = {made}", read]
-    return []
 
 
 def _latency(table: LatencyTable, key: str | None) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import threading
 from collections import Counter
@@ -29,7 +30,7 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["cut_out"]
+__all__ = ["cut_out", "cut_out_card", "opening"]
 
 _WATCHING = threading.Lock()
 LIBRARIES = ("transformers", "timm", "torchvision")
@@ -193,6 +194,31 @@ def _candidates(number: Any, shares: Iterable[float], lengths: Iterable[tuple[in
     elif type(number) is int and number > 0:
         yield from {kept for full, kept in lengths if full == number}
         yield from {round(number * share) for share in shares} - {0, number}
+
+
+def cut_out_card(model: Mapping[str, Any], licence: str | None) -> str:
+    """Return the model card of a cut-out in Markdown: how the model's own library opens it."""
+    facts = [*([f"license: {json.dumps(licence)}"] if licence else ()), f"library_name: {model['library']}"]
+    lines = ["---", *facts, "---", "", f"# {model['name']}, cut out of an elastic model", ""]
+    return "\n".join([*lines, "```python", *opening(model), "```", ""])
+
+
+def opening(model: Mapping[str, Any]) -> list[str]:
+    """Return the lines with which the model's own library opens a folder."""
+    name, library = model["name"], model["library"]
+    arguments = "".join(f", {a}={v!r}" for a, v in model.get("arguments", {}).items())
+    if library == "transformers":
+        return [f"from transformers import {name}", f'model = {name}.from_pretrained("folder")']
+    if library == "timm":
+        made = f'timm.create_model("{name}"{arguments}, checkpoint_path="folder/model.safetensors")'
+        return ["import timm", f"model = {made}"]
+    if library == "torchvision":
+        made = model.get("call", f'torchvision.models.get_model("{name}"{arguments})')
+        read = 'model.load_state_dict(load_file("folder/model.safetensors"))'
+        used = [f"import {package}" for package in ("functools", "torch") if f"{package}." in made]
+        imports = [*used, "import torchvision", "from safetensors.torch import load_file"]
+        return [*imports, f"model = {made}", read]
+    return []
 
 
 def _expression(value: Any) -> str:

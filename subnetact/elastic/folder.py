@@ -140,8 +140,7 @@ def save_pretrained(
         return
     if example is None:
         raise SpecError("only: give example=x, a batch on which the cut-out must compute the same")
-    from subnetact.elastic.card import cut_out_card
-    from subnetact.elastic.cut_out import cut_out
+    from subnetact.elastic.cut_out import cut_out, cut_out_card
 
     network, made = cut_out(supernet, card.find(space, only), example, card.factory)
     with replacing_folder(folder, "", "nothing") as place:
