@@ -1,6 +1,7 @@
 """Published supernet families as `subnetact` supernets, filled with real checkpoints.
 
 * `families()` and `language_models()` name the families and `load(family, checkpoint)` builds one.
+* `upstream_state_dict(supernet)` returns its weights for upstream's own code.
 * `identify(tensors)` tells the family of a state_dict.
 * `encode(space, spec)` returns the features that the family's upstream accuracy predictor reads.
 
@@ -11,6 +12,6 @@ elastic, and how upstream's names map to ours. Errors are those of `subnetact.er
 """
 
 from ofa_adapters.features import Features
-from ofa_adapters.registry import encode, families, identify, language_models, load
+from ofa_adapters.registry import encode, families, identify, language_models, load, upstream_state_dict
 
-__all__ = ["Features", "encode", "families", "identify", "language_models", "load"]
+__all__ = ["Features", "encode", "families", "identify", "language_models", "load", "upstream_state_dict"]

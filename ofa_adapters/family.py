@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -14,13 +15,19 @@ from ofa_adapters.features import Encoding
 from subnetact.operators import CALIBRATION_RULES, Elastic
 from subnetact.space import SubnetSpace
 
-__all__ = ["Built", "Family", "Keys", "Renamings"]
+__all__ = ["Built", "Family", "Keys", "Names"]
 
 Built: TypeAlias = tuple[nn.Module, SubnetSpace, Mapping[str, Elastic]]
 """The plain network at full size, its search space, and the elastic description that `insert_` takes."""
 
-Renamings: TypeAlias = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
-"""Regular expressions in upstream's names and what replaces them, applied one after another."""
+Names: TypeAlias = Sequence[tuple[str, str]]
+"""The beginnings of upstream's names, and those of the plain network's names in their place.
+
+Beginnings consist of whole words between dots; what starts with a dot may be anywhere in a name. `#` is a
+number, and `#+1` is larger by one. If several rows fit, the longest does, or the first of the same length.
+"""
+
+NUMBER = re.compile(r"#(\+1)?")
 
 WEIGHTED_BIASED, CUMULATIVE_UNBIASED = CALIBRATION_RULES
 
@@ -41,13 +48,20 @@ class Family:
 
     Attributes:
         build: takes constructor arguments under upstream's names.
-        names: what turns the names in an upstream state_dict into the plain network's names.
+        names: the names in an upstream state_dict, and those of the plain network. Checkpoints are loaded by
+            the table from left to right, and written from right to left.
         source: the repository that publishes the architecture.
         licence: the licence of that repository's code. This package copies none of that code.
         recognises: tells from the names in a state_dict whether it may belong to this family.
         ordinary: what has the same names without belonging to the family, such as "a vision transformer of
             timm". If None, no other model has these names.
         checkpoints: names under which upstream publishes weights.
+        spellings: regular expressions for other spellings of upstream's names, older ones and those of
+            extracted networks, and what replaces them in both the names and the table before it is read.
+        dialect: takes the constructor arguments; returns the rows of `names` that are right for them where
+            several names of upstream are one of the plain network. If None, there are no such names.
+        completed: takes a state_dict with upstream's names; returns it with the tensors that upstream's code
+            wants and the network does not have. If None, there are none.
         unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
         infer: takes the tensors and the constructor arguments that were given; returns the arguments
             completed with what the tensors reveal. If None, nothing is inferred.
@@ -55,6 +69,8 @@ class Family:
             there are one here.
         settings: takes a directory that transformers saved; returns the constructor arguments that its
             `config.json` states. If None, its entries of the same names are taken.
+        named: takes the constructor arguments; returns the subnets that the checkpoint has names for, as
+            `space.parse` takes them. If None, there are none.
         calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
         packs: whether views have packed copies of slices in several runs, as `Supernet.packs` says. It is
             False where these would take much memory.
@@ -65,16 +81,20 @@ class Family:
     """
 
     build: Callable[..., Built]
-    names: Renamings
+    names: Names
     source: str
     licence: str
     recognises: Callable[[Keys], bool]
     ordinary: str | None = None
     checkpoints: tuple[str, ...] = ()
+    spellings: Sequence[tuple[str, str]] = ()
+    dialect: Callable[[Mapping[str, Any]], Names] | None = None
+    completed: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     unused: str | None = None
     infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     settings: Callable[[str | PathLike[str]], dict[str, Any]] | None = None
+    named: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     calibration: str = WEIGHTED_BIASED
     packs: bool = True
     listed_statistics: bool = False
@@ -84,6 +104,39 @@ class Family:
 
     def rename(self, key: str) -> str:
         """Return the plain network's name for a name in upstream's state_dict."""
-        for pattern, new in self.names:
-            key = re.sub(pattern, new, key)
-        return key
+        return self._inward(self._spelled(key))
+
+    def upstream(self, constructor: Mapping[str, Any]) -> Callable[[str], str]:
+        """Return what turns a name of the plain network into upstream's name."""
+        rows = (*(self.dialect(constructor) if self.dialect else ()), *self.names)
+        return _renaming([(own, theirs) for theirs, own in rows])
+
+    @cached_property
+    def _inward(self) -> Callable[[str], str]:
+        return _renaming([(self._spelled(theirs), own) for theirs, own in self.names])
+
+    def _spelled(self, name: str) -> str:
+        for pattern, usual in self.spellings:
+            name = re.sub(pattern, usual, name)
+        return name
+
+
+def _renaming(rows: Names) -> Callable[[str], str]:
+    """Return what replaces the left sides of a table in a name by its right sides."""
+    ordered = sorted(rows, key=lambda row: -len(NUMBER.sub("#", row[0])))
+    pattern, filled, groups = [], dict[int, tuple[str, str]](), 0
+    for old, new in ordered:
+        words = r"(\d{1,6})".join(map(re.escape, NUMBER.sub("#", old).split("#")))
+        pattern.append(f"({'' if old.startswith('.') else '^'}{words}(?=[.]|$))")
+        filled[groups + 1] = old, new
+        groups += 1 + len(NUMBER.findall(old))
+    every = re.compile("|".join(pattern) or "(?!)")
+
+    def replaced(found: re.Match[str]) -> str:
+        first = found.lastindex or 0
+        old, new = filled[first]
+        shifts = map(bool, NUMBER.findall(old))
+        numbers = [int(found[first + 1 + i]) - shift for i, shift in enumerate(shifts)]
+        return NUMBER.sub(lambda place: str(numbers.pop(0) + bool(place[1])), new)
+
+    return lambda name: every.sub(replaced, name)

@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ofa_adapters.checkpoint import fill, parsed_config, read, unwrap
 from ofa_adapters.family import Built, Family, Keys
 from ofa_adapters.features import Features
@@ -17,11 +19,15 @@ from subnetact.errors import SpecError
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.card import Card
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.put_operators import put_operators_
-from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = ["encode", "families", "family_of", "identify", "language_models", "load", "recognised"]
+__all__ = [
+    "encode", "families", "family_of", "identify", "language_models", "load", "recognised",
+    "upstream_state_dict",
+]  # fmt: skip
 
 _MODULES = (
     "ofa_resnet50",
@@ -139,12 +145,54 @@ def load(
     supernet.origin = {"name": family, "constructor": constructor}
     if not found.packs:
         supernet.packs = False
+    if found.named is not None:
+        named = found.named(constructor).items()
+        supernet.card = Card({name: supernet.space.parse(config) for name, config in named})
     for norm in supernet.norm_operators().values():
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:
         rows = {spec: NormRow.of(supernet.statistics(spec)) for spec in supernet.space.enumerate()}
         supernet.norms.update(rows)
     return guard_caches_(supernet)
+
+
+def upstream_state_dict(supernet: Supernet) -> dict[str, Tensor]:
+    """Return the weights of a supernet under upstream's names, for upstream's own code: what `load` reads.
+
+    It takes a supernet that was trained here, or loaded from a bundle. BatchNorms have the statistics that
+    all subnets share; where a checkpoint lists statistics per width, those of calibrated subnets are listed.
+
+    Args:
+        supernet: what `load` returned, or `subnetact.from_pretrained` for a bundle of a family.
+
+    Returns:
+        Upstream's name -> tensor, on the supernet's own storage, as `state_dict` returns them. Language
+        models have the names of transformers.
+
+    Raises:
+        SpecError: the supernet is of no family.
+
+    Example:
+        >>> supernet = load("ofa_mbv3", "ofa_mbv3_d234_e346_k357_w1.0")
+        >>> torch.save({"state_dict": upstream_state_dict(supernet)}, "finetuned.pth")
+    """
+    origin = as_supernet(supernet).origin
+    if origin is None or origin["name"] not in ALL:
+        raise SpecError(
+            f"upstream_state_dict: a supernet of one of {', '.join(ALL)} is needed, this one is of "
+            f"{supernet.space.name}; supernet.save_pretrained(folder) writes any supernet for its own library"
+        )
+    found = family_of(origin["name"])
+    state: dict[str, Tensor] = dict(supernet.state_dict())
+    norms, places = supernet.norm_operators(), {t.data_ptr(): name for name, t in state.items()}
+    for spec in supernet.space.enumerate() if found.listed_statistics else ():
+        row, sizes = supernet.norms.get(spec), supernet.space.resolve(spec)
+        for path, pair in row.pairs().items() if row is not None else ():
+            listed = norms[path].shared_statistics(sizes)
+            state |= {places[old.data_ptr()]: new for old, new in zip(listed, pair, strict=True)}
+    upstream = found.upstream(origin["constructor"])
+    named = {upstream(name): tensor for name, tensor in state.items()}
+    return found.completed(named) if found.completed else named
 
 
 def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:

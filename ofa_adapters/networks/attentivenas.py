@@ -12,14 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family
+from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family, Names
 from ofa_adapters.features import raw_features
 from ofa_adapters.layout import Layout, choices, conv_norm
-from ofa_adapters.networks.mobile import NAMES, Activation, MBConv, MobileNet, mbconv_elastic
+from ofa_adapters.networks.mobile import (
+    SPELLINGS,
+    Activation,
+    MBConv,
+    MobileNet,
+    block_names,
+    mbconv_elastic,
+)
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, ElasticAttribute, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
@@ -258,13 +266,39 @@ def build(
     return layout.built(network)
 
 
+def completed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint with the BatchNorms that upstream's networks hold in reserve and never use."""
+    for key in [key for key in tensors if key.endswith(".bn.bn.running_mean")]:
+        mean, path = tensors[key], key.removesuffix("bn.running_mean")
+        for i in range(2):
+            own = f"{path}bn_tracking.{i}"
+            tensors[f"{own}.running_mean"] = torch.zeros_like(mean)
+            tensors[f"{own}.running_var"] = torch.ones_like(mean)
+            tensors[f"{own}.num_batches_tracked"] = torch.tensor(0)
+    return tensors
+
+
+def head_names(v3_head: bool) -> Names:
+    """Return the names behind the blocks: a network has one convolution there, or two with `v3_head`."""
+    single = {"last_conv": "mix"}
+    two = {"last_conv.final_expand_layer": "final", "last_conv.feature_mix_layer": "mix"}
+    layers = two if v3_head else single
+    return [(f"{layer}.{k}.{k}", f"{own}_{k}") for layer, own in layers.items() for k in ("conv", "bn")]
+
+
 FAMILY = Family(
     build,
     (
-        (r"^last_conv\.(final_expand_layer|feature_mix_layer)\.", r"\1."),
-        *NAMES,
-        (r"^last_conv\.(conv|bn)\.", r"mix_\1."),
+        *block_names("blocks.#", "mobile_inverted_conv", "{0}.{0}"),
+        ("blocks.#.shortcut.conv.conv", "blocks.#.shortcut.conv"),
+        *((f"first_conv.{k}.{k}", f"first_{k}") for k in ("conv", "bn")),
+        *head_names(True),
+        *head_names(False),
+        ("classifier.linear.linear", "classifier"),
     ),
+    spellings=SPELLINGS,
+    dialect=lambda given: head_names((given.get("supernet_cfg") or DEFAULT).get("use_v3_head", True)),
+    completed=completed,
     source="facebookresearch/AttentiveNAS, facebookresearch/AlphaNet",
     licence="CC-BY-NC-4.0",
     recognises=lambda keys: keys.have(r"^last_conv\.", r"^blocks\.0\.mobile_inverted_conv\."),

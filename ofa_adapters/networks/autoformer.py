@@ -243,14 +243,16 @@ def build(
 FAMILY = Family(
     build,
     (
-        (r"^patch_embed_super\.proj\.", "patch_embed."),
-        (r"\.attn\.rel_pos_embed_k\.embeddings_table_", ".position.key_"),
-        (r"\.attn\.rel_pos_embed_v\.embeddings_table_", ".position.value_"),
-        (r"(\.position\.\w+)_v$", r"\1_vertical"),
-        (r"(\.position\.\w+)_h$", r"\1_horizontal"),
-        (r"\.attn\.(qkv|proj)\.", r".\1."),
-        (r"\.attn_layer_norm\.", ".norm1."),
-        (r"\.ffn_layer_norm\.", ".norm2."),
+        ("patch_embed_super.proj", "patch_embed"),
+        ("blocks.#.attn.qkv", "blocks.#.qkv"),
+        ("blocks.#.attn.proj", "blocks.#.proj"),
+        ("blocks.#.attn_layer_norm", "blocks.#.norm1"),
+        ("blocks.#.ffn_layer_norm", "blocks.#.norm2"),
+        *(
+            (f"blocks.#.attn.rel_pos_embed_{of}.embeddings_table_{way}", f"blocks.#.position.{name}")
+            for name in ("key_vertical", "key_horizontal", "value_vertical", "value_horizontal")
+            for of, way in [[word[0] for word in name.split("_")]]
+        ),
     ),
     source="microsoft/Cream, AutoFormer",
     licence="MIT",

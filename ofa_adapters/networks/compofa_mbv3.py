@@ -11,7 +11,7 @@ from typing import Any
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import choices
-from ofa_adapters.networks.mobile import NAMES
+from ofa_adapters.networks.mobile import SPELLINGS, mobile_names
 from ofa_adapters.networks.ofa_mbv3 import ENDS, WIDTHS, MobileNetV3Layout
 from subnetact.errors import IllegalChoice, SpecError
 from subnetact.space import Axis, AxisValues, make_divisible
@@ -128,7 +128,8 @@ def build(
 
 FAMILY = Family(
     build,
-    NAMES,
+    mobile_names("mobile_inverted_conv"),
+    spellings=SPELLINGS,
     source="gatech-sysml/CompOFA",
     licence="Apache-2.0",
     recognises=lambda keys: keys.have(*ENDS, r"\.mobile_inverted_conv\.") and not keys.have(r"_matrix$"),

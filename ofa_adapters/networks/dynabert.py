@@ -236,25 +236,35 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
     return {**found, **given}
 
 
+BERT = (
+    ("bert.embeddings.word_embeddings", "words"),
+    ("bert.embeddings.position_embeddings", "positions"),
+    ("bert.embeddings.token_type_embeddings", "types"),
+    ("bert.embeddings.LayerNorm", "norm"),
+    ("bert.encoder.layer.#.attention.self", "layers.#"),
+    ("bert.encoder.layer.#.attention.output.dense", "layers.#.attention_output"),
+    ("bert.encoder.layer.#.attention.output.LayerNorm", "layers.#.attention_norm"),
+    ("bert.encoder.layer.#.intermediate.dense", "layers.#.intermediate"),
+    ("bert.encoder.layer.#.output.dense", "layers.#.output"),
+    ("bert.encoder.layer.#.output.LayerNorm", "layers.#.output_norm"),
+    ("bert.pooler.dense", "pooler"),
+    ("classifier", "classifier"),
+)
+ROBERTA = (
+    ("classifier.dense", "pooler"),
+    ("classifier.out_proj", "classifier"),
+    *((theirs.replace("bert.", "roberta.", 1), own) for theirs, own in BERT[:-2]),
+)
+
 FAMILY = Family(
     build,
-    (
+    (*BERT, *ROBERTA),
+    spellings=(
         (r"^bert\.|^roberta\.(?!pooler\.)", ""),
         (r"LayerNorm\.gamma$", "LayerNorm.weight"),
         (r"LayerNorm\.beta$", "LayerNorm.bias"),
-        (r"^embeddings\.word_embeddings\.", "words."),
-        (r"^embeddings\.position_embeddings\.", "positions."),
-        (r"^embeddings\.token_type_embeddings\.", "types."),
-        (r"^embeddings\.LayerNorm\.", "norm."),
-        (r"^(pooler|classifier)\.dense\.", "pooler."),
-        (r"^classifier\.out_proj\.", "classifier."),
-        (r"^encoder\.layer\.", "layers."),
-        (r"\.attention\.self\.", "."),
-        (r"\.attention\.output\.dense\.", ".attention_output."),
-        (r"\.attention\.output\.LayerNorm\.", ".attention_norm."),
-        (r"\.(intermediate|output)\.dense\.", r".\1."),
-        (r"\.output\.LayerNorm\.", ".output_norm."),
     ),
+    dialect=lambda constructor: ROBERTA if constructor.get("model_type") == "roberta" else BERT,
     source="huawei-noah/Pretrained-Language-Model, DynaBERT",
     licence="Apache-2.0",
     recognises=lambda keys: keys.have(r"encoder\.layer\.\d+\.attention\.self\.query\."),

@@ -122,7 +122,11 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
 
 FAMILY = Family(
     build,
-    ((r"^patch_embed\.proj\.", "patch_embed."), (r"\.(attn|mlp)\.", ".")),
+    (
+        ("patch_embed.proj", "patch_embed"),
+        *((f"blocks.#.attn.{part}", f"blocks.#.{part}") for part in ("qkv", "proj")),
+        *((f"blocks.#.mlp.{part}", f"blocks.#.{part}") for part in ("fc1", "fc2")),
+    ),
     source="ds-kiel/HydraViT",
     licence="MIT",
     recognises=lambda keys: keys.have(r"^blocks\.\d+\.attn\.qkv\.", r"^patch_embed\.proj\.", r"^cls_token$"),

@@ -9,13 +9,16 @@ from typing import Any, ClassVar, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.family import Built
+from ofa_adapters.family import Built, Names
 from ofa_adapters.layout import Layout, block_axis, conv_norm
 from subnetact.operators import Elastic, ElasticKernel, KernelConv2d, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
 
-__all__ = ["NAMES", "Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage", "mbconv_elastic"]
+__all__ = [
+    "SPELLINGS", "Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage", "block_names",
+    "mbconv_elastic", "mobile_names",
+]  # fmt: skip
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -222,16 +225,35 @@ def mbconv_elastic(
     return elastic
 
 
-NAMES = (
-    (r"^(blocks\.\d+)\.(?:mobile_inverted_conv|conv)\.", r"\1."),
-    (r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1."),
-    (r"\.inverted_bottleneck\.(conv|bn)\.", r".expand_\1."),
-    (r"\.depth_conv\.(conv|bn)\.", r".depth_\1."),
-    (r"\.point_linear\.(conv|bn)\.", r".project_\1."),
-    (r"\.depth_conv\.se\.fc\.(reduce|expand)\.", r".squeeze_\1."),
-    (r"^first_conv\.(conv|bn)\.", r"first_\1."),
-    (r"^final_expand_layer\.(conv|bn)\.", r"final_\1."),
-    (r"^feature_mix_layer\.(conv|bn)\.", r"mix_\1."),
-    (r"^classifier\.linear\.", "classifier."),
+def block_names(block: str, inside: str, kind: str) -> Names:
+    """Return the names in a block; `kind` is how upstream names the convolution or BatchNorm of a layer."""
+    layers = {"inverted_bottleneck": "expand", "depth_conv": "depth", "point_linear": "project"}
+    path = f"{block}.{inside}"
+    return (
+        *(
+            (f"{path}.{name}.{kind.format(k)}", f"{block}.{layers[name]}_{k}")
+            for name in layers
+            for k in KINDS
+        ),
+        (f"{path}.depth_conv.conv.#to#_matrix", f"{block}.depth_conv.#to#_matrix"),
+        *((f"{path}.depth_conv.se.fc.{way}", f"{block}.squeeze_{way}") for way in ("reduce", "expand")),
+    )
+
+
+def mobile_names(inside: str) -> Names:
+    """Return the names in upstream's dynamic networks, whose blocks hold their convolutions in `inside`."""
+    layers = {"first_conv": "first", "final_expand_layer": "final", "feature_mix_layer": "mix"}
+    return (
+        *block_names("blocks.0", inside, "{0}"),  # The first block is not elastic.
+        *block_names("blocks.#", inside, "{0}.{0}"),
+        *((f"{layer}.{k}", f"{own}_{k}") for layer, own in layers.items() for k in KINDS),
+        ("classifier.linear", "classifier"),
+    )
+
+
+KINDS = ("conv", "bn")
+SPELLINGS = (
+    (r"\.(conv|bn|linear)(?:\.\1)+(?=\.|$)", r".\1"),
+    (r"^(blocks\.[^.]+)\.mobile_inverted_conv(?=\.)", r"\1.conv"),
 )
-"""The names in upstream networks: dynamic ones, extracted ones, and old ones."""
+"""Extracted networks name each layer once, and old ones the inside of a block in another way."""

@@ -307,7 +307,8 @@ def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 FAMILY = Family(
     build,
-    ((r"^backbone\.", "model."), (r"^model\.embedding\.", "model.embeddings.")),
+    (),
+    spellings=((r"^backbone\.", "model."), (r"^model\.embedding\.", "model.embeddings.")),
     source="huggingface/transformers, NVIDIA/Megatron-LM",
     licence="Apache-2.0",
     recognises=lambda keys: keys.have(
@@ -319,6 +320,7 @@ FAMILY = Family(
     settings=settings,
     convert=joined,
     packs=False,
+    named=lambda constructor: {name: name for name in (FULL, *(constructor.get("budgets") or ()))},
     input_shape=(8,),
     input_dtype="int64",
 )

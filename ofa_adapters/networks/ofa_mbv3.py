@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ofa_adapters.family import Built, Family, Keys
 from ofa_adapters.features import mobile_features, tutorial_features
 from ofa_adapters.layout import choices
-from ofa_adapters.networks.mobile import NAMES, MobileLayout, MobileStage
+from ofa_adapters.networks.mobile import SPELLINGS, MobileLayout, MobileStage, mobile_names
 from subnetact.space import make_divisible
 
 ENDS = (r"^first_conv\.", r"^final_expand_layer\.")
@@ -61,7 +61,8 @@ def _recognises(keys: Keys) -> bool:
 
 FAMILY = Family(
     build,
-    NAMES,
+    mobile_names("conv"),
+    spellings=SPELLINGS,
     source="mit-han-lab/once-for-all",
     licence="MIT",
     recognises=_recognises,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ofa_adapters.family import Built, Family
 from ofa_adapters.features import mobile_features
 from ofa_adapters.layout import choices
-from ofa_adapters.networks.mobile import NAMES, MobileLayout, MobileStage
+from ofa_adapters.networks.mobile import SPELLINGS, MobileLayout, MobileStage, mobile_names
 from subnetact.errors import SpecError
 from subnetact.space import make_divisible
 
@@ -64,7 +64,8 @@ def build(
 
 FAMILY = Family(
     build,
-    NAMES,
+    mobile_names("conv"),
+    spellings=SPELLINGS,
     source="mit-han-lab/once-for-all",
     licence="MIT",
     recognises=lambda keys: keys.have(r"^first_conv\.", r"^feature_mix_layer\.bn\."),

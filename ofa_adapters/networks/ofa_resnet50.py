@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ofa_adapters.family import Built, Family
 from ofa_adapters.features import resnet_features
 from ofa_adapters.layout import Layout, block_axis, choices, conv_norm
+from ofa_adapters.networks.mobile import KINDS, SPELLINGS
 from subnetact.errors import IllegalChoice
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
@@ -219,11 +220,13 @@ def build(
 FAMILY = Family(
     build,
     (
-        (r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1."),
-        (r"\.conv(\d)\.(conv|bn)\.", r".\2\1."),
-        (r"\.conv\.bn\.", ".bn."),
-        (r"^classifier\.linear\.", "classifier."),
+        *((f"input_stem.{i}.{kind}.{kind}", f"input_stem.{i}.{kind}") for i in (0, 2) for kind in KINDS),
+        *((f"input_stem.1.conv.{kind}.{kind}", f"input_stem.1.{kind}") for kind in KINDS),
+        *((f"blocks.#.conv{i}.{kind}.{kind}", f"blocks.#.{kind}{i}") for i in (1, 2, 3) for kind in KINDS),
+        *((f"blocks.#.downsample.{kind}.{kind}", f"blocks.#.downsample.{kind}") for kind in KINDS),
+        ("classifier.linear.linear", "classifier"),
     ),
+    spellings=SPELLINGS,
     source="mit-han-lab/once-for-all",
     licence="MIT",
     recognises=lambda keys: keys.have(r"^input_stem\.\d"),

@@ -129,21 +129,16 @@ def build(
     return layout.built(ResNet(nn.Sequential(stem), blocks, width, num_classes, dropout=0))
 
 
-BLOCK = (r"^features\.(\d+)\.", lambda found: f"blocks.{int(found[1]) - 1}.")
-"""The name of a block, which upstream counts from the stem on."""
-
 FAMILY = Family(
     build,
     (
-        (r"^classifier\.0\.", "classifier."),
-        (r"\.bn\.", "."),
-        (r"^features\.0\.0\.", "input_stem.conv."),
-        (r"^features\.0\.1\.", "input_stem.bn."),
-        BLOCK,
-        *((rf"\.body\.{3 * i}\.", f".conv{i + 1}.") for i in range(3)),
-        *((rf"\.body\.{3 * i + 1}\.", f".bn{i + 1}.") for i in range(3)),
-        (r"\.shortcut\.0\.", ".downsample.conv."),
-        (r"\.shortcut\.1\.", ".downsample.bn."),
+        ("features.0.0", "input_stem.conv"),
+        ("features.0.1.bn", "input_stem.bn"),
+        *((f"features.#+1.body.{3 * i}", f"blocks.#.conv{i + 1}") for i in range(3)),
+        *((f"features.#+1.body.{3 * i + 1}.bn", f"blocks.#.bn{i + 1}") for i in range(3)),
+        ("features.#+1.shortcut.0", "blocks.#.downsample.conv"),
+        ("features.#+1.shortcut.1.bn", "blocks.#.downsample.bn"),
+        ("classifier.0", "classifier"),
     ),
     source="JiahuiYu/slimmable_networks",
     licence="CC-BY-NC-4.0",

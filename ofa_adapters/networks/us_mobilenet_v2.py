@@ -16,7 +16,7 @@ from torch import nn
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family
 from ofa_adapters.layout import conv_norm
 from ofa_adapters.networks.mobile import MBConv, MobileNet, mbconv_elastic
-from ofa_adapters.networks.slimmable_resnet50 import BLOCK, WidthLayout
+from ofa_adapters.networks.slimmable_resnet50 import WidthLayout
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, PerWidthBatchNorm2d, PerWidthNorm, WeightSlice
 from subnetact.space import make_divisible
@@ -138,16 +138,15 @@ PARTS = ("expand_conv", "expand_bn", "depth_conv", "depth_bn", "project_conv", "
 FAMILY = Family(
     build,
     (
-        (r"^classifier\.0\.", "classifier."),
-        (r"\.bn\.(\d+)\.(running_mean|running_var|num_batches_tracked)$", r".\2_\1"),
-        (r"^features\.0\.0\.", "first_conv."),
-        (r"^features\.0\.1\.", "first_bn."),
-        (r"^features\.18\.0\.", "mix_conv."),
-        (r"^features\.18\.1\.", "mix_bn."),
+        ("features.0.0", "first_conv"),
+        ("features.0.1", "first_bn"),
         # The first block has no expansion.
-        (r"^features\.1\.body\.(\d)\.", lambda found: f"features.1.body.{int(found[1]) + 3}."),
-        BLOCK,
-        *((rf"\.body\.{i}\.", f".{part}.") for i, part in zip("013467", PARTS, strict=True)),
+        *((f"features.1.body.{i}", f"blocks.0.{part}") for i, part in zip("0134", PARTS[2:], strict=True)),
+        *((f"features.#+1.body.{i}", f"blocks.#.{part}") for i, part in zip("013467", PARTS, strict=True)),
+        ("features.18.0", "mix_conv"),
+        ("features.18.1", "mix_bn"),
+        ("classifier.0", "classifier"),
+        *((f".bn.#.{what}", f".{what}_#") for what in ("running_mean", "running_var", "num_batches_tracked")),
     ),
     source="JiahuiYu/slimmable_networks",
     licence="CC-BY-NC-4.0",

@@ -2,7 +2,8 @@
 
 - `folder.py`: what a bundle stores; `save_pretrained` and `from_pretrained`.
 - `factories.py`: which networks a bundle may name.
-- `card.py`: the model card of a bundle.
+- `cut_out.py`: one subnet as a model of its library's own class.
+- `card.py`: the model card of a bundle, or of a cut-out.
 - `language_model.py`: a subnet for lm-eval.
 """
 

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from subnetact.elastic.cut_out import opening
 from subnetact.elastic.folder import BUNDLE, INDEX, load_folder
 from subnetact.errors import FileFormatError
 from subnetact.files.tensors import read_model
@@ -85,25 +86,9 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     yield from ("", "```python", "import subnetact", "", "# every size, from one copy of the weights")
     yield f'supernet = subnetact.from_pretrained("folder"{given})'
     yield f'small = subnetact.from_pretrained("folder", subnet={first}{given})'
-    yield from _largest(model)
+    if lines := opening(model):
+        yield from ("", "# the largest, without subnetact", *lines)
     yield "```"
-
-
-def _largest(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the model's own library opens the largest subnet."""
-    name, library = model["name"], model["library"]
-    arguments = "".join(f", {a}={v!r}" for a, v in model.get("arguments", {}).items())
-    if library == "transformers":
-        yield from ("", "# the largest, without subnetact", f"from transformers import {name}")
-        yield f'model = {name}.from_pretrained("folder")'
-    elif library == "timm":
-        yield from ("", "# the largest, without subnetact", "import timm")
-        yield f'model = timm.create_model("{name}"{arguments}, checkpoint_path="folder/model.safetensors")'
-    elif library == "torchvision":
-        yield from ("", "# the largest, without subnetact", "import torchvision")
-        yield "from safetensors.torch import load_file"
-        yield f'model = torchvision.models.get_model("{name}"{arguments})'
-        yield 'model.load_state_dict(load_file("folder/model.safetensors"))'
 
 
 def _latency(table: LatencyTable, key: str | None) -> float | None:

@@ -34,6 +34,7 @@ from subnetact.errors import (
     PrecisionError,
     SpecError,
 )
+from subnetact.files.atomic import replacing_folder
 from subnetact.files.documents import FolderFormat
 from subnetact.files.tensors import read_model, read_tensors, write_model, write_tensors
 from subnetact.insertion.description import Description
@@ -75,8 +76,10 @@ def save_pretrained(
     licence: str | None = None,
     factory: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    only: Any = None,
+    example: Any = None,
 ) -> None:
-    """Write a supernet into a folder that its own library opens as the largest subnet.
+    """Write a supernet into a folder that its own library opens as the largest subnet, or one subnet alone.
 
     `config.json` and `model.safetensors` are what transformers or timm write; for other networks there is a
     plain state_dict. `elastic.json` has everything else: the space, the subnets by name and what is known of
@@ -97,9 +100,14 @@ def save_pretrained(
             makes the original network again; the library may also be `timm` or `transformers`. If None, it
             is found if it can be; loading the bundle of any other network needs `model=`.
         shard_bytes: the most bytes of one file of weights.
+        only: the name of a subnet, a specification, or what `space.parse` takes. If given, the folder is no
+            bundle but holds this subnet alone, cut out as a model of the library's own class that needs
+            nothing of this package; its README.md shows how to open it.
+        example: with `only`, a batch that the model takes: both must compute the same on it.
 
     Raises:
-        FileFormatError: the folder holds something else than a bundle.
+        FileFormatError: the folder holds something else than a bundle, or, with `only`, anything.
+        InsertError: the class of the library cannot have the shapes of the subnet `only`.
         SpecError: a subnet is not of the space, a figure is of no named subnet, the factory makes another
             network, or the space cannot read what it writes.
         StaleWeights: another thread changed weights in place meanwhile. Nothing is then written.
@@ -107,6 +115,7 @@ def save_pretrained(
     Example:
         >>> supernet.save_pretrained("folder", subnets={"small": spec}, licence="mit")
         >>> small = subnetact.from_pretrained("folder", subnet="small")
+        >>> supernet.save_pretrained("small", only="small", example=x)
     """
     space, card = as_supernet(supernet).space, supernet.card
     if subnets is not None:
@@ -126,7 +135,17 @@ def save_pretrained(
         licence=licence or card.licence,
         factory=factory or card.factory,
     )
-    save_folder(supernet, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+    if only is None:
+        save_folder(supernet, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+        return
+    if example is None:
+        raise SpecError("only: give example=x, a batch on which the cut-out must compute the same")
+    from subnetact.elastic.cut_out import cut_out, cut_out_card
+
+    network, made = cut_out(supernet, card.find(space, only), example, card.factory)
+    with replacing_folder(folder, "", "nothing") as place:
+        _write_network(place, network, made, _copies(network.state_dict()), shard_bytes, published=True)
+        (place / "README.md").write_text(cut_out_card(made, card.licence), encoding="utf-8")
 
 
 def from_pretrained(
@@ -270,13 +289,27 @@ def _read_spec(space: SubnetSpace, stated: Mapping[str, Any]) -> SubnetSpec:
 
 
 def _write_network(
-    folder: Path, network: Any, model: Any, tensors: Mapping[str, Tensor], shard_bytes: int
+    folder: Path,
+    network: Any,
+    model: Any,
+    tensors: Mapping[str, Tensor],
+    shard_bytes: int,
+    published: bool = False,
 ) -> None:
-    """Write configuration and weights as the network's own library does, or a plain state_dict."""
+    """Write configuration and weights as the network's own library does, or a plain state_dict.
+
+    transformers can write the names that a model was `published` with, which other programs read, in place of
+    its own. Where these differ, for example because all experts are one tensor, weights cannot be mapped.
+    """
     library = type(network).__module__.split(".")[0]
     if library == "transformers" and hasattr(network, "save_pretrained"):
         with redirect_stderr(StringIO()):  # It draws a progress bar of its own.
-            network.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard_bytes)
+            network.save_pretrained(
+                folder,
+                state_dict=dict(tensors),
+                max_shard_size=shard_bytes,
+                save_original_format=published,
+            )
         return
     if library == "timm" and model is not None:
         from timm.models._hub import save_config_for_hf

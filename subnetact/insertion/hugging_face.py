@@ -24,7 +24,7 @@ from subnetact.operators.skipped_layer import SkippedLayer, skipped
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.proof import outputs_of
 
-__all__ = ["as_pretrained", "heterogeneous"]
+__all__ = ["as_pretrained", "heterogeneous", "renamed", "renumbered"]
 
 DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
@@ -58,11 +58,10 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     if old is None or not hasattr(model, "save_pretrained") or not hasattr(old, "to_dict"):
         raise InsertError(f"{type(model).__name__} is no Hugging Face model; save its state_dict instead")
     cls: Any = type(model)
-    config, kept = copy.deepcopy(old), dict[str, list[int]]()
-    for path, stack in model.named_modules():
-        if isinstance(stack, nn.ModuleList) and any(isinstance(layer, SkippedLayer) for layer in stack):
-            kept[path] = [i for i, layer in enumerate(stack) if not isinstance(layer, SkippedLayer)]
-            _shorten(config, path, len(stack), kept[path])
+    config, moved = copy.deepcopy(old), renumbered(model)
+    kept = {path: list(map(int, names)) for path, names in moved.items()}
+    for path, layers in kept.items():
+        _shorten(config, path, len(list(model.get_submodule(path).children())), layers)
     with torch.device("meta"):
         built = cls(copy.deepcopy(old))
         if channels := _fewer_channels(model, built):
@@ -71,8 +70,8 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
                 text.head_dim = number_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
                 text.hidden_size = channels
             built = cls(copy.deepcopy(old))
-        full = _renamed(built.state_dict(), kept)
-    weights = _renamed(model.state_dict(), kept)
+        full = renamed(built.state_dict(), moved)
+    weights = renamed(model.state_dict(), moved)
     _drop_inputs(weights, old, kept)
     _narrow(config, full, weights, model)
     found: Any = _built(cls, config).to(next(model.parameters()).dtype).eval()
@@ -178,10 +177,21 @@ def _fewer_channels(model: Any, full: Any) -> int:
     return int(now) if now < was else 0
 
 
-def _renamed(tensors: Mapping[str, Tensor], kept: Mapping[str, list[int]]) -> dict[str, Tensor]:
-    """Return tensors under the names that they have if skipped layers are not counted."""
+def renumbered(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Return, for stacks with skipped layers, the name of each other layer -> its name without those."""
+    found: dict[str, dict[str, str]] = {}
+    for path, stack in model.named_modules():
+        if isinstance(stack, nn.ModuleList | nn.Sequential):
+            kept = [n for n, layer in stack.named_children() if not isinstance(layer, SkippedLayer)]
+            if len(kept) < len(stack):
+                found[path] = dict(zip(kept, stack._modules, strict=False))
+    return found
+
+
+def renamed(tensors: Mapping[str, Tensor], moved: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
+    """Return tensors under the names that they have when skipped layers are not counted."""
     prefixes = {
-        f"{path}.{old}.": f"{path}.{new}." for path, layers in kept.items() for new, old in enumerate(layers)
+        f"{path}.{old}.": f"{path}.{new}." for path, names in moved.items() for old, new in names.items()
     }
     found = {}
     for name, tensor in tensors.items():

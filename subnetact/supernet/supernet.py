@@ -379,7 +379,7 @@ class Supernet(nn.Module):
         It has the statistics that the subnet runs on, and can be trained (not at a lower precision), moved,
         saved and exported like any other. Tied parameters that are sliced in the same way stay tied. A
         Hugging Face model still has the configuration of the full network; `insertion.as_pretrained` gives it
-        its own.
+        its own, and `save_pretrained(folder, only=spec)` writes it for its library.
         """
         spec = self.space.check(spec)
         with outside_modes(), self._generation.lock:

@@ -53,6 +53,18 @@ def made(library: str) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
     return randomize_(transformers.BertForSequenceClassification(config).eval()), TOKENS, {}
 
 
+CUT = {  # what the library's own class can have: the same share in every layer, or fewer layers in a stage
+    "torchvision": {"depth": [1.0, 0.5, 1.0, 0.5]},
+    "timm": {"depth": 0.5, "ffn": 0.5},
+    "decoder": {"depth": 0.5, "ffn": 0.5},
+    "encoder": {"depth": 0.5, "ffn": 0.5},
+}
+
+
+def chosen(supernet: subnetact.Supernet, choices: dict[str, Any]) -> subnetact.SubnetSpec:
+    return supernet.space.spec(**{axis.name: choices.get(axis.name, 1.0) for axis in supernet.space.axes})
+
+
 def outputs(network: Any, x: Any) -> list[torch.Tensor]:
     with torch.no_grad():
         return list(tensors_of(call_with(network, x)))[:1]
@@ -72,78 +84,97 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         space = supernet.space
         subnets = {"small": space.smallest(), "middle": space.sample(1), "large": space.largest()}
         supernet.save_pretrained(place / name, subnets=subnets, licence="mit")
+        if name in CUT:
+            subnets["cut"] = chosen(supernet, CUT[name])
+            supernet.save_pretrained(place / f"{name}-cut", only=subnets["cut"], example=x)
+            assert not (place / f"{name}-cut" / "elastic.json").exists()
         answers = {n: outputs(supernet.subnet(s), x)[0] for n, s in subnets.items()}
         inputs = x if isinstance(x, dict) else {"x": x}
         save_file({**inputs, **{f"answer.{n}": t for n, t in answers.items()}}, place / "expected" / name)
     return place
 
 
-def run(code: str, place: Path, python_path: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((python_path, str(Path(__file__).parents[1])))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(place)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-AGAIN = """
-import sys, torch
-from pathlib import Path
-from safetensors.torch import load_file
-import subnetact
-from subnetact.supernet.batches import call_with, tensors_of
-torch.set_num_threads(1)
-place, seen = Path(sys.argv[1]), 0
-for path in sorted((place / "expected").iterdir()):
-    facts = load_file(path)
-    x = {n: t for n, t in facts.items() if not n.startswith("answer.")}
-    x = x["x"] if set(x) == {"x"} else x
-    for name in ("small", "middle", "large"):
-        mapped = subnetact.from_pretrained(place / path.name, subnet=name)
-        own = subnetact.from_pretrained(place / path.name, subnet=name, mapped=False, verify=True)
-        with torch.no_grad():
-            a, b = (next(iter(tensors_of(call_with(network, x)))) for network in (mapped, own))
-        assert torch.allclose(a, facts[f"answer.{name}"], 5e-5, 5e-5), (path.name, name)
-        assert torch.equal(b, facts[f"answer.{name}"]), (path.name, name)
-        seen += 1
-assert seen == 3 * COUNT, seen
-"""
-
-ALONE = """
-import sys, torch
+IN_A_NEW_PROCESS = """
+import sys, os, torch
 from pathlib import Path
 from safetensors.torch import load_file
 import timm, torchvision, transformers
 torch.set_num_threads(1)
 place = Path(sys.argv[1])
-def check(name, network):
+def check(name, network, answer):
     facts = load_file(place / "expected" / name)
     with torch.no_grad():
         found = network.eval()(facts["x"])
-    found = getattr(found, "logits", found)
-    assert torch.equal(found, facts["answer.large"]), name
+    found, atol = getattr(found, "logits", found), 5e-5 if answer == "cut" else 0
+    torch.testing.assert_close(found, facts["answer." + answer], rtol=0, atol=atol)
 resnet = torchvision.models.resnet18(num_classes=5)
 resnet.load_state_dict(load_file(place / "torchvision" / "model.safetensors"))
-check("torchvision", resnet)
+check("torchvision", resnet, "large")
 options = dict(img_size=32, patch_size=8, depth=2, num_classes=5)
 checkpoint = str(place / "timm" / "model.safetensors")
-check("timm", timm.create_model("vit_tiny_patch16_224", checkpoint_path=checkpoint, **options))
-check("decoder", transformers.AutoModelForCausalLM.from_pretrained(place / "decoder"))
-check("encoder", transformers.AutoModelForSequenceClassification.from_pretrained(place / "encoder"))
+check("timm", timm.create_model("vit_tiny_patch16_224", checkpoint_path=checkpoint, **options), "large")
+check("timm", timm.create_model(f"local-dir:{place / 'timm-cut'}", pretrained=True), "cut")
+check("decoder", transformers.AutoModelForCausalLM.from_pretrained(place / "decoder"), "large")
+check("encoder", transformers.AutoModelForSequenceClassification.from_pretrained(place / "encoder"), "large")
+for name in ("torchvision", "timm", "decoder", "encoder"):
+    code = (place / f"{name}-cut" / "README.md").read_text().split("```")[1].removeprefix("python")
+    made = {}
+    exec(code.replace("folder", str(place / f"{name}-cut")), made)
+    check(name, made["model"], "cut")
 assert "subnetact" not in sys.modules
+
+import subnetact
+from subnetact.supernet.batches import call_with, tensors_of
+for path in sorted((place / "expected").iterdir()):
+    facts = load_file(path)
+    x = {n: t for n, t in facts.items() if not n.startswith("answer.")}
+    x = x["x"] if set(x) == {"x"} else x
+    mapped = subnetact.from_pretrained(place / path.name)
+    own = subnetact.from_pretrained(place / path.name, mapped=False, verify=True)
+    for name, spec in own.card.subnets.items():
+        with torch.no_grad():
+            a, b = (next(iter(tensors_of(call_with(s.subnet(spec), x)))) for s in (mapped, own))
+        assert torch.allclose(a, facts[f"answer.{name}"], 5e-5, 5e-5), (path.name, name)
+        assert torch.equal(b, facts[f"answer.{name}"]), (path.name, name)
+        print(path.name, name)
 """
 
 
-def test_every_size_is_bit_equal_in_a_new_process(saved: Path, python_path: str) -> None:
-    run(AGAIN.replace("COUNT", str(4 + len(families()))), saved, python_path)
+def test_other_libraries_open_the_largest_and_cut_outs_and_every_size_is_bit_equal(
+    saved: Path, python_path: str
+) -> None:
+    path = os.pathsep.join((python_path, str(Path(__file__).parents[1])))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_A_NEW_PROCESS, str(saved)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.split()) == 2 * 3 * (4 + len(families()))
 
 
-def test_the_models_own_library_opens_the_largest(saved: Path, python_path: str) -> None:
-    run(ALONE, saved, python_path)
+def test_subnets_that_no_class_can_have_are_refused_with_the_reason(saved: Path, tmp_path: Path) -> None:
+    words = {
+        "torchvision": ({"width": 0.5}, r"no arguments of resnet18 describe .* is \(64, .* and \(32, "),
+        "timm": ({"ffn": [1.0, 0.5]}, r"no arguments of vit_tiny_patch16_224 describe .* \(384, 192\)"),
+        "decoder": ({"ffn": [1.0, *[0.5] * 5]}, "LlamaForCausalLM of transformers builds no layers of diff"),
+        "encoder": ({"heads": 0.5}, "no configuration of BertForSequenceClassification describes this"),
+    }
+    for name, (choices, message) in words.items():
+        supernet: Any = subnetact.from_pretrained(saved / name)
+        x = load_file(saved / "expected" / name)["x"]
+        with pytest.raises(InsertError, match=message):
+            supernet.save_pretrained(tmp_path / "cut", only=chosen(supernet, choices), example=x)
+    family: Any = subnetact.from_pretrained(saved / "hydravit")
+    with pytest.raises(InsertError, match="only a network that transformers, timm or torchvision makes"):
+        family.save_pretrained(tmp_path / "cut", only="small", example=IMAGES)
+    assert not (tmp_path / "cut").exists()
+    with pytest.raises(SpecError, match="give example=x"):
+        supernet.save_pretrained(tmp_path / "cut", only="large")
+    with pytest.raises(FileFormatError, match="choose a new directory"):
+        supernet.save_pretrained(saved / "encoder", only="large", example=x)
 
 
 def test_the_subnets_of_a_language_model_are_in_its_vocabulary(saved: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from small_families import GOLDEN, small_constructor, small_inputs, small_supernet
 
-from ofa_adapters import load
+from ofa_adapters import load, upstream_state_dict
 from subnetact.supernet.supernet import Supernet
 
 
@@ -86,6 +86,27 @@ def inputs_of() -> Callable[..., tuple[torch.Tensor, ...]]:
 def golden_state() -> Callable[[str], dict[str, torch.Tensor]]:
     """Weights under upstream's names."""
     return lambda family: read_golden(family).state()
+
+
+@pytest.fixture(scope="session")
+def written_back() -> Callable[..., dict[str, torch.Tensor]]:
+    """Checks that a loaded checkpoint, trained on, is written under its own names, and loads again."""
+
+    def check(family: str, state: dict[str, torch.Tensor], reserve: str = "-", **constructor: Any) -> Any:
+        supernet = load(family, state, **constructor)
+        written = {name: tensor.clone() for name, tensor in upstream_state_dict(supernet).items()}
+        assert set(written) == set(state)
+        same = {name: tensor.equal(state[name].to(tensor.dtype)) for name, tensor in written.items()}
+        assert all(same[name] or reserve in name for name in same)
+        with torch.no_grad():
+            for weight in supernet.parameters():
+                weight.mul_(1.5)
+        again = load(family, upstream_state_dict(supernet), **constructor)
+        assert again.fingerprint() == supernet.fingerprint()
+        assert not again.state_dict()[next(iter(again.state_dict()))].equal(next(iter(state.values())))
+        return written
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -190,6 +190,15 @@ def supernet(state: dict[str, torch.Tensor]) -> Supernet:
     return load("attentivenas", wrapped, supernet_cfg=CONFIG, n_classes=5)
 
 
+@pytest.mark.parametrize("v3_head", [True, False])
+def test_weights_are_written_under_upstreams_names(written_back: Any, v3_head: bool) -> None:
+    config = CONFIG if v3_head else without_head()
+    written = written_back(
+        "attentivenas", upstream_state(config), "bn_tracking", supernet_cfg=config, n_classes=5
+    )
+    assert written["first_conv.bn.bn_tracking.1.running_var"].eq(1).all()  # never used, but upstream wants it
+
+
 X = torch.randn(6, 3, 48, 48, generator=torch.Generator().manual_seed(9))
 
 

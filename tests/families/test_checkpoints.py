@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ofa_adapters import families, identify, load
+from ofa_adapters import families, identify, load, upstream_state_dict
 from ofa_adapters.__main__ import main
 from ofa_adapters.registry import family_of
+from subnetact import from_pretrained
+from subnetact.digits import new_digits_supernet
 from subnetact.errors import CheckpointError, SpecError
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -43,6 +45,24 @@ def test_wrappers_and_prefixes_load(
     assert load(family, tmp_path / "checkpoint.pth", **constructor_of(family)).fingerprint() == expected
     file = GOLDEN / family / "state_dict.safetensors"
     assert load(family, file, **constructor_of(family)).fingerprint() == expected
+
+
+@pytest.mark.parametrize("family", GOLDENS)
+def test_weights_are_written_under_upstreams_names(
+    family: str, written_back: Any, constructor_of: Any, golden_state: Any
+) -> None:
+    written_back(family, golden_state(family), **constructor_of(family))
+
+
+def test_what_has_no_upstream_is_not_written(tmp_path: Path, constructor_of: Any, golden_state: Any) -> None:
+    with pytest.raises(SpecError, match=r"of one of ofa_resnet50, .* is needed, this one is of digits"):
+        upstream_state_dict(new_digits_supernet())
+    family, state = "compofa_mbv3", golden_state("compofa_mbv3")
+    load(family, state, **constructor_of(family)).save_pretrained(tmp_path / "bundle")
+    saved: Any = from_pretrained(tmp_path / "bundle")
+    found = upstream_state_dict(saved)
+    assert set(found) == set(state)
+    assert all(tensor.equal(state[name]) for name, tensor in found.items())
 
 
 def test_a_command_line_saved_beside_the_weights_is_no_code(

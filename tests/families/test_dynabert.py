@@ -185,7 +185,7 @@ def test_roberta_counts_positions_after_its_padding_token() -> None:
     torch.testing.assert_close(full[:1], short, atol=1e-5, rtol=1e-5)  # padding changes nothing
 
 
-def test_live_transformers() -> None:
+def test_live_transformers(written_back: Any) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {
@@ -208,6 +208,7 @@ def test_live_transformers() -> None:
             expected = model(ids, mask).logits
             logits = supernet(ids, mask)
         torch.testing.assert_close(logits, expected, atol=5e-5, rtol=1e-5)
+        model.load_state_dict(written_back("dynabert", model.state_dict(), num_attention_heads=4))
 
 
 # -- the most important heads and neurons first --------------------------------------------------------

@@ -256,9 +256,8 @@ def test_a_description_of_the_model_keeps_layers_that_store_keys_and_values(
 
 def test_a_subnet_is_saved_as_a_model_of_its_own(supernet: subnetact.Supernet, tmp_path: Path) -> None:
     spec = supernet.space.parse({DIMS: [8, 24, 12, 24, 8, 12, 24], SKIPPED: [2, 7, 8]})
-    small = subnetact.insertion.as_pretrained(supernet.extract(spec), {"input_ids": TOKENS})
-    small.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    supernet.save_pretrained(tmp_path / "small", only=spec, example={"input_ids": TOKENS})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small").eval()
     assert loaded.config.intermediate_size == [8, 24, 12, 24, 8, 12, 24]
     assert (loaded.config.num_hidden_layers, loaded.config.num_kv_shared_layers) == (7, 2)
     assert distance(logits(loaded), logits(supernet.subnet(spec))) < TOLERANCE
@@ -303,6 +302,63 @@ def test_rows_of_the_published_file_are_subnets(supernet: subnetact.Supernet) ->
     assert space.format(found["Small"]) == {DIMS: [24] * 4 + [12] * 4, SKIPPED: [6, 8]}
     written = [{name: str(value) for name, value in space.format(spec).items()} for spec in found.values()]
     assert list(map(space.parse, written)) == list(found.values())
+
+
+PUBLISHED = """
+Main model                      3.98 62.30% 0-34
+Config for official E2B Model   1.91 50.90%
+Config for E1.96B (layer-level) 1.96 53.40% 4
+Config for E2.54B (layer-level) 2.54 55.40% 4 20-24
+Config for E2.69B (layer-level) 2.69 57.70% 4 9 14 19-24
+Config for E2.98B (layer-level) 2.98 59.50% 15-24 30-34
+Config for E3.18B (layer-level) 3.18 61.80% 4 9-24 29 34
+Config for E3.39B (layer-level) 3.39 63.00% 4 9-29 34
+Config for E3.59B (layer-level) 3.59 63.40% 4-29 34
+Config for E3.79B (layer-level) 3.79 63.40% 4-34
+Config for E2.49B (block-level) 2.49 54.50% 20-24
+Config for E2.73B (block-level) 2.73 57.10% 15-24
+Config for E2.98B (block-level) 2.98 59.50% 10-24
+Config for E3.24B (block-level) 3.24 60.70% 10-29
+Config for E3.49B (block-level) 3.49 61.40% 5-29
+Config for E3.79B (block-level) 3.74 62.00% 5-34
+"""
+"""The rows of google/gemma3n-slicing-configs: parameters in billions, MMLU, and the layers of full width.
+
+The two slices with less than 2 billion parameters have 30 layers, without 20 to 24; the others have 35."""
+
+
+def published(unit: int) -> str:
+    """Return the published file for a model whose feed-forward networks have up to 8 units."""
+    rows = ["name,# Layers,# Effective Params (B),MMLU PT accuracy,FFN Hidden Dims,Layers Skipped"]
+    for line in PUBLISHED.strip().splitlines():
+        name, params, accuracy, *ranges = line[:31].strip(), line[32:36], *line[37:].split()
+        wide = {i for r in ranges for i in range(int(r.split("-")[0]), int(r.split("-")[-1]) + 1)}
+        skipped = list(range(20, 25)) if float(params) < 2 else []
+        dims = ", ".join(f"{unit:_} * {8 if i in wide else 4}" for i in range(35) if i not in skipped)
+        rows.append(f'{name},{35 - len(skipped)},{params},{accuracy},"[{dims}]","{skipped or ""}"')
+    return "\n".join(rows)
+
+
+def test_the_published_rows_are_the_named_subnets_of_a_bundle(tmp_path: Path) -> None:
+    """A row equals transformers' model of its sliced configuration; the full model has tiny layers here."""
+    count, unit = 35, 2
+    kinds = ["full_attention" if i % 5 == 4 else "sliding_attention" for i in range(count)]
+    sizes = {"num_hidden_layers": count, "intermediate_size": 8 * unit, "num_kv_shared_layers": 15}
+    sparse = [0.9] * 10 + [0.0] * 25
+    config = {**TINY, **sizes, "layer_types": kinds, "activation_sparsity_pattern": sparse}
+    supernet = ofa_adapters.load("gemma3n", config=config)
+    randomised(supernet.network)
+    rows = {row["name"]: row for row in csv.DictReader(io.StringIO(published(unit)))}
+    quality = {name: {"mmlu": float(row["MMLU PT accuracy"].rstrip("%"))} for name, row in rows.items()}
+    supernet.save_pretrained(tmp_path / "bundle", subnets=rows, quality=quality, source="the published file")
+    saved: Any = subnetact.from_pretrained(tmp_path / "bundle")
+    assert len({*saved.card.subnets.values()}) == len(rows) == 16
+    assert saved.card.subnets["Main model"] == saved.space.largest()
+    name = "Config for E1.96B (layer-level)"
+    stated = supernet.space.format(saved.card.subnets[name])
+    assert (str(len(stated[DIMS])), stated[SKIPPED]) == (rows[name]["# Layers"], [20, 21, 22, 23, 24])
+    expected = logits(sliced(plain(supernet.network), stated, config))
+    assert distance(logits(saved.subnet(saved.card.subnets[name])), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(

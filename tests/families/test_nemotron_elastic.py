@@ -14,6 +14,7 @@ from small_state_spaces import NEMOTRON, TOKENS, first_heads, logits, narrowed, 
 from torch import Tensor, nn
 
 import ofa_adapters
+import subnetact
 from subnetact.engine.stats import weight_bytes
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.supernet.supernet import Supernet
@@ -180,6 +181,17 @@ def test_groups_of_experts_stay_whole() -> None:
     assert "num_experts_per_tok" in loaded.space.format(loaded.space.largest())
     with pytest.raises(SpecError, match="n_routed_experts is 6 here, and no axis of this network"):
         ofa_adapters.load("nemotron_elastic", config=config, budgets={"a": {"n_routed_experts": 4}})
+
+
+def test_budgets_are_the_named_subnets_of_a_bundle(supernet: Supernet, model: Any, tmp_path: Path) -> None:
+    supernet.save_pretrained(tmp_path / "bundle")
+    document = json.loads((tmp_path / "bundle" / "elastic.json").read_text())
+    assert set(document["subnets"]) == {"full", *BUDGETS}
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bundle").eval()
+    torch.testing.assert_close(logits(alone), logits(model), rtol=5e-5, atol=5e-5)
+    for name, budget in {"full": {}, **BUDGETS}.items():
+        found = logits(subnetact.from_pretrained(tmp_path / "bundle", subnet=name))
+        torch.testing.assert_close(found, logits(upstream(model, budget)), rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import subnetact
-from ofa_adapters import load
+from ofa_adapters import load, upstream_state_dict
 from subnetact.errors import CheckpointError, IllegalChoice, InsertError, SpecError
 from subnetact.insertion.insert import insert_
 from subnetact.operators import (
@@ -139,6 +141,21 @@ def test_one_widths_calibration_leaves_the_others(resnet: Supernet) -> None:
     after = [copied(X, subnet=spec) for spec in specs]
     assert not torch.allclose(before[0], after[0], atol=1e-3)
     assert all(torch.equal(*pair) for pair in zip(before[1:], after[1:], strict=True))
+    written = upstream_state_dict(copied)
+    found = resnet_reference(written, min(WIDTHS), X)
+    torch.testing.assert_close(found, after[0], atol=5e-5, rtol=1e-4)
+    assert written["features.0.1.bn.0.running_mean"].equal(resnet_state()["features.0.1.bn.0.running_mean"])
+
+
+def test_weights_are_written_under_upstreams_names(written_back: Callable[..., Any]) -> None:
+    written_back("slimmable_resnet50", resnet_state(), num_classes=5, width_mult_list=WIDTHS)
+    constructor = {"num_classes": 5, "width_mult_list": US_WIDTHS, "width_mult_range": [0.175, TOP]}
+    written_back("us_mobilenet_v2", us_state(), **constructor)
+    supernet = load("us_mobilenet_v2", us_state(), **constructor)
+    largest = supernet.space.largest()
+    subnetact.calibrate(supernet, [largest], [X, X[:2]], progress=False)
+    found = us_reference(upstream_state_dict(supernet), 1.0, X)
+    torch.testing.assert_close(found, supernet(X, subnet=largest), atol=5e-5, rtol=1e-4)
 
 
 # -- US-MobileNetV2 ----------------------------------------------------------------------------------
