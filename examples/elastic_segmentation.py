@@ -55,9 +55,12 @@ class Segmenter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_width": 16, "stem_type": "deep"}
-        self.encoder: Any = timm.create_model("resnet18", features_only=True, out_indices=range(4), **sizes)
-        channels = self.encoder.feature_info.channels()
-        self.heads = nn.ModuleList(nn.Conv2d(n, CLASSES, 3, padding=1) for n in channels)
+        encoder: Any = timm.create_model("resnet18", features_only=True, out_indices=range(4), **sizes)
+        channels = encoder.feature_info.channels()
+        self.encoder, self.heads = (
+            encoder,
+            nn.ModuleList(nn.Conv2d(n, CLASSES, 3, padding=1) for n in channels),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         maps = [head(part) for head, part in zip(self.heads, self.encoder(x), strict=True)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.calibration.calibrate import calibrate
 from subnetact.errors import InsertError, TrainingError, UncalibratedSubnetWarning
 from subnetact.insertion.importance import Measure
 from subnetact.insertion.reorder import reorder_
@@ -208,9 +209,10 @@ def distill_(
         supernet.eval()
         try:
             first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
-            if isinstance(chosen, str):
-                chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
             inputs = [x for x, _ in first]
+            if isinstance(chosen, str):  # Its statistics may be those of other weights.
+                calibrate(supernet, [space.largest()], inputs, progress=progress)
+                chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
             measurement = Measurement(supernet, specs, held_out, meaning, chosen, inputs, progress)
             measurement.check(first[0][1])
             scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
