@@ -1,10 +1,10 @@
 """Your data, your network: make a segmentation network elastic, and teach its small subnets the task again.
 
 The network is fully convolutional, on an encoder of timm. Nothing is downloaded: scenes of discs, squares
-and rings are drawn, with a class per pixel, and the network is trained on them first, as a whole. Then its
-subnets are distilled. The script prints their mean IoU on scenes with more noise: sorted by importance and
-calibrated, then distilled; and that of the smallest one trained alone, for as many steps, from the labels and
-the outputs of the whole network. `elastic_segmentation.json` and `.png` are from a run of it.
+and rings are drawn, with a class per pixel, and it learns them first as a whole. The script prints the mean
+IoU of subnets on scenes with more noise: sorted by importance and calibrated, then distilled; and that of the
+smallest one trained alone, for as many steps, from the labels and the whole network. The JSON and the figure
+of the same name are from a run.
 
 For your data, replace `scene`; for your network, `Segmenter` (those of torchvision work as they are). Of a
 detector, make elastic what returns maps, and distil these: labels=False, task="values", and as output= a
@@ -56,29 +56,18 @@ class Segmenter(nn.Module):
         super().__init__()
         sizes: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_width": 16, "stem_type": "deep"}
         encoder: Any = timm.create_model("resnet18", features_only=True, out_indices=range(4), **sizes)
-        channels = encoder.feature_info.channels()
-        self.encoder, self.heads = (
-            encoder,
-            nn.ModuleList(nn.Conv2d(n, CLASSES, 3, padding=1) for n in channels),
-        )
+        heads = [nn.Conv2d(n, CLASSES, 3, padding=1) for n in encoder.feature_info.channels()]
+        self.encoder, self.heads = encoder, nn.ModuleList(heads)
 
     def forward(self, x: Tensor) -> Tensor:
         maps = [head(part) for head, part in zip(self.heads, self.encoder(x), strict=True)]
         return torch.stack([F.interpolate(part, x.shape[-2:], mode="bilinear") for part in maps]).sum(0)
 
 
-class MeanIoU:
-    """Intersection over union, the mean of all classes, in percent; a metric of torchmetrics does as well."""
-
-    def __init__(self) -> None:
-        self.pairs = torch.zeros(CLASSES**2)
-
-    def update(self, scores: Tensor, masks: Tensor) -> None:
-        self.pairs += torch.bincount((masks * CLASSES + scores.argmax(1)).flatten(), minlength=CLASSES**2)
-
-    def compute(self) -> Tensor:
-        table = self.pairs.view(CLASSES, CLASSES)
-        return 100 * (table.diag() / (table.sum(0) + table.sum(1) - table.diag())).mean()
+def mean_iou(scores: Tensor, masks: Tensor) -> Tensor:
+    pairs = torch.bincount((masks * CLASSES + scores.argmax(1)).flatten(), minlength=CLASSES**2)
+    table = pairs.view(CLASSES, CLASSES)
+    return 100 * (table.diag() / (table.sum(0) + table.sum(1) - table.diag())).mean()
 
 
 def main() -> None:
@@ -91,10 +80,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    scenes: Any = [scene(rng, 0.15) for _ in range(args.scenes)]
+    clear: Any = [scene(rng, 0.15) for _ in range(args.scenes)]
     noisy: Any = [scene(rng, 0.25) for _ in range(96)]
-    batches, others = DataLoader(scenes, 16, shuffle=True), list(DataLoader(noisy, 32))
-    network, example = Segmenter(), others[0][0][:1]
+    batches, others = DataLoader(clear, 16, shuffle=True), list(DataLoader(noisy, 96))
+    network, example = Segmenter(), noisy[0][0][None]
     optimizer = torch.optim.AdamW(network.parameters(), 2e-3)
     for images, masks in chain.from_iterable(repeat(batches, args.epochs)):
         optimizer.zero_grad()
@@ -104,7 +93,7 @@ def main() -> None:
     supernet = subnetact.insert_(network, example=example)
     subnetact.reorder_(supernet, "l1", example=example)
     small = supernet.extract(supernet.space.smallest())
-    given = {"held_out": others, "metric": MeanIoU(), "steps": args.steps, "importance": None}
+    given = {"held_out": others, "metric": mean_iou, "steps": args.steps, "importance": None}
     report = distill_(supernet, batches, learning_rate=2e-3, **given)
     one = subnetact.insert_(small, example=example, axes=("width",), choices=(1.0,))
     alone = distill_(one, batches, whole, learning_rate=2e-3, distillation=0.5, **given)
@@ -112,9 +101,8 @@ def main() -> None:
     table = subnetact.profile_latency(engine, [1], accuracy=report.after, tolerance=20.0)
     plot_front(table, args.out / "front.png")
     found = {**report.to_json(), "alone": alone.after[0], "latency_ms": table.latency_ms[:, 0].tolist()}
-    (args.out / "result.json").write_text(
-        json.dumps({**found, "machine": machine(torch.device("cpu"))}, indent=1) + "\n"
-    )
+    found["machine"] = machine(torch.device("cpu"))
+    (args.out / "result.json").write_text(json.dumps(found, indent=1) + "\n")
     print(f"{report}\nthe smallest one alone: {alone.after[0]:.1f}\nmilliseconds: {found['latency_ms']}")
 
 
