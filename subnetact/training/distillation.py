@@ -210,11 +210,13 @@ def distill_(
         try:
             first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
             inputs = [x for x, _ in first]
+            given = None if isinstance(chosen, str) else chosen
+            measurement = Measurement(supernet, specs, held_out, meaning, given, inputs, progress)
+            measurement.check(first[0][1])
             if isinstance(chosen, str):  # Its statistics may be those of other weights.
                 calibrate(supernet, [space.largest()], inputs, progress=progress)
                 chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
-            measurement = Measurement(supernet, specs, held_out, meaning, chosen, inputs, progress)
-            measurement.check(first[0][1])
+                measurement.teacher = chosen
             scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
             run = TrainingRun(
                 supernet=supernet,

@@ -34,13 +34,13 @@ class Measurement:
         inputs: Sequence[Any],
         progress: bool,
     ) -> None:
-        self._supernet, self._specs, self._task, self._teacher = supernet, specs, task, teacher
+        self._supernet, self._specs, self._task, self.teacher = supernet, specs, task, teacher
         self._held_out, self._inputs, self._progress = held_out, inputs, progress
 
     @torch.no_grad()
     def check(self, labels: Any) -> None:
         """Refuse a first batch, its labels or a teacher that do not fit the supernet."""
-        teacher = self._teacher
+        teacher = self.teacher
         own = {parameter.data_ptr() for parameter in self._supernet.parameters()}
         if any(p.data_ptr() in own for p in getattr(teacher, "parameters", list)()):
             raise TrainingError(
@@ -87,8 +87,8 @@ class Measurement:
             for batch in bar:
                 x, labels = task.split(batch, supernet.device)
                 if labels is None:
-                    assert self._teacher is not None
-                    labels = task.output(call_with(self._teacher, x), x)
+                    assert self.teacher is not None
+                    labels = task.output(call_with(self.teacher, x), x)
                 for view, meter in zip(views, meters, strict=True):
                     meter.update(task.output(call_with(view, x), x), labels)
                 read = True
