@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 
 from subnetact.errors import ResumeMismatch, TrainingError
 from subnetact.supernet.batches import as_batch, hash_tensors
 
-__all__ = ["BatchStream"]
+__all__ = ["BatchStream", "kept_random_states"]
 
 _END = object()
 
@@ -27,9 +30,9 @@ class BatchStream:
         self.mark()
 
     def next(self) -> Any:
-        """Return the next batch, after seeding torch by its number."""
+        """Return the next batch, after seeding torch, NumPy and `random` by its number."""
         for _ in range(2):
-            self._seed_torch(self.number)
+            self._seed_all(self.number)
             if self._iterator is None:
                 self.epoch = self.number
                 own = getattr(self._batches, "generator", None)
@@ -61,12 +64,27 @@ class BatchStream:
         if (self.epoch, _digest(self._last)) != (facts["epoch"], facts["last"]):
             raise ResumeMismatch(
                 f"batch {self.number} is another one than before; give the same batches in the same order "
-                "(torch is seeded before every batch; random and NumPy are not)"
+                "(torch, NumPy and random are seeded before every batch)"
             )
         self.mark()
 
-    def _seed_torch(self, number: int) -> None:
-        torch.manual_seed((self._seed * 1_000_003 + number) % 2**63)
+    def _seed_all(self, number: int) -> None:
+        seed = (self._seed * 1_000_003 + number) % 2**63
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept_random_states(device: torch.device) -> Iterator[None]:
+    """Restore the random states of torch, NumPy and `random` at the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def _digest(batch: Any) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.calibration.calibrate import calibrate
 from subnetact.errors import InsertError, TrainingError, UncalibratedSubnetWarning
 from subnetact.insertion.importance import Measure
 from subnetact.insertion.reorder import reorder_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
-from subnetact.training.batch_stream import BatchStream
+from subnetact.training.batch_stream import BatchStream, kept_random_states
 from subnetact.training.measurement import Measurement
 from subnetact.training.report import DistillationReport
 from subnetact.training.run import TrainingRun, even_subnet
@@ -87,7 +88,7 @@ def distill_(
     Args:
         supernet: the supernet.
         batches: the training data, which can be read again: a DataLoader or a list, not a generator. See
-            `task` and `labels`. torch is seeded before every batch; `random` and NumPy are not.
+            `task` and `labels`. torch, NumPy and `random` are seeded before every batch.
         teacher: a network to learn from, called with the inputs, which does not change. "frozen": a copy of
             the largest subnet as it is now. With either, the largest subnet learns from the teacher, too. If
             None, the largest subnet is the teacher, or "frozen" where there are no labels. The docstring of
@@ -95,9 +96,10 @@ def distill_(
         held_out: other batches of the same kind, on which the subnets are measured, as a list.
         steps: the number of steps of the optimizer. Give either this or `minutes`.
         minutes: the time of the training, with earlier parts if it is resumed.
-        task: what the network returns. "classes": scores (N, classes, ...), "values": numbers, "vectors":
-            embeddings (N, features), or (N, tokens, features), which are averaged over the tokens that
-            `attention_mask` keeps; "tokens": scores (N, tokens, vocabulary) of a language model.
+        task: what the network returns. "classes": scores (N, classes), or (N, classes, H, W) of pixels, where
+            the label -100 does not count; "values": numbers; "vectors": embeddings (N, features), or
+            (N, tokens, features), which are averaged over the tokens that `attention_mask` keeps; "tokens":
+            scores (N, tokens, vocabulary) of a language model.
         labels: whether batches are pairs (inputs, labels); dictionaries may have the entry "labels" instead.
             Without labels, subnets learn from the teacher alone. If None, True for classes and values. For
             tokens without labels, the inputs, or their `input_ids`, are the labels: every token but
@@ -126,26 +128,28 @@ def distill_(
         shrink: the share of the training in which the smallest subnet shrinks from the largest to its final
             size (progressive shrinking); 0 trains all sizes from the beginning.
         loss: a function of outputs and labels instead of the one of the task: cross-entropy or squared error.
-        metric: a function of outputs and labels for the report, whose mean over samples is shown. Without
-            labels, it gets the teacher's outputs.
-        output: a function of what the network returns (its `logits`, or the first of several outputs)
-            and of the inputs, which returns the tensor that is learnt.
+        metric: a function of outputs and labels for the report, whose mean over samples is shown, or an
+            object with `update(outputs, labels)` and `compute()`, such as a metric of torchmetrics, which is
+            copied for every subnet. Without labels, it gets the teacher's outputs.
+        output: a function of what the network returns and of the inputs, which returns the tensor that is
+            learnt. If None, the network's `logits` or `out`, or the first of several outputs.
         calibration: the number of training batches for BatchNorm statistics and for "taylor".
         resume: a file for unfinished work. If it exists, the training goes on from there, and the report
             is that of an uninterrupted run, up to rounding. Begin with the same supernet, untrained, and
             the same batches in the same order. Batches of an unfinished epoch are read once more.
         save_every_s: the time in seconds between two writes of `resume`, which has the size of the weights
             and the state of the optimizer. If the disk is full, the training warns, goes on and tries again.
-        seed: decides the random subnets and seeds torch.
+        seed: decides the random subnets and seeds torch, NumPy and `random`, whose states are kept.
         progress: if True, show a progress bar with the losses when standard error is a terminal.
 
     Returns:
         The metric of the subnets before and after, and the losses.
 
     Raises:
-        TrainingError: an argument is out of its range; a batch has no labels where they are needed; the
-            teacher does not run, or returns other outputs than the supernet; or a loss or a gradient is not
-            finite: the weights are then those after the last good step, and so is the file of `resume`.
+        TrainingError: an argument is out of its range; a batch has no labels where they are needed, or others
+            than the outputs need; the teacher does not run, or returns other outputs than the supernet; or a
+            loss or a gradient is not finite. The weights are then those after the last good step, and so is
+            the file of `resume`.
         SpecError: a subnet is not of this supernet, or outputs do not fit the task.
         InsertError: a subnet does not run in training mode, or `importance` was given and nothing can be
             sorted.
@@ -184,7 +188,9 @@ def distill_(
     budget = {"steps": steps, "minutes": minutes, "save_every_s": save_every_s}
     _check_numbers({**settings, **names, **budget, "calibration": calibration})
     _check_names(task, autocast, divergence, teacher)
-    _check_data(batches, held_out)
+    if output is not None and importance == "taylor":
+        raise TrainingError('output: "taylor" does not use it; call reorder_ first, and give importance=None')
+    _check_data(batches, held_out, resume)
     meaning = Task(task, task in TASKS[:2] if labels is None else labels, output, loss, divergence, metric)
     learns = meaning.labels or task == "tokens"
     if not learns and distillation < 1.0:
@@ -199,15 +205,18 @@ def distill_(
         _check_optimizer(optimizer, parameters)
     chosen: Any = FROZEN if teacher is None and not learns else teacher
     was_training, calibrated = supernet.training, list(supernet.norms)
-    with _evaluating(chosen), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _evaluating(chosen), kept_random_states(device):
         supernet.eval()
         try:
             first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
-            if isinstance(chosen, str):
-                chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
             inputs = [x for x, _ in first]
-            measurement = Measurement(supernet, specs, held_out, meaning, chosen, inputs, progress)
-            measurement.check_teacher()
+            given = None if isinstance(chosen, str) else chosen
+            measurement = Measurement(supernet, specs, held_out, meaning, given, inputs, progress)
+            measurement.check(first[0][1])
+            if isinstance(chosen, str):  # Its statistics may be those of other weights.
+                calibrate(supernet, [space.largest()], inputs, progress=progress)
+                chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
+                measurement.teacher = chosen
             scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
             run = TrainingRun(
                 supernet=supernet,
@@ -294,13 +303,18 @@ def _check_names(task: Any, autocast: Any, divergence: Any, teacher: Any) -> Non
         raise TrainingError(f'teacher: {teacher!r}; give a network, "frozen" or None')
 
 
-def _check_data(batches: Any, held_out: Any) -> None:
+def _check_data(batches: Any, held_out: Any, resume: Any) -> None:
     for name, given in (("batches", batches), ("held_out", held_out)):
         if not isinstance(given, Iterable) or isinstance(given, Iterator | Tensor | str):
             raise TrainingError(
                 f"{name}: expected a DataLoader or a list of batches, which can be read again, got "
                 f"{type(given).__name__}; of a generator, make a list"
             )
+    if resume is not None and getattr(batches, "persistent_workers", False):
+        raise TrainingError(
+            "resume: the random numbers of persistent workers depend on all earlier epochs, so a later run "
+            "cannot read the same batches; give the DataLoader persistent_workers=False"
+        )
     if batches is held_out:
         raise TrainingError(
             "held_out is the training data; measure on other data, or the figures say nothing"

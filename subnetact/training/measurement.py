@@ -16,7 +16,7 @@ from subnetact.errors import SubnetActError, TrainingError, UncalibratedSubnetWa
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input
 from subnetact.supernet.supernet import Supernet
-from subnetact.training.task import Task
+from subnetact.training.task import Task, number
 
 __all__ = ["Measurement"]
 
@@ -34,57 +34,64 @@ class Measurement:
         inputs: Sequence[Any],
         progress: bool,
     ) -> None:
-        self._supernet, self._specs, self._task, self._teacher = supernet, specs, task, teacher
+        self._supernet, self._specs, self._task, self.teacher = supernet, specs, task, teacher
         self._held_out, self._inputs, self._progress = held_out, inputs, progress
 
     @torch.no_grad()
-    def check_teacher(self) -> None:
-        """Refuse a teacher that does not run, returns other outputs, or has weights of the supernet."""
-        teacher, x = self._teacher, self._inputs[0]
-        if teacher is None:
-            return
+    def check(self, labels: Any) -> None:
+        """Refuse a first batch, its labels or a teacher that do not fit the supernet."""
+        teacher = self.teacher
         own = {parameter.data_ptr() for parameter in self._supernet.parameters()}
         if any(p.data_ptr() in own for p in getattr(teacher, "parameters", list)()):
             raise TrainingError(
                 "teacher: shares weights with the supernet, so it moves with the training; give "
                 'teacher="frozen", a copy.deepcopy made before insert_, or None for in-place distillation'
             )
-        try:
-            wanted = self._task.output(call_with(teacher, x), x)
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            if isinstance(error, SubnetActError):
-                raise
-            raise TrainingError(
-                f"teacher: does not run on the first batch ({failure_text(error)}); it is called like the "
-                "supernet, with the same inputs"
-            ) from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-            found = self._task.output(call_with(self._supernet, x), x)
+            found = self._output("the supernet", self._supernet)
+        if labels is not None:
+            self._task.loss(found, labels)
+        if teacher is None:
+            return
+        wanted = self._output("teacher", teacher)
         if isinstance(found, Tensor) and (not isinstance(wanted, Tensor) or wanted.shape != found.shape):
             raise TrainingError(
                 f"teacher: returns {describe_input(wanted)}, the supernet {describe_input(found)}; give a "
                 "teacher of the same outputs, or output=, a function that makes them alike"
             )
 
+    def _output(self, name: str, network: Callable[..., Any]) -> Any:
+        x = self._inputs[0]
+        try:
+            found = call_with(network, x)
+        except Exception as error:
+            raise_if_out_of_memory(error)
+            if isinstance(error, SubnetActError):
+                raise
+            raise TrainingError(
+                f"{name}: does not run on the first batch, {describe_input(x)} ({failure_text(error)}); a "
+                "batch is what the network takes or, unless labels=False, a pair (inputs, labels)"
+            ) from error
+        return self._task.output(found, x)
+
     def run(self, calibrated: Sequence[SubnetSpec]) -> list[float]:
         """Return the metric of every subnet; those that were `calibrated` get statistics again, too."""
         supernet, task, progress = self._supernet, self._task, self._progress
         calibrate(supernet, [*self._specs, *calibrated], self._inputs, progress=progress)
         views = [supernet.subnet(spec) for spec in self._specs]
-        totals, counts = [0.0] * len(views), [0] * len(views)
+        meters = [task.meter() for _ in views]
         bar = tqdm(self._held_out, "measuring", disable=not progress or None, leave=False, delay=1)
+        read = False
         with torch.inference_mode():
             for batch in bar:
                 x, labels = task.split(batch, supernet.device)
                 if labels is None:
-                    assert self._teacher is not None
-                    labels = task.output(call_with(self._teacher, x), x)
-                for i, view in enumerate(views):
-                    total, count = task.measure(task.output(call_with(view, x), x), labels)
-                    totals[i] += total
-                    counts[i] += count
-        if not counts[0]:
+                    assert self.teacher is not None
+                    labels = task.output(call_with(self.teacher, x), x)
+                for view, meter in zip(views, meters, strict=True):
+                    meter.update(task.output(call_with(view, x), x), labels)
+                read = True
+        if not read:
             raise TrainingError("held_out: there is no batch; give at least one")
-        return [task.value(total, count) for total, count in zip(totals, counts, strict=True)]
+        return [number(meter.compute()) for meter in meters]

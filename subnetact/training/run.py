@@ -141,12 +141,6 @@ class TrainingRun:
         x, labels = task.split(self.stream.next(), device)
         first: list[Tensor] = []
 
-        def loss(scores: Any, labels: Any) -> Tensor:
-            return task.loss(task.output(scores, x), labels)
-
-        def divergence(student: Any, teacher: Any) -> Tensor:
-            return task.divergence(task.output(student, x), task.output(teacher, x), labels)
-
         def backward(total: Tensor) -> None:
             magnitude = total.detach()
             if not magnitude.isfinite():
@@ -163,10 +157,11 @@ class TrainingRun:
                 x,
                 labels,
                 rng=random.Random(),
-                loss=loss,
+                loss=task.loss,
+                output=lambda found: task.output(found, x),
                 subnets=chosen,
                 distillation=self.distillation if self.learns else 1.0,
-                divergence=divergence,
+                divergence=lambda student, teacher: task.divergence(student, teacher, labels),
                 teacher=self.teacher,
                 backward=backward,
             )

@@ -43,6 +43,7 @@ def sandwich_step(
     temperature: float = 1.0,
     class_dim: int | None = None,
     divergence: Loss | None = None,
+    output: Callable[[Any], Any] = logits,
     teacher: Callable[..., Any] | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     average: bool = True,
@@ -60,8 +61,8 @@ def sandwich_step(
         inputs: what the network takes: a tensor, or a tuple or mapping of tensors.
         labels: what `loss` compares outputs with, of shape (N,) for example.
         rng: draws the random subnets. Processes may draw different ones.
-        loss: a function of the class scores and the labels. Of an output with `logits`, or of several
-            outputs, the scores are `logits` or the first. The result is a scalar tensor.
+        loss: a function of the scores, which are what `output` returns, and the labels. The result is a
+            scalar tensor.
         random_subnets: number of random subnets per step.
         subnets: the subnets to train instead, the teacher first. Use this to shrink progressively.
         distillation: share, from 0 to 1, of the distillation in the loss of all subnets but the first; the
@@ -74,6 +75,8 @@ def sandwich_step(
         divergence: what distillation minimises instead, for outputs that are no class scores, for example; a
             function of the scores of a subnet and those of its teacher, which have no gradients. The result
             is a scalar tensor. `temperature` and `class_dim` are then not used.
+        output: a function of what the network returns, for the scores. If not given, they are its `logits`,
+            or the first of several outputs.
         teacher: a network that is called with the batch, without gradients, for the scores to learn from. The
             first subnet then has distillation in its loss, too. If None, the first subnet is the teacher.
         backward: called with each loss. If None, `loss.backward()`. With a gradient scaler, give
@@ -106,11 +109,12 @@ def sandwich_step(
     functions: dict[str, Any] = {
         "loss": loss,
         "divergence": divergence,
+        "output": output,
         "teacher": teacher,
         "backward": backward,
     }
     for name, function in functions.items():
-        if not callable(function) and (function is not None or name == "loss"):
+        if not callable(function) and (function is not None or name in ("loss", "output")):
             raise SpecError(f"{name}: {function!r} is no function")
     if not torch.is_grad_enabled():
         raise SpecError("a training step needs gradients; leave torch.no_grad() or inference mode first")
@@ -123,16 +127,16 @@ def sandwich_step(
     target: Callable[[Any], Any] = partial(_probabilities, temperature=temperature, class_dim=place)
     apart: Loss = partial(_distillation, temperature=temperature, class_dim=place)
     if divergence is not None:
-        target, apart = logits, divergence
+        target, apart = (lambda scores: scores), divergence
     wanted: Any = None
     if teacher is not None and distillation:
         with torch.no_grad():
-            wanted = target(call_with(teacher, x))
+            wanted = target(output(call_with(teacher, x)))
     losses: dict[SubnetSpec, float] = {}
     # One average of the sum of all gradients is enough.
     with supernet.no_sync() if isinstance(supernet, DistributedDataParallel) else nullcontext():
         for spec in specs:
-            scores = logits(_run(supernet, x, spec, largest=not losses))
+            scores = output(_run(supernet, x, spec, largest=not losses))
             if wanted is None or not distillation:
                 total = loss(scores, labels)
                 if distillation and len(specs) > 1:
@@ -225,8 +229,7 @@ def _check_loss(total: Any) -> None:
         )
 
 
-def _probabilities(output: Any, temperature: float, class_dim: int | None) -> Tensor:
-    scores = logits(output)
+def _probabilities(scores: Any, temperature: float, class_dim: int | None) -> Tensor:
     if not isinstance(scores, Tensor) or scores.dim() < 2:
         raise SpecError(
             f"distillation needs class scores of shape (N, classes, ...), got {describe_input(scores)}; give "

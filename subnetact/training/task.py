@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import exp
+from math import exp, nan
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.errors import SpecError, TrainingError
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, logits, map_tensors
 from subnetact.training.divergence import alpha_divergence, cross_entropy
 
-__all__ = ["TASKS", "Task"]
+__all__ = ["TASKS", "Task", "number"]
 
 METRICS = {
     "classes": "accuracy (%)",
@@ -25,7 +27,7 @@ METRICS = {
 }
 TASKS = tuple(METRICS)
 IGNORED = -100
-"""The label of a token that is not predicted, as transformers and `cross_entropy` of torch have it."""
+"""The label of a pixel or token that does not count, as transformers and `cross_entropy` of torch have it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Task:
     def metric(self) -> str:
         """The name of what `measure` measures."""
         if self.own_metric is not None:
-            return getattr(self.own_metric, "__name__", "metric")
+            return getattr(self.own_metric, "__name__", type(self.own_metric).__name__)
         if not self.labels and self.name != "tokens":
             return "agreement with the teacher (%)" if self.name == "classes" else METRICS[self.name]
         return METRICS[self.name]
@@ -74,25 +76,37 @@ class Task:
                 'or a dictionary with "labels", or labels=False to learn from the teacher alone'
             )
         given = labels if self.labels or self.name == "tokens" else None
-        return map_tensors(lambda t: t.to(device), found), map_tensors(lambda t: t.to(device), given)
+        moved = tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, given)
+        return map_tensors(lambda t: t.to(device), found), moved
 
     def output(self, output: Any, inputs: Any) -> Any:
         """Return what is learnt of the output of a network, which was called with some inputs."""
-        found = logits(output)
-        if self.own_output is not None:
-            return self.own_output(found, inputs)
-        if self.name == "vectors":
-            if isinstance(found, Mapping):
-                found = found.get("last_hidden_state")
-            if isinstance(found, Tensor) and found.dim() == 3:
-                mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
-                kept = torch.ones_like(found[..., :1]) if mask is None else mask.unsqueeze(-1).to(found.dtype)
-                return (found * kept).sum(1) / kept.sum(1).clamp(min=1)
+        found = (self.own_output or self._usual)(output, inputs)
+        if callable(self.own_divergence) and (self.own_loss is not None or not self.labels):
+            return found
         if not isinstance(found, Tensor):
             raise TrainingError(
-                f"task {self.name!r}: the network returns {describe_input(found)}; give output=, a function "
-                "of the output and the inputs that returns the tensor to learn"
+                f"task {self.name!r}: what is learnt is {describe_input(found)}; give output=, a function of "
+                "the output and the inputs that returns a tensor, or loss=, divergence= and metric="
             )
+        if self.name == "classes" and (found.dim() < 2 or found.shape[1] < 2):
+            raise TrainingError(
+                f"task 'classes': scores (N, classes, ...) of at least two classes are needed, got "
+                f"{describe_input(found)}; of one score z per label, make two: output=lambda z, x: "
+                "torch.cat([torch.zeros_like(z), z], 1)"
+            )
+        return found
+
+    def _usual(self, output: Any, inputs: Any) -> Any:
+        """Return the logits, `out` or the first of several outputs; or embeddings, the mean over tokens."""
+        found = logits(output)
+        if isinstance(found, Mapping):
+            only = next(iter(found.values())) if len(found) == 1 else found
+            found = found.get("last_hidden_state" if self.name == "vectors" else "out", only)
+        if self.name == "vectors" and isinstance(found, Tensor) and found.dim() == 3:
+            mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
+            kept = torch.ones_like(found[..., :1]) if mask is None else mask.unsqueeze(-1).to(found.dtype)
+            return (found * kept).sum(1) / kept.sum(1).clamp(min=1)
         return found
 
     def loss(self, output: Any, labels: Any) -> Tensor:
@@ -103,7 +117,8 @@ class Task:
             scores, wanted = _next(output, labels)
             return F.cross_entropy(scores.float(), wanted)
         if self.name == "classes":
-            return F.cross_entropy(output.float(), labels)
+            wanted, counts = _classes(output, labels)
+            return F.cross_entropy(output.float(), wanted) if bool(counts.any()) else 0.0 * output.sum()
         if output.shape != labels.shape:
             raise TrainingError(
                 f"labels of shape {tuple(labels.shape)} do not fit outputs of shape {tuple(output.shape)}; "
@@ -125,28 +140,78 @@ class Task:
             return (1.0 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)).mean()
         return F.mse_loss(student.float(), teacher.float())
 
-    def measure(self, output: Any, labels: Any) -> tuple[float, int]:
-        """Return a measure of how good outputs are, summed up, and the number that it is of.
+    def meter(self) -> Any:
+        """Return a new object with `update(output, labels)` and `compute()`, for the metric of one subnet.
 
         Where the task has no labels, `labels` are the teacher's outputs.
         """
-        size = len(output)
+        return copy.deepcopy(self.own_metric) if hasattr(self.own_metric, "update") else _Mean(self)
+
+    def measure(self, output: Any, labels: Any) -> tuple[float, int]:
+        """Return a measure of how good outputs are, summed up, and the number that it is of."""
+        size = len(next(part for part in tree_leaves(output) if isinstance(part, Tensor)))
         if self.own_metric is not None:
-            return float(self.own_metric(output, labels)) * size, size
+            return number(self.own_metric(output, labels)) * size, size
         if self.name == "tokens":
             scores, wanted = _next(output, labels)
             return float(F.cross_entropy(scores.float(), wanted, reduction="sum")), len(wanted)
         if self.name == "classes":
-            right = output.argmax(1) == (labels if self.labels else labels.argmax(1))
-            return 100.0 * float(right.float().mean()) * size, size
+            found, wanted = output.argmax(1), labels.argmax(1) if labels.shape == output.shape else labels
+            if found.shape != wanted.shape:
+                raise TrainingError(
+                    f"labels of shape {tuple(labels.shape)} need metric=, a function of theirs"
+                )
+            counts = (wanted >= 0) & (wanted < output.shape[1])
+            return 100.0 * int((found == wanted)[counts].sum()), int(counts.sum())
         if self.name == "vectors" and not self.labels:
             return float(F.cosine_similarity(output, labels, dim=-1).mean()) * size, size
         return float(self.loss(output, labels)) * size, size
 
-    def value(self, total: float, count: int) -> float:
-        """Return the metric from the sums of `measure`."""
-        mean = total / count
-        return exp(min(mean, 700.0)) if self.name == "tokens" and self.own_metric is None else mean
+
+def number(value: Any) -> float:
+    """Return what a metric of the user says."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TrainingError(f"metric: the result is no single number ({error})") from error
+
+
+class _Mean:
+    """The mean of what a task measures, over samples, pixels or tokens."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._total, self._count = task, 0.0, 0
+
+    def update(self, output: Any, labels: Any) -> None:
+        total, count = self._task.measure(output, labels)
+        self._total, self._count = self._total + total, self._count + count
+
+    def compute(self) -> float:
+        mean = self._total / self._count if self._count else nan
+        perplexity = self._task.name == "tokens" and self._task.own_metric is None
+        return exp(min(mean, 700.0)) if perplexity else mean
+
+
+def _classes(scores: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
+    """Return labels as `cross_entropy` takes them, and which of them count."""
+    if not isinstance(labels, Tensor):
+        raise TrainingError(f"labels are a tensor, got {describe_input(labels)}; give loss= for others")
+    if labels.is_floating_point() and labels.shape == scores.shape:  # probabilities
+        return labels, torch.ones_like(labels)
+    fitting = scores.shape[:1] + scores.shape[2:]
+    if labels.is_floating_point() or labels.shape != fitting:
+        raise TrainingError(
+            f"labels are whole numbers of shape {tuple(fitting)} for scores of shape {tuple(scores.shape)}, "
+            f"got {describe_input(labels)}; resize the scores with output=, or give loss="
+        )
+    wanted, classes = labels.long(), scores.shape[1]
+    unknown = wanted[((wanted < 0) & (wanted != IGNORED)) | (wanted >= classes)]
+    if len(unknown):
+        raise TrainingError(
+            f"a label is {int(unknown[0])}, but the classes are 0 to {classes - 1}; mark what does not count "
+            f"with {IGNORED}, or give loss= with its ignore_index"
+        )
+    return wanted, wanted != IGNORED
 
 
 def _next(scores: Any, labels: Tensor) -> tuple[Tensor, Tensor]:

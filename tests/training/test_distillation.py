@@ -15,6 +15,7 @@ from distilled import STEPS, Batches, Net, distilled, labelled, new_supernet
 from small_decoders import small_decoder
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from subnetact import calibrate, evaluate, insert_
 from subnetact.errors import (
@@ -257,6 +258,7 @@ def test_alpha_divergence_has_the_value_and_the_gradient_of_the_larger_one() -> 
 
 
 OTHER = nn.Sequential(nn.Flatten(), nn.Linear(50, 7))
+WORKERS: Any = DataLoader(labelled(2, 1), batch_size=None, num_workers=1, persistent_workers=True)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +273,7 @@ OTHER = nn.Sequential(nn.Flatten(), nn.Linear(50, 7))
         (lambda s: {"batches": iter(labelled(2, 1))}, "read again"),
         (lambda s: {"batches": []}, "at least one"),
         (lambda s: {"held_out": []}, "at least one"),
+        (lambda s: {"batches": WORKERS, "resume": "state"}, "persistent_workers=False"),
         (lambda s: {"minutes": 1.0}, "either steps or minutes"),
         (lambda s: {"steps": 0}, "steps: 0"),
         (lambda s: {"clip": float("nan")}, "clip"),

@@ -1,4 +1,4 @@
-"""The example that turns a model of timm into a served supernet runs from its beginning to its end."""
+"""The examples that train run from their beginning to their end, in small."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 import subnetact
 
@@ -36,6 +38,47 @@ def test_a_short_distillation_of_a_timm_model(tmp_path: Path, monkeypatch: pytes
     runpy.run_path(str(path), run_name="__main__")
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
     assert (tmp_path / "bundle").is_dir()
+
+
+class Crepe(nn.Module):
+    """The parts of the network of torchcrepe that the example reads, in small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv5, self.conv5_BN = nn.Conv2d(1, 8, (64, 1), (32, 1)), nn.BatchNorm2d(8)
+        self.conv6, self.conv6_BN = nn.Conv2d(8, 8, (3, 1), padding=(1, 0)), nn.BatchNorm2d(8)
+        self.classifier = nn.Linear(8 * 7, 360)
+
+    def layer(self, x: Tensor, conv: nn.Module, norm: nn.Module) -> Tensor:
+        return nn.functional.max_pool2d(norm(conv(x).relu()), (2, 1))
+
+    def embed(self, frames: Tensor) -> Tensor:
+        return self.layer(frames[:, None, :, None], self.conv5, self.conv5_BN)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("elastic_segmentation", "--scenes 32 --epochs 1"), ("elastic_pitch", "--batches 2")],
+)
+def test_a_short_distillation_of_pixels_and_of_sound(
+    name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchcrepe, real = ModuleType("torchcrepe"), subnetact.profile_latency
+    load = SimpleNamespace(model=lambda device, capacity: None)
+    vars(torchcrepe).update(load=load, infer=SimpleNamespace(model=Crepe()))
+    monkeypatch.setitem(sys.modules, "torchcrepe", torchcrepe)
+    quick = {"warmup_ms": 0.0, "min_time_ms": 5.0, "windows": 2, "max_windows": 2}
+    monkeypatch.setattr(
+        subnetact, "profile_latency", lambda *given, **named: real(*given, **{**named, **quick})
+    )
+    path = EXAMPLES / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *options.split(), "--steps", "2", "--out", str(tmp_path)])
+    runpy.run_path(str(path), run_name="__main__")
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["steps"] == 2
+    assert 0 <= found["alone"] <= 100
+    assert len(found["latency_ms"]) == len(found["subnets"])
+    assert (tmp_path / "front.png").stat().st_size
 
 
 @pytest.mark.slow
