@@ -86,9 +86,9 @@ def test_a_pool_of_a_router_of_groups_keeps_whole_groups() -> None:
     assert supernet.space.format(spec) == {i: {"num_local_experts": 6, "n_group": 3} for i in (1, 2)}
     assert list(reorder_(supernet, example=x).reordered.values()) == [4, 4]
     torch.testing.assert_close(run(supernet.subnet(subnet(supernet)), x), full, rtol=0, atol=5e-5)
+    description: Any = supernet.description
     with pytest.raises(InsertError, match="1 is not a choice; choose sizes from 2 to 4"):
-        assert supernet.description is not None
-        supernet.description.with_choices("pool", [1, 4])
+        description.with_choices("pool", [1, 4])
 
 
 def test_experts_are_sorted_by_use_and_the_neurons_of_each_by_importance() -> None:
@@ -169,9 +169,9 @@ def test_numbers_below_what_a_class_runs_with_are_no_choices() -> None:
 @pytest.mark.parametrize("changed", [{"experts": 1}, {"pool": 0.5}, {"experts": {0: 1}, "ffn": 0.5}])
 def test_the_balancing_loss_and_a_model_of_its_own_have_the_numbers_of_the_subnet(changed: Any) -> None:
     model, x = tiny_mixture("qwen3_moe")
-    x |= {"labels": x["input_ids"], "output_router_logits": True}
     supernet = insert_(model, example=x, axes=AXES, choices={"pool": [0.5, 1.0], "ffn": [0.5, 1.0]})
     spec = subnet(supernet, **changed)
+    x |= {"labels": x["input_ids"], "output_router_logits": True}
     alone: Any = as_pretrained(supernet.extract(spec), x)
     expected = alone(**x)
     found = supernet.subnet(spec)(**x), supernet.train()(**x, subnet=spec)
