@@ -8,7 +8,9 @@ are parameters of three axes, the first of which counts the experts. Three axes 
 - pool: the experts that the layer has, a prefix, at least as many as the model visits per token, so that
   every number of experts per token fits every pool. If the router chooses groups of experts first, the sizes
   count groups, which stay whole, at least as many as a token may visit.
-- ffn: the neurons of every expert.
+- ffn: the neurons of every expert. Where gates and values are the halves of one weight, which transformers
+  multiplies by in one piece, a subnet has a packed copy of it, once for each of its widths; all else that
+  follows these axes is sliced in place.
 
 Zeros prove the neurons, as those of any other feed-forward network. They do not stand for experts that a
 router does not choose, because it chooses anew for every token. What is proved of the first two axes is their
