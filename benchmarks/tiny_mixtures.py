@@ -125,7 +125,7 @@ def tiny_mixture(kind: str, **fields: Any) -> tuple[nn.Module, Any]:
     sizes = {**{n: v for n, v in SIZES.items() if n in known}, **SPECIAL.get(kind, {})}
     if "num_key_value_heads" in sizes and len({vars(usual).get(name) for name in _HEADS}) == 1:
         sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
-    if "n_group" in sizes and vars(usual)["n_group"] == 1:
+    if "n_group" in sizes and getattr(usual, "n_group", 0) == 1:
         sizes["n_group"] = 1
     config = configuration(**{**sizes, **fields})
     config._attn_implementation = "eager"
