@@ -209,7 +209,7 @@ def mixture(family: str) -> dict[str, Any]:
     facts |= {"experts_per_token": most, "differences": {}}
     largest = {axis.name: [slot.choices[-1] for slot in axis.slots] for axis in space.axes}
     with torch.no_grad():
-        for number in range(1, most + 1):
+        for number in next(axis for axis in space.axes if axis.name == "experts").slots[0].choices:
             spec = space.spec(**{**largest, "experts": [number] * facts["slots"]["experts"]})
             ours = _first(call_with(supernet.subnet(spec), x))
             theirs = _first(call_with(restated(original, most, number), x))
@@ -309,7 +309,9 @@ def _mixtures(families: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name, facts in families.items():
-        numbers = f"1 to {facts['experts_per_token']}" if name in done else ""
+        numbers = (
+            f"{min(map(int, facts['differences']))} to {facts['experts_per_token']}" if name in done else ""
+        )
         gap = f"{max(facts['differences'].values()):.1g}" if name in done else ""
         slots = ", ".join(f"{axis} {n}" for axis, n in facts.get("slots", {}).items())
         whys = facts.get("wrong") or facts.get("refused") or facts.get("failed") or facts.get("left_out", [])

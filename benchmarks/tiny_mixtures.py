@@ -50,10 +50,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
             **{"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
         },
     },
-    "glm5_next_text": {"qk_rope_head_dim": 0, "num_key_value_heads": 4},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [48, 48],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
+    "glm5_next_text": {
+        **{"qk_rope_head_dim": 0, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 8},
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "dots3_note_text": {"num_key_value_heads": 4},
-    "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 48},
-    "mistral4": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16},
+    "longcat_flash": {
+        "num_layers": 2,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 48,
+        "zero_expert_num": 4,
+    },
+    "mistral4": {"head_dim": 16},
     "granitemoehybrid": {
         **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "shared_intermediate_size": 48},
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -61,6 +74,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
     "phimoe": {"num_experts_per_tok": 2},
+    "step3p5": {"mlp_layer_types": ["dense", "sparse", "sparse"], "sliding_window": 16},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """Model type -> fields beyond those."""
 
@@ -84,12 +99,23 @@ def families() -> dict[str, str]:
         order.sort(key=lambda t: (not t.endswith("_text"), t != family))
         if "xpert" in text and _ROUTED.search(text):
             alone = [t for t in order if not _OTHER_INPUTS & set(types.CONFIG_MAPPING[t].sub_configs)]
+            alone += [t for t in own if _text_model(types.CONFIG_MAPPING[t])]
             found[family] = next(iter(alone), "")
     return found
 
 
-def tiny_mixture(kind: str) -> tuple[nn.Module, Any]:
-    """Return a model of a type with random weights, of the class for causal language models if it has one."""
+def _text_model(configuration: Any) -> Any:
+    """Return the model for text alone of a configuration that only a model for more inputs contains."""
+    source = importlib.import_module(configuration.__module__.replace(".configuration_", ".modeling_"))
+    classes = [c for n, c in vars(source).items() if inspect.isclass(c) and n.endswith("TextModel")]
+    return next((c for c in classes if getattr(c, "config_class", None) is configuration), None)
+
+
+def tiny_mixture(kind: str, **fields: Any) -> tuple[nn.Module, Any]:
+    """Return a model of a type with random weights, of the class for causal language models if it has one.
+
+    Its configuration has the given `fields` beyond the usual ones.
+    """
     transformers = importlib.import_module("transformers")
     types = importlib.import_module("transformers.models.auto.configuration_auto")
     configuration: Any = types.CONFIG_MAPPING[kind]
@@ -99,13 +125,16 @@ def tiny_mixture(kind: str) -> tuple[nn.Module, Any]:
     sizes = {**{n: v for n, v in SIZES.items() if n in known}, **SPECIAL.get(kind, {})}
     if "num_key_value_heads" in sizes and len({vars(usual).get(name) for name in _HEADS}) == 1:
         sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
-    config = configuration(**sizes)
+    if "n_group" in sizes and getattr(usual, "n_group", 0) == 1:
+        sizes["n_group"] = 1
+    config = configuration(**{**sizes, **fields})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     auto = transformers.AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         auto = transformers.AutoModel
-    model: nn.Module = auto.from_config(config).eval()
+    make = auto.from_config if type(config) in auto._model_mapping else _text_model(configuration)
+    model: nn.Module = make(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

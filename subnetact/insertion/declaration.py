@@ -598,7 +598,7 @@ class _Trials:
         key = str(module), shapes, tuple(t.shape for t in given if t.is_floating_point())
         if key not in self._units:
             self._units[key] = disturbed_copy(module).float()
-        known = key, renamed, group.full
+        known = key, renamed, group.full, group.least
         if known not in self._known:
             proved = replace(group, members=renamed)
             if group.axis in CONFIGURED:

@@ -3,17 +3,21 @@
 A layer is found by its structure: modules with a number of experts per token, and weights of experts, which
 are parameters of three axes, the first of which counts the experts. Three axes come of it:
 
-- experts: the experts that a token visits. Any number from 1 to the model's is legal.
+- experts: the experts that a token visits, from 1, or from 2 if the model's class does not run with 1, to
+  the model's number.
 - pool: the experts that the layer has, a prefix, at least as many as the model visits per token, so that
-  every number of experts per token fits every pool.
-- ffn: the neurons of every expert.
+  every number of experts per token fits every pool. If the router chooses groups of experts first, the sizes
+  count groups, which stay whole, at least as many as a token may visit.
+- ffn: the neurons of every expert. Where gates and values are the halves of one weight, which transformers
+  multiplies by in one piece, a subnet has a packed copy of it, once for each of its widths; all else that
+  follows these axes is sliced in place.
 
 Zeros prove the neurons, as those of any other feed-forward network. They do not stand for experts that a
 router does not choose, because it chooses anew for every token. What is proved of the first two axes is their
 meaning: a block with the smaller number computes what the block computes that the model's own class makes
 from a configuration with this number, given the same weights (`why_not_as_configured`). This finds every
 place in which a model keeps or reads the number. A pool must also be one of equals: the block computes the
-same when its experts change places with all that belongs to them, which experts in groups do not.
+same when its experts, or their groups, change places with all that belongs to them.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.layer_vocabulary import number_of
 from subnetact.operators import ElasticAttribute, WeightSlice
-from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, NUMBERS_OF_EXPERTS
+from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, GROUPS_OF_EXPERTS, NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import call_with
@@ -44,17 +48,18 @@ from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
-__all__ = ["CONFIGURED", "Configured", "expert_groups", "routing_mass", "why_not_as_configured"]
+__all__ = ["CONFIGURED", "ROUTING", "Configured", "expert_groups", "routing_mass", "why_not_as_configured"]
 
-CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": NUMBERS_OF_EXPERTS}
+CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": (*NUMBERS_OF_EXPERTS, *GROUPS_OF_EXPERTS)}
 """Axis that a configuration proves -> the names of its number in modules and configurations."""
 
-EXPERT_NEURONS = (
+EXPERT_WIDTHS = (
     "intermediate_dim", "intermediate_size", "expert_dim", "ffn_hidden_size", "moe_intermediate_size"
 )  # fmt: skip
-"""Names of whole numbers of modules with weights of experts."""
+"""Names of whole numbers of modules with weights of experts, for the neurons of one."""
 
-_ROUTING = re.compile("rout|gat|static|correction", re.IGNORECASE)
+ROUTING = re.compile("rout|gat|static|correction", re.IGNORECASE)
+"""A pattern in the names of routers and of their classes."""
 _Stacked = list[tuple[str, str, Tensor]]
 """Names of modules and parameters, and the weights of experts there, of shape (experts, ., .)."""
 
@@ -76,7 +81,11 @@ def expert_groups(
         if routed:
             home = posixpath.commonpath([_home(m.module, inside) for m in routed[0]]).replace("/", ".")
             most = _number(inside, routed[0][0])
-            groups = [Group(f"{home}.experts", "experts", most, tuple(members)) for members in routed]
+            groups = [
+                Group(f"{home}.experts", "experts", most, tuple(members), least=least)
+                for least in range(1, min(most, 3))
+                for members in routed
+            ]
             yield f"{home}.experts", groups, "a token visits one expert only" if most < 2 else ""
             if stacked:
                 yield f"{home}.pool", *_pool(home, inside, [x for own in stacked.values() for x in own], most)
@@ -103,7 +112,7 @@ def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
     stated = [
         Member(path, f"config.{name}", ElasticAttribute)
         for path, module in modules.items()
-        if _ROUTING.search(type(module).__name__)
+        if ROUTING.search(type(module).__name__)
         for name in EXPERTS_PER_TOKEN
         if number_of(vars(module).get("config"), name)
     ]
@@ -119,7 +128,7 @@ def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
 
 def _home(path: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the module with the experts, as a path of a file system: that around a router, or itself."""
-    router = _ROUTING.search(type(modules[path]).__name__)
+    router = ROUTING.search(type(modules[path]).__name__)
     return (path.rpartition(".")[0] if router else path).replace(".", "/")
 
 
@@ -157,7 +166,7 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
         end = [Member(path, f"{last}.{axis}", ElasticAttribute)]
         for place in dict.fromkeys(p for p, _, _ in stacked):
             own = vars(modules[place])
-            end += [Member(place, n, ElasticAttribute) for n in EXPERT_NEURONS if own.get(n) == full]
+            end += [Member(place, n, ElasticAttribute) for n in EXPERT_WIDTHS if own.get(n) == full]
         for starts in ((0, full), (None,)):  # Gates and values are halves, or alternate.
             members = [
                 Member(p, part, ElasticAttribute)
@@ -176,29 +185,42 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
 def _pool(
     home: str, modules: Mapping[str, nn.Module], stacked: _Stacked, least: int
 ) -> tuple[list[Group], str]:
-    """Return everything in a mixture of experts that has an entry per expert."""
+    """Return everything in a mixture of experts that has an entry per expert, and the groups of a router."""
     full = int(stacked[0][2].shape[0])
     if least >= full:
         return [], "a token visits all experts"
     own = {path for path, _, _ in stacked}
     members: list[Member] = []
+    grouped: list[tuple[int, int, Member]] = []
     for path, module in modules.items():
         tail = path[len(home) :]
         if "shared" in tail or not f"{path}.".startswith(f"{home}."):
             continue
-        routes = path == home or path in own or _ROUTING.search(f"{tail} {type(module).__name__}")
+        routes = path == home or path in own or ROUTING.search(f"{tail} {type(module).__name__}")
         if type(module) is nn.Linear:
             members += [Member(path, "out", WeightSlice)] if routes and module.out_features == full else []
             continue
+        found = vars(module)
         numbers = dict.fromkeys((*NUMBERS_OF_EXPERTS, *traits_of(module).sizes.values()))
-        counts = [n for n in numbers if vars(module).get(n) == full and type(vars(module)[n]) is int]
+        counts = [n for n in numbers if found.get(n) == full and type(found[n]) is int]
         members += [Member(path, n, ElasticAttribute) for n in counts]
+        grouped += [
+            (found[n], number_of(module, "topk_group"), Member(path, n, ElasticAttribute))
+            for n in GROUPS_OF_EXPERTS
+            if counts and number_of(module, n) > 1
+        ]
         tensors = {**module._parameters, **module._buffers} if routes else {}
         for tensor_name, tensor in tensors.items():
             axes = [i for i, n in enumerate(() if tensor is None else tensor.shape) if n == full]
             if axes:
                 members.append(Member(path, f"{tensor_name}.{axes[0]}", ElasticAttribute))
-    return [Group(f"{home}.pool", "pool", full, tuple(members), least=least)], ""
+    variants = [Group(f"{home}.pool", "pool", full, tuple(members), least=least)]
+    for groups, chosen in {(groups, chosen) for groups, chosen, _ in grouped if 0 < chosen < groups}:
+        whole = (replace(m, multiple=full // groups) for m in members)
+        variants.append(
+            Group(f"{home}.pool", "pool", groups, (*whole, *(m for _, _, m in grouped)), least=chosen)
+        )
+    return variants, ""
 
 
 # -- proof -------------------------------------------------------------------------------------------
@@ -209,35 +231,38 @@ class Configured:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._made: dict[tuple[str, str, int, int], nn.Module] = {}
+        self._made: dict[tuple[str, str, Any], nn.Module] = {}
 
-    def block(self, path: str, axis: str, full: int, size: int) -> nn.Module:
-        """Return a block of the model configured with a `size` in place of a `full` number of an axis.
+    def block(self, path: str, group: Group, size: int) -> nn.Module:
+        """Return a block of the model configured with a `size` in place of the full number of a group.
 
         Raises:
             InsertError: no configuration says the number.
         """
+        names = CONFIGURED[group.axis]
+        sizes = {m.multiple * group.full: m.multiple * size for m in group.members}
         for home, module in self.model.named_modules():
             config = vars(module).get("config")
             if f"{path}.".startswith(f"{home}." if home else "") and hasattr(config, "to_dict"):
-                key = home, axis, full, size
+                key = home, group.axis, tuple(sizes.items())
                 if key not in self._made:
                     config = copy.deepcopy(config)
-                    if _restate(config, CONFIGURED[axis], full, size):
+                    if _restate(config, names, sizes):
                         with torch.device("meta"), torch.no_grad():
                             kind: Any = type(module)
                             self._made[key] = kind(config).eval()
                 if key in self._made:
                     return copy.deepcopy(self._made[key].get_submodule(path[len(home) :].lstrip(".")))
+        full = max(sizes)
         raise InsertError(f"no configuration says the number {full}, with which a smaller one is compared")
 
 
-def _restate(config: Any, names: Sequence[str], full: int, size: int) -> bool:
-    """Say another number in a configuration and in those inside of it; tell whether it was there."""
+def _restate(config: Any, names: Sequence[str], sizes: Mapping[int, int]) -> bool:
+    """Say other numbers in a configuration and in those inside of it; tell whether they were there."""
     inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
-    found = [_restate(each, names, full, size) for each in inner]
-    stating = [name for name in names if number_of(config, name) == full]
-    for name in stating:
+    found = [_restate(each, names, sizes) for each in inner]
+    stating = {name: sizes[number] for name in names if (number := number_of(config, name)) in sizes}
+    for name, size in stating.items():
         setattr(config, name, size)
     return bool(stating) or any(found)
 
@@ -248,7 +273,8 @@ def why_not_as_configured(configured: Configured, path: str, network: nn.Module,
     `network` runs the block, its `unit`, which is at a `path` in the model.
     """
     least, full, zero = group.least, group.full, torch.zeros(())
-    sizes = range(least, full) if group.axis == "experts" else sorted({least, (least + full) // 2})
+    some = {least, min(least + 1, full - 1), (least + full) // 2}  # Groups of experts divide not all of them.
+    sizes = range(least, full) if group.axis == "experts" else sorted(some)
     choices = {size: size for size in (*sizes, full)}
     description = Description("trial", [replace(group, name="trial", sizes=choices)])
     space = description.space
@@ -263,7 +289,7 @@ def why_not_as_configured(configured: Configured, path: str, network: nn.Module,
             raise_if_out_of_memory(error)
             return f"with {size} of {full}, {summary(view, error)}"
         try:
-            reference = configured.block(path, group.axis, full, size)
+            reference = configured.block(path, group, size)
         except Exception as error:
             raise_if_out_of_memory(error)
             return str(error) if isinstance(error, InsertError) else f"no model with {size}: {error}"
@@ -276,7 +302,8 @@ def why_not_as_configured(configured: Configured, path: str, network: nn.Module,
             return f"{size} of {full} do not compute what the model configured with {size} computes"
         if equal(found, expected, EXACT):
             return f"nothing reads the number: {size} of {full} compute what all of them compute"
-    if group.axis == "pool" and not equal(outputs_of(_mixed(elastic, group), zero), expected, ROUNDED):
+    mixed = shared_view(_mixed(elastic, group), space.resolve(space.largest()))
+    if group.axis == "pool" and not equal(outputs_of(mixed, zero), expected, ROUNDED):
         return "its experts cannot change places, as in groups of experts"
     return ""
 
@@ -302,15 +329,17 @@ def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tenso
     """Return the sum of the weights with which the largest subnet routes tokens to each expert of a pool."""
     noted: list[tuple[bool, Tensor]] = []
 
+    count = pool.full * max(member.multiple for member in pool.members)
+
     def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and t.dim() == 2]
-        mass = torch.zeros(pool.full)
-        chosen = [t for t in given if not t.is_floating_point() and int(t.max()) < pool.full]
+        mass = torch.zeros(count)
+        chosen = [t for t in given if not t.is_floating_point() and int(t.max()) < count]
         weighted = [(i, t) for i in chosen for t in given if t.is_floating_point() and t.shape == i.shape]
         if weighted:
             index, weights = (t.flatten().cpu() for t in weighted[0])
             noted.append((True, mass.index_add(0, index, weights.float().abs())))
-        elif scores := [t for t in given if t.is_floating_point() and t.shape[1] == pool.full]:
+        elif scores := [t for t in given if t.is_floating_point() and t.shape[1] == count]:
             noted.append((False, scores[-1].float().softmax(1).sum(0).cpu()))
 
     view = shared_view(network, row)
@@ -320,19 +349,20 @@ def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tenso
         call_with(view, x)
     exact = any(weighted for weighted, _ in noted)
     found = [mass for weighted, mass in noted if weighted is exact]
-    return torch.stack(found).sum(0) if found else torch.zeros(pool.full)
+    return (torch.stack(found).sum(0) if found else torch.zeros(count)).view(pool.full, -1).sum(1)
 
 
 def _mixed(network: nn.Module, group: Group) -> nn.Module:
-    """Return a view of the whole network in which the experts have changed places."""
+    """Return a copy of the network in which the experts, or groups of them, have changed places."""
     mixed = private_copy(network)
-    order = torch.randperm(group.full, generator=torch.Generator().manual_seed(0))
+    places = torch.randperm(group.full, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for member in group.members:
             module: Any = mixed.get_submodule(member.module)
             name, _, axis = member.part.partition(".")
             names = ("weight", "bias") if member.operator is WeightSlice else (name,)
+            order = torch.arange(group.full * member.multiple).view(group.full, -1)[places].flatten()
             for tensor in (module._parameters.get(n, module._buffers.get(n)) for n in names):
                 if tensor is not None:
                     tensor.copy_(tensor.index_select(int(axis or 0), order))
-    return shared_view(mixed, (group.full,))
+    return mixed

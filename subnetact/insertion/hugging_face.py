@@ -18,8 +18,19 @@ from torch import Tensor, nn
 from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
+from subnetact.insertion.experts import ROUTING
 from subnetact.insertion.key_value_cache import note_skipped_
-from subnetact.insertion.layer_vocabulary import HEADS, NEURONS, SKIPPED, layer_stacks, number_of
+from subnetact.insertion.layer_vocabulary import (
+    EXPERTS,
+    HEADS,
+    NEURONS,
+    NEURONS_OF_EXPERTS,
+    POOLS,
+    SKIPPED,
+    layer_stacks,
+    number_of,
+)
+from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, GROUPS_OF_EXPERTS, NUMBERS_OF_EXPERTS
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.proof import outputs_of
@@ -30,6 +41,12 @@ DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers",
 PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
 """Fields of configurations, under their common names; models map other names to these."""
 _ALL_HEADS = "the number of heads"
+_ROUTED = {
+    **dict.fromkeys(EXPERTS_PER_TOKEN, EXPERTS),
+    **dict.fromkeys(NUMBERS_OF_EXPERTS, POOLS),
+    **dict.fromkeys(GROUPS_OF_EXPERTS, GROUPS_OF_EXPERTS),
+}
+"""Name of a whole number of a router, or of what is beside it -> fields of configurations that state it."""
 
 
 def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
@@ -70,10 +87,11 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
                 text.head_dim = number_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
                 text.hidden_size = channels
             built = cls(copy.deepcopy(old))
-        full = renamed(built.state_dict(), moved)
+        full = renamed(built.state_dict() | _numbers(built), moved)
     weights = renamed(model.state_dict(), moved)
     _drop_inputs(weights, old, kept)
-    _narrow(config, full, weights, model)
+    numbers = renamed(_numbers(model), moved)
+    _narrow(config, full, weights, numbers, model)
     found: Any = _built(cls, config).to(next(model.parameters()).dtype).eval()
     try:
         found.load_state_dict(weights)
@@ -89,8 +107,9 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     found.tie_weights()
     if not equal(outputs_of(found, example), outputs_of(model, example)):
         raise InsertError(
-            f"{cls.__name__} depends on the position of its layers: without the skipped ones it computes "
-            "something else; save its state_dict instead, and load that into the same subnet"
+            f"{cls.__name__} depends on the position of its layers, or on a number that its configuration "
+            "does not state: made anew, it computes something else; save its state_dict instead, and load "
+            "that into the same subnet"
         )
     return found  # type: ignore[no-any-return]
 
@@ -226,18 +245,39 @@ def _drop_inputs(weights: dict[str, Tensor], config: Any, kept: Mapping[str, lis
                 weights[name] = weight.reshape(-1, width, weight.shape[1])[layers].flatten(0, 1)
 
 
-def _narrow(config: Any, full: Mapping[str, Tensor], given: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Set the numbers of neurons and heads that follow from the shapes of weights."""
+def _numbers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the numbers of experts that modules and the configurations of routers hold, as long tensors."""
+    found = {}
+    for path, module in model.named_modules():
+        for name in _ROUTED if path else ():
+            holders = module, vars(module).get("config") if ROUTING.search(type(module).__name__) else None
+            stated = [number for holder in holders if (number := number_of(holder, name))]
+            if stated:
+                found[f"{path}.{name}"] = torch.empty(min(stated), device="meta")
+    return found
+
+
+def _narrow(
+    config: Any,
+    full: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    numbers: Mapping[str, Tensor],
+    model: nn.Module,
+) -> None:
+    """Set the numbers of neurons and heads that follow from the shapes of weights, and those of experts."""
     stack = next((f"{path}." for path in layer_stacks(model)), "")
     shares: dict[str, dict[str, float]] = {}  # field -> layer -> the smallest share of a full size
-    for name, tensor in given.items():
+    for name, tensor in {**weights, **numbers}.items():
         found = re.match(r".*?(\d+)\.", name.removeprefix(stack))
         if found is None or not name.startswith(stack):
             continue
         layer = found[1] if stack else found[0]
         attention = re.search("attn|attention", name, re.IGNORECASE)
+        names = _ROUTED.get(name.rpartition(".")[2], NEURONS_OF_EXPERTS[:1] if tensor.dim() == 3 else ())
         for old, new in zip(full[name].shape, tensor.shape, strict=True):
-            field = _ALL_HEADS if attention else _neurons_field(config, name, layer, old)
+            field = next((f for f in names if number_of(config, f) in (old, old / 2)), "")
+            if not field and name not in numbers:
+                field = _ALL_HEADS if attention else _neurons_field(config, name, layer, old)
             of_layers = shares.setdefault(field, {})
             of_layers[layer] = min(of_layers.get(layer, 1.0), new / old)
     shares.pop("", None)
@@ -257,9 +297,9 @@ def _narrow(config: Any, full: Mapping[str, Tensor], given: Mapping[str, Tensor]
                 f"for all layers, whose shares of it differ here, {', '.join(f'{s:g}' for s in different)}; "
                 "choose the same size for all layers"
             )
-        numbers = heads if field == _ALL_HEADS else {field: _neurons(config, field)}
+        stated = heads if field == _ALL_HEADS else {field: _neurons(config, field)}
         for layer, share in of_layers.items():
-            narrow = {f: max(1, round(n * share)) for f, n in numbers.items() if share < 1}
+            narrow = {f: max(1, round(n * share)) for f, n in stated.items() if share < 1}
             if len(different) == 1:
                 for name, number in narrow.items():
                     setattr(config, name, number)

@@ -131,8 +131,8 @@ def describe(
     if chosen is not None:
         asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
     for slot in description.slots.values():
-        if slot.axis == "experts" and asked["experts"] is SHARES:
-            description = description.with_choices(slot.name, range(1, slot.full + 1))
+        if isinstance(slot, Group) and slot.axis == "experts" and asked["experts"] is SHARES:
+            description = description.with_choices(slot.name, range(slot.least, slot.full + 1))
     if asked.get("experts") is SHARES:
         del asked["experts"]
     for pattern, given in asked.items():  # Names come after axes and count more, later ones most.

@@ -31,7 +31,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 NEURONS = (
     "intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"
 )  # fmt: skip
-EXPERT_NEURONS = ("moe_intermediate_size", *NEURONS)
+NEURONS_OF_EXPERTS = ("moe_intermediate_size", *NEURONS)
 EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 POOLS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Fields of configurations that state numbers of heads, of neurons, and of experts, per token and in all."""
@@ -96,8 +96,10 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     if len(stacked) > 1:  # Experts and other feed-forward networks of a layer have different fields.
         return None
     if stacked == {True}:
-        named["ffn"] = EXPERT_NEURONS
+        named["ffn"] = NEURONS_OF_EXPERTS
     candidates = {axis: [{field: number_of(config, field)} for field in own] for axis, own in named.items()}
+    if groups := number_of(config, "n_group"):
+        candidates["pool"] += [{**fields, "n_group": groups} for fields in candidates["pool"]]
     candidates |= {"heads": [heads], "stream": [{"hidden_size": number_of(config, "hidden_size")}]}
     stated = {}
     for axis, full in sorted(sizes.items()):

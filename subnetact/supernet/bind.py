@@ -13,7 +13,11 @@ from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["bind", "bind_module", "operators_in", "private_buffers"]
+__all__ = ["OF_LAYERS", "bind", "bind_module", "operators_in", "private_buffers"]
+
+OF_LAYERS = "_numbers_of_layers"
+"""The attribute of a module with its own whole numbers that are the largest of those of several layers: name
+-> positions in the size row. Its module in a subnet has the largest of them."""
 
 
 def operators_in(network: nn.Module) -> list[Operator]:
@@ -86,7 +90,8 @@ def bind_module(
     buffers: dict[str, Any] = module._buffers
     if frozen is not None:
         own, buffers = _each(own, frozen), _each(buffers, frozen)
-    view = view_module(module, parameters=own, buffers=buffers, modules=modules)
+    of_layers = {name: max(row[i] for i in at) for name, at in vars(module).get(OF_LAYERS, {}).items()}
+    view = view_module(module, parameters=own, buffers=buffers, modules=modules, **of_layers)
     if trainable:
         object.__setattr__(view, "training", module.training)
     return view

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators import Elastic, ElasticAttribute, Operator, Segments, SubnetNorm
+from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.space import SubnetSpace
+from subnetact.supernet.bind import OF_LAYERS
 from subnetact.supernet.supernet import InsertReport, Supernet
 
 __all__ = ["put_operators_"]
@@ -58,7 +60,29 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
         for name, child in module._modules.items():
             if child in operators:
                 module._modules[name] = operators[child]
+    numbers = _numbers_of_layers(network, operators.values())
+    if numbers and network not in operators:
+        vars(network)[OF_LAYERS] = numbers
     return Supernet(operators.get(network, network), space, report)
+
+
+def _numbers_of_layers(network: nn.Module, operators: Iterable[Operator]) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of experts that a network holds beside its layers, for a balancing loss, with the
+    positions of those of the layers in a size row.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for names in (EXPERTS_PER_TOKEN, NUMBERS_OF_EXPERTS):
+        at = {
+            (operator.full(part), position)
+            for operator in operators
+            if isinstance(operator, ElasticAttribute)
+            for part, position in operator.dims.items()
+            if part.rpartition(".")[2] in names
+        }
+        for name in names:
+            own = tuple(position for full, position in sorted(at) if vars(network).get(name) == full)
+            found |= {name: own} if own else {}
+    return found
 
 
 def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) -> Operator:

@@ -35,7 +35,7 @@ from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
-from subnetact.supernet.bind import bind, operators_in
+from subnetact.supernet.bind import OF_LAYERS, bind, operators_in
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.generation import Generation, Weights
@@ -410,6 +410,7 @@ class Supernet(nn.Module):
         if isinstance(network, Operator):
             network.template.training = network.training
             network = network.template
+        vars(network).pop(OF_LAYERS, None)
         self._generation.end()
         self.network = nn.Module()
         self.refresh()

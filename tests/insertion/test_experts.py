@@ -12,6 +12,7 @@ from torch import Tensor
 from subnetact import describe, insert_, reorder_
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.insertion.description import Description
+from subnetact.insertion.hugging_face import as_pretrained
 from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.operators import ElasticAttribute
 from subnetact.space import Axis, SubnetSpace
@@ -22,7 +23,7 @@ FAMILIES = {
     "mixtral": {"ffn": 3, "pool": 3, "experts": 3},  # the block keeps the number as well
     "qwen2_moe": {"ffn": 6, "pool": 3, "experts": 3},  # a shared expert
     "gpt_oss": {"ffn": 3, "pool": 3, "experts": 3},  # gates and values alternate, with biases
-    "deepseek_v3": {"ffn": 5, "experts": 2},  # groups of experts
+    "deepseek_v3": {"ffn": 5, "pool": 2, "experts": 2},  # groups of experts
     "minimax_m2": {"ffn": 3, "pool": 3, "experts": 3},  # a buffer beside the router
     "jetmoe": {"ffn": 3, "pool": 3, "experts": 3},  # attention has experts, too
     "llama4_text": {"ffn": 6, "pool": 3, "experts": 3},  # the router is a linear layer
@@ -69,6 +70,25 @@ def test_a_pool_computes_what_the_model_does_if_the_router_avoids_the_other_expe
             elif "experts" in name:
                 parameter[4:] = 100.0
     torch.testing.assert_close(found, run(supernet.subnet(subnet(supernet)), x), rtol=0, atol=5e-5)
+
+
+def test_a_pool_of_a_router_of_groups_keeps_whole_groups() -> None:
+    model, x = tiny_mixture("deepseek_v3", n_group=4, topk_group=2)
+    smaller, _ = tiny_mixture("deepseek_v3", n_group=3, topk_group=2, n_routed_experts=6)
+    weights = model.state_dict()
+    smaller.load_state_dict(
+        {n: weights[n][tuple(map(slice, t.shape))] for n, t in smaller.state_dict().items()}
+    )
+    expected, full = run(smaller, x), run(model, x)
+    supernet = insert_(model, example=x, axes=("pool", "experts"), choices={"pool": [2, 3, 4]})
+    spec = subnet(supernet, pool=3)
+    assert torch.equal(run(supernet.subnet(spec), x), expected)
+    assert supernet.space.format(spec) == {i: {"num_local_experts": 6, "n_group": 3} for i in (1, 2)}
+    assert list(reorder_(supernet, example=x).reordered.values()) == [4, 4]
+    torch.testing.assert_close(run(supernet.subnet(subnet(supernet)), x), full, rtol=0, atol=5e-5)
+    description: Any = supernet.description
+    with pytest.raises(InsertError, match="1 is not a choice; choose sizes from 2 to 4"):
+        description.with_choices("pool", [1, 4])
 
 
 def test_experts_are_sorted_by_use_and_the_neurons_of_each_by_importance() -> None:
@@ -136,6 +156,29 @@ def test_numbers_that_do_not_fit_are_refused_before_anything_runs() -> None:
     gate = {"model.layers.0.mlp.gate": ElasticAttribute.on(top_k="k")}
     with pytest.raises(InsertError, match="the largest subnet has 9 at k"):
         insert_(model, space, gate)
+
+
+def test_numbers_below_what_a_class_runs_with_are_no_choices() -> None:
+    model, x = tiny_mixture("longcat_flash")
+    description = describe(model, x, axes=("experts",))
+    assert [list(slot.sizes.values()) for slot in description.slots.values()] == [[2, 3, 4]] * 2
+    with pytest.raises(InsertError, match="1 is not a choice; choose sizes from 2 to 4"):
+        description.with_choices("experts", [1, 4])
+
+
+@pytest.mark.parametrize("changed", [{"experts": 1}, {"pool": 0.5}, {"experts": {0: 1}, "ffn": 0.5}])
+def test_the_balancing_loss_and_a_model_of_its_own_have_the_numbers_of_the_subnet(changed: Any) -> None:
+    model, x = tiny_mixture("qwen3_moe")
+    supernet = insert_(model, example=x, axes=AXES, choices={"pool": [0.5, 1.0], "ffn": [0.5, 1.0]})
+    spec = subnet(supernet, **changed)
+    x |= {"labels": x["input_ids"], "output_router_logits": True}
+    alone: Any = as_pretrained(supernet.extract(spec), x)
+    expected = alone(**x)
+    found = supernet.subnet(spec)(**x), supernet.train()(**x, subnet=spec)
+    for output in found:
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=5e-5)
+        torch.testing.assert_close(output.aux_loss, expected.aux_loss)
+    assert not hasattr(supernet.remove(), "_numbers_of_layers")
 
 
 def test_a_number_that_nothing_reads_is_refused() -> None:
