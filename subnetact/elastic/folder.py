@@ -12,7 +12,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import replace
 from functools import partial
 from io import StringIO
 from os import PathLike
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.registry import ALL
 from subnetact import __version__
-from subnetact.elastic.factories import factory_of, make_network, ordinary
+from subnetact.elastic.factories import factory_of, make_network, ordinary, under_runtime_names
 from subnetact.errors import (
     FileFormatError,
     ForeignSpec,
@@ -47,11 +46,9 @@ from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
 
-__all__ = ["BUNDLE", "INDEX", "from_pretrained", "load_folder", "save_folder", "save_pretrained"]
+__all__ = ["BUNDLE", "INDEX", "from_pretrained", "load_folder", "save_folder"]
 
 INDEX, NORMS, SHARED = "elastic.json", "norms.safetensors", "shared_norms.safetensors"
-SHARD_BYTES = 5 * 10**9
-"""The most bytes of a file of weights."""
 ACCURACY = "accuracy"
 """The quality that engines know, in percent."""
 BUNDLE = FolderFormat(
@@ -60,73 +57,9 @@ BUNDLE = FolderFormat(
     1,
     "give the folder that save_pretrained() or Engine.save() wrote",
     INDEX,
+    json.loads(Path(__file__).with_name("bundle.schema.json").read_text(encoding="utf-8")),
 )
 Extra = TypeVar("Extra")
-
-
-def save_pretrained(
-    supernet: Supernet,
-    folder: str | PathLike[str],
-    *,
-    subnets: Mapping[str, Any] | None = None,
-    quality: Mapping[str, Mapping[str, float]] | None = None,
-    source: str | None = None,
-    tables: Mapping[str, LatencyTable] | None = None,
-    licence: str | None = None,
-    factory: Mapping[str, Any] | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write a supernet into a folder that its own library opens as the largest subnet.
-
-    `config.json` and `model.safetensors` are what transformers or timm write; for other networks there is a
-    plain state_dict. `elastic.json` has everything else: the space, the subnets by name and what is known of
-    them. `docs/bundle.md` describes the format.
-
-    Args:
-        supernet: the supernet.
-        folder: a new or empty folder, or one that holds a bundle, which is then replaced; files that others
-            have added to it stay.
-        subnets: name -> a specification, or what `space.parse` takes, `per_layer_config` for example. If
-            None, those that the supernet was loaded with, or the smallest and the largest.
-        quality: name of a subnet -> what was measured -> value. `accuracy` is in percent, and what engines
-            that load the bundle serve by.
-        source: where the figures of `quality` come from: the data, and how it was measured.
-        tables: latency tables by name; each says what machine it was measured on.
-        licence: the licence of the weights, `apache-2.0` for example.
-        factory: `{"library": "torchvision", "name": "resnet18", "arguments": {"num_classes": 10}}`, which
-            makes the original network again; the library may also be `timm` or `transformers`. If None, it
-            is found if it can be; loading the bundle of any other network needs `model=`.
-        shard_bytes: the most bytes of one file of weights.
-
-    Raises:
-        FileFormatError: the folder holds something else than a bundle.
-        SpecError: a subnet is not of the space, a figure is of no named subnet, the factory makes another
-            network, or the space cannot read what it writes.
-        StaleWeights: another thread changed weights in place meanwhile. Nothing is then written.
-
-    Example:
-        >>> supernet.save_pretrained("folder", subnets={"small": spec}, licence="mit")
-        >>> small = subnetact.from_pretrained("folder", subnet="small")
-    """
-    space, card = as_supernet(supernet).space, supernet.card
-    if subnets is not None:
-        named = {n: s if isinstance(s, SubnetSpec) else space.parse(s) for n, s in subnets.items()}
-        card = replace(card, subnets={name: space.check(spec) for name, spec in named.items()})
-    elif not card.subnets:
-        card = replace(card, subnets={"smallest": space.smallest(), "largest": space.largest()})
-    measured = {name: dict(known) for name, known in card.quality.items() if name in card.subnets}
-    for name, figures in (quality or {}).items():
-        if name not in card.subnets:
-            raise SpecError(f"quality: no subnet is called {name!r}; choose from {', '.join(card.subnets)}")
-        found = {what: {"value": float(value), "source": source} for what, value in figures.items()}
-        measured.setdefault(name, {}).update(found)
-    card = replace(
-        card,
-        quality=measured,
-        licence=licence or card.licence,
-        factory=factory or card.factory,
-    )
-    save_folder(supernet, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
 
 def from_pretrained(
@@ -184,7 +117,7 @@ def save_folder(
     tables: Mapping[str, LatencyTable],
     engine: Mapping[str, Any] | None,
     require: Sequence[SubnetSpec] = (),
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a bundle. Readers of this package get an earlier one until it is complete."""
     files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
@@ -328,6 +261,11 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
             tensors.update(read_tensors(folder / own))
         size = sum(tensor.nbytes for tensor in tensors.values())
         supernet = as_supernet(model) if given else _made(document, folder, size, model)
+        network = ordinary(supernet.network)
+        if type(network).__module__.startswith("transformers.") and not tensors.keys() <= set(
+            supernet.state_dict()
+        ):
+            tensors = under_runtime_names(network, tensors)
         space, precision = supernet.space, document["precision"]
         if precision is not None:
             precision = {name: precision[name] for name in ("precisions", "keep", "last")}

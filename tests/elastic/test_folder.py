@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_decoders import randomize_, small_decoder
 from small_families import small_inputs, small_supernet
+from small_models import IMAGES, TOKENS, small_model
 
 import subnetact
 from ofa_adapters import families
@@ -24,33 +24,6 @@ from subnetact.supernet.batches import call_with, tensors_of
 for package in ("torchvision", "timm", "transformers"):
     pytest.importorskip(package)
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-
-IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-TOKENS = torch.arange(3, 15).view(2, 6)
-
-
-def made(library: str) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
-    """Return a small model of a library, an input, and options of `describe`."""
-    import timm
-    import torchvision
-    import transformers
-
-    torch.manual_seed(0)
-    if library == "torchvision":
-        return torchvision.models.resnet18(num_classes=5).eval(), IMAGES, {}
-    if library == "timm":
-        options = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 5}
-        return timm.create_model("vit_tiny_patch16_224", **options).eval(), IMAGES, {}
-    if library == "decoder":
-        return small_decoder("LlamaConfig", tie_word_embeddings=True), TOKENS, {"axes": ("depth", "ffn")}
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
-    return randomize_(transformers.BertForSequenceClassification(config).eval()), TOKENS, {}
 
 
 def outputs(network: Any, x: Any) -> list[torch.Tensor]:
@@ -63,11 +36,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A place with a bundle per library and per family, and in `expected` what their subnets answer."""
     place = tmp_path_factory.mktemp("folders")
     (place / "expected").mkdir()
-    for name in ("torchvision", "timm", "decoder", "encoder", *families()):
+    for name in ("torchvision", "timm", "decoder", "encoder", "mixture", *families()):
         if name in families():
             supernet, x = small_supernet(name), small_inputs(name)
         else:
-            model, x, options = made(name)
+            model, x, options = small_model(name)
             supernet = subnetact.insert_(model, subnetact.describe(model, x, **options), example=x)
         space = supernet.space
         subnets = {"small": space.smallest(), "middle": space.sample(1), "large": space.largest()}
@@ -126,20 +99,21 @@ def check(name, network):
         found = network.eval()(facts["x"])
     found = getattr(found, "logits", found)
     assert torch.equal(found, facts["answer.large"]), name
-resnet = torchvision.models.resnet18(num_classes=5)
-resnet.load_state_dict(load_file(place / "torchvision" / "model.safetensors"))
-check("torchvision", resnet)
+shufflenet = torchvision.models.shufflenet_v2_x0_5(num_classes=5)
+shufflenet.load_state_dict(load_file(place / "torchvision" / "model.safetensors"))
+check("torchvision", shufflenet)
 options = dict(img_size=32, patch_size=8, depth=2, num_classes=5)
 checkpoint = str(place / "timm" / "model.safetensors")
 check("timm", timm.create_model("vit_tiny_patch16_224", checkpoint_path=checkpoint, **options))
 check("decoder", transformers.AutoModelForCausalLM.from_pretrained(place / "decoder"))
+check("mixture", transformers.AutoModelForCausalLM.from_pretrained(place / "mixture"))
 check("encoder", transformers.AutoModelForSequenceClassification.from_pretrained(place / "encoder"))
 assert "subnetact" not in sys.modules
 """
 
 
 def test_every_size_is_bit_equal_in_a_new_process(saved: Path, python_path: str) -> None:
-    run(AGAIN.replace("COUNT", str(4 + len(families()))), saved, python_path)
+    run(AGAIN.replace("COUNT", str(5 + len(families()))), saved, python_path)
 
 
 def test_the_models_own_library_opens_the_largest(saved: Path, python_path: str) -> None:
@@ -175,11 +149,11 @@ def test_the_folder_is_written_again_with_what_was_known_and_what_others_added(
     document = json.loads((tmp_path / "f" / "elastic.json").read_text())
     assert document["subnets"]["large"]["quality"]["top5"] == {"value": 90.0, "source": "made up"}
     assert document["licence"] == "mit"
-    assert document["model"]["name"] == "resnet18"
+    assert document["model"]["name"] == "shufflenet_v2_x0_5"
     names = {path.name for path in (tmp_path / "f").iterdir()}
     assert "README.md" in names
     assert "latency-0.json" not in names
-    again.network.conv1.weight.data.add_(1.0)
+    again.network.conv1[0].weight.data.add_(1.0)
     before = supernet.subnet(supernet.space.largest())(IMAGES)
     fresh: Any = subnetact.from_pretrained(tmp_path / "f", subnet="large")
     assert torch.equal(fresh(IMAGES), before), "training in memory changes no file"
