@@ -3,6 +3,7 @@
 - `folder.py`: what a bundle stores; `from_pretrained`, and the work of `Supernet.save_pretrained`.
 - `factories.py`: which networks a bundle may name.
 - `card.py`: the model card of a bundle.
+- `images.py`: the accuracy of every subnet on a folder of images.
 - `language_model.py`: a subnet for lm-eval.
 """
 

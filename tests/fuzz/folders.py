@@ -151,8 +151,9 @@ def saved(kind: str) -> Path:
         shard_bytes=2**13 if kind == "decoder" else 2**40,
     )
     if kind == "digits":
+        again: Any = subnetact.from_pretrained(folder, mapped=False)  # It knows the names of subnets.
         x = torch.zeros(1, 1, 16, 16)
-        engine = subnetact.Engine(supernet, list(subnets.values()), example=x, allow_uncalibrated=True)
+        engine = subnetact.Engine(again, list(subnets.values()), example=x, allow_uncalibrated=True)
         engine.tables["cpu"] = table
         engine.save(folder)
     (folder / "evil.py").write_text("import os; os.mkdir('executed')\n")
@@ -224,8 +225,8 @@ def change_index(folder: Path, document: dict[str, Any], source: random.Random) 
     else:
         key = source.choice(list(document))
         document[key] = source.choice(NAMES) if kind < 0.3 else changed_once(document[key], source)
-    (folder / INDEX).unlink(missing_ok=True) if (folder / INDEX).is_symlink() else None
     if not (folder / INDEX).is_dir():
+        (folder / INDEX).unlink(missing_ok=True)  # Another change may have put a pipe there.
         (folder / INDEX).write_bytes(text(document))
 
 
@@ -249,8 +250,8 @@ def change_config(folder: Path, document: dict[str, Any], source: random.Random)
     """Add fields to `config.json` that a library may obey, or make its numbers huge."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        config = json.loads(path.read_text()) if path.is_file() else {}
+    except (ValueError, RecursionError):
         config = {}
     if path.is_dir() or not isinstance(config, dict):
         return
@@ -267,6 +268,8 @@ def change_config(folder: Path, document: dict[str, Any], source: random.Random)
 def change_tensors(folder: Path, document: dict[str, Any], source: random.Random) -> None:
     """Change the header of a file of tensors: names, types, huge or negative shapes, offsets."""
     path = _any_file(folder, source, ".safetensors")
+    if not path.is_file():
+        return
     try:
         tensor_file(path, source)
     except (OSError, ValueError, RecursionError, AttributeError):  # Another change has damaged it before.
@@ -278,7 +281,7 @@ def change_shards(folder: Path, document: dict[str, Any], source: random.Random)
     path = folder / SHARDS
     names = [*NAMES, INDEX, "norms.safetensors", "model.safetensors", "./model.safetensors", ""]
     try:
-        placed = json.loads(path.read_text())["weight_map"]
+        placed = json.loads(path.read_text() if path.is_file() else "{}")["weight_map"]
         placed[source.choice(list(placed))] = source.choice((*names, *NASTY))
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         placed = {"x": source.choice(names)}
