@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import subnetact
@@ -41,6 +42,8 @@ def evaluate_images(
             folders as the network has classes.
         MissingExtra: torchvision is not installed.
     """
+    if size < 1 or batch_size < 1:
+        raise SpecError(f"size and batch size are at least 1, got {size} and {batch_size}")
     document, tables, supernet = validated(folder)
     if supernet is None:
         raise SpecError(f"{folder}: is of an own network; use subnetact.evaluate(supernet, specs, batches)")
@@ -63,7 +66,7 @@ def evaluate_images(
         )
     batches = torch.utils.data.DataLoader(found, batch_size)
     accuracy = dict(zip(names, subnetact.evaluate(supernet, specs, batches), strict=True))
-    source = f"{len(found)} images in {classes} classes of {images}, {size} x {size} pixels"
+    source = f"{len(found)} images in {classes} classes of {Path(images).name}, {size} x {size} pixels"
     figures = {name: {ACCURACY: percent} for name, percent in accuracy.items()}
     card = supernet.card.extended(supernet.space, None, figures, source, None, None)
     save_folder(supernet, folder, card, tables, document["engine"])
