@@ -89,7 +89,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from subnetact.calibration.calibrate import calibrate
-    from subnetact.elastic.folder import from_pretrained, save_pretrained
+    from subnetact.elastic.folder import from_pretrained
+    from subnetact.elastic.folder import save_cut_out as save_cut_out  # for Supernet.save_pretrained
+    from subnetact.elastic.folder import save_folder as save_folder  # for Supernet.save_pretrained
     from subnetact.engine.engine import Engine
     from subnetact.insertion.insert import describe, insert_
     from subnetact.insertion.reorder import reorder_
@@ -109,7 +111,8 @@ if TYPE_CHECKING:
 _HOME = {
     "describe": "insertion.insert",
     "from_pretrained": "elastic.folder",
-    "save_pretrained": "elastic.folder",
+    "save_cut_out": "elastic.folder",
+    "save_folder": "elastic.folder",
     "evaluate": "nas.evaluation",
     "Axis": "space",
     "Batcher": "serving.live.batcher",
@@ -155,7 +158,6 @@ __all__ = [
     "pareto_front",
     "profile_latency",
     "reorder_",
-    "save_pretrained",
     "search",
     "simulate",
 ]

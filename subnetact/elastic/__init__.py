@@ -1,12 +1,13 @@
 """Folders with every size of a model, as files that others load.
 
-- `folder.py`: what a bundle stores; `save_pretrained` and `from_pretrained`.
+- `folder.py`: what a bundle stores; `from_pretrained`, and the work of `Supernet.save_pretrained`.
 - `factories.py`: which networks a bundle may name.
 - `cut_out.py`: one subnet as a model of its library's own class.
 - `card.py`: the model card of a bundle, or of a cut-out.
+- `images.py`: the accuracy of every subnet on a folder of images.
 - `language_model.py`: a subnet for lm-eval.
 """
 
-from subnetact.elastic.folder import from_pretrained, save_pretrained
+from subnetact.elastic.folder import from_pretrained
 
-__all__ = ["from_pretrained", "save_pretrained"]
+__all__ = ["from_pretrained"]

@@ -9,25 +9,30 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from copy import copy, deepcopy
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from subnetact.errors import FileFormatError, SpecError
+from subnetact.files.atomic import read_regular
 from subnetact.files.documents import parse_json
 from subnetact.operators.base import template_of
 
-__all__ = ["factory_of", "make_network", "ordinary"]
+__all__ = ["factory_of", "make_network", "ordinary", "under_runtime_names"]
 
 BYTES_PER_WEIGHT_BYTE = 4
 """A network may take this many times the bytes of its weights while it is built, and `EXTRA_BYTES` more."""
 EXTRA_BYTES = 2**24
-MOST_LAYERS = 10_000
-"""The largest whole number in a field of a configuration whose name speaks of layers."""
+BYTES_PER_TENSOR = 2**10
+"""What a tensor takes besides its values; it bounds the number of tiny ones."""
+MOST = {"layer": 1_000, "label": 1_000_000}
+"""The largest number in a field of a configuration whose name speaks of layers or of labels."""
 SCALARS = (bool, int, float, str, type(None))
 REFUSED_ARGUMENTS = (
     "pretrained", "checkpoint", "cache", "weights", "overlay", "scriptable", "features_only", "url", "file",
@@ -167,12 +172,34 @@ def _of_transformers(name: str, arguments: dict[str, Any], config: Any) -> Any:
     ):
         raise FileFormatError(f"transformers has no model {name!r:.60}; update transformers")
     if isinstance(config, Path):
-        stated = _harmless_fields(parse_json((config / "config.json").read_bytes()))
+        stated = _harmless_fields(parse_json(read_regular(config / "config.json")))
         config = kind.config_class.from_dict(stated)
         config._attn_implementation = arguments.get("attention")
         if config._attn_implementation not in (*ATTENTIONS, None):
             raise FileFormatError(f"attention {arguments['attention']!r:.60}; choose from {ATTENTIONS}")
     return kind(deepcopy(config))
+
+
+def under_runtime_names(network: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights in files under the names that a model of transformers has while it runs.
+
+    transformers writes some models as they were first published, each expert apart for example, and puts
+    them together on loading; what is put together is then in memory, and not mapped.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    factory = {"library": "transformers", "name": type(network).__name__, "arguments": {}}
+    shell: Any = make_network(factory, network.config, None)
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(kinds) == 1:
+        shell.to(kinds.pop())
+    settings = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(shell))
+    with redirect_stderr(StringIO()):  # It draws a progress bar of its own.
+        told, _ = convert_and_load_state_dict_in_model(shell, dict(tensors), settings)
+    found = {name: tensor for name, tensor in shell.state_dict().items() if not tensor.is_meta}
+    return {**{name: tensors[name] for name in told.unexpected_keys if name in tensors}, **found}
 
 
 def _harmless_fields(stated: Any) -> Any:
@@ -182,8 +209,9 @@ def _harmless_fields(stated: Any) -> Any:
     if not isinstance(stated, dict):
         return stated
     for field, value in stated.items():
-        if "layer" in field and isinstance(value, int | float) and not -1 <= value <= MOST_LAYERS:
-            raise FileFormatError(f"config.json: {field} is {value!r:.60}; at most {MOST_LAYERS}")
+        most = min((number for word, number in MOST.items() if word in field), default=value)
+        if isinstance(value, int | float) and not (most == value or -1 <= value <= most):
+            raise FileFormatError(f"config.json: {field} is {value!r:.60}; at most {most}")
     return {field: _harmless_fields(value) for field, value in stated.items() if field not in IGNORED_FIELDS}
 
 
@@ -230,7 +258,7 @@ class _Unset(TorchFunctionMode):
         if name.endswith("_") and not name.endswith("__") and isinstance(target, nn.Parameter):
             return target if name != "requires_grad_" else func(*args, **(kwargs or {}))
         if func in _MAKE_TENSORS:
-            self._left -= func(*args, **{**(kwargs or {}), "device": "meta"}).nbytes
+            self._left -= BYTES_PER_TENSOR + func(*args, **{**(kwargs or {}), "device": "meta"}).nbytes
             if self._left < 0:
                 raise FileFormatError(f"these arguments describe a network of more than {self._limit} bytes")
         return func(*args, **(kwargs or {}))

@@ -12,7 +12,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import replace
 from functools import partial
 from io import StringIO
 from os import PathLike
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.registry import ALL
 from subnetact import __version__
-from subnetact.elastic.factories import factory_of, make_network, ordinary
+from subnetact.elastic.factories import factory_of, make_network, ordinary, under_runtime_names
 from subnetact.errors import (
     FileFormatError,
     ForeignSpec,
@@ -48,11 +47,9 @@ from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
 
-__all__ = ["BUNDLE", "INDEX", "from_pretrained", "load_folder", "save_folder", "save_pretrained"]
+__all__ = ["BUNDLE", "INDEX", "from_pretrained", "load_folder", "save_cut_out", "save_folder"]
 
 INDEX, NORMS, SHARED = "elastic.json", "norms.safetensors", "shared_norms.safetensors"
-SHARD_BYTES = 5 * 10**9
-"""The most bytes of a file of weights."""
 ACCURACY = "accuracy"
 """The quality that engines know, in percent."""
 BUNDLE = FolderFormat(
@@ -61,90 +58,27 @@ BUNDLE = FolderFormat(
     1,
     "give the folder that save_pretrained() or Engine.save() wrote",
     INDEX,
+    json.loads(Path(__file__).with_name("bundle.schema.json").read_text(encoding="utf-8")),
 )
 Extra = TypeVar("Extra")
 
 
-def save_pretrained(
+def save_cut_out(
     supernet: Supernet,
     folder: str | PathLike[str],
-    *,
-    subnets: Mapping[str, Any] | None = None,
-    quality: Mapping[str, Mapping[str, float]] | None = None,
-    source: str | None = None,
-    tables: Mapping[str, LatencyTable] | None = None,
-    licence: str | None = None,
-    factory: Mapping[str, Any] | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    only: Any = None,
-    example: Any = None,
+    card: Card,
+    only: Any,
+    example: Any,
+    shard_bytes: int,
 ) -> None:
-    """Write a supernet into a folder that its own library opens as the largest subnet, or one subnet alone.
-
-    `config.json` and `model.safetensors` are what transformers or timm write; for other networks there is a
-    plain state_dict. `elastic.json` has everything else: the space, the subnets by name and what is known of
-    them. `docs/bundle.md` describes the format.
-
-    Args:
-        supernet: the supernet.
-        folder: a new or empty folder, or one that holds a bundle, which is then replaced; files that others
-            have added to it stay.
-        subnets: name -> a specification, or what `space.parse` takes, `per_layer_config` for example. If
-            None, those that the supernet was loaded with, or the smallest and the largest.
-        quality: name of a subnet -> what was measured -> value. `accuracy` is in percent, and what engines
-            that load the bundle serve by.
-        source: where the figures of `quality` come from: the data, and how it was measured.
-        tables: latency tables by name; each says what machine it was measured on.
-        licence: the licence of the weights, `apache-2.0` for example.
-        factory: `{"library": "torchvision", "name": "resnet18", "arguments": {"num_classes": 10}}`, which
-            makes the original network again; the library may also be `timm` or `transformers`. If None, it
-            is found if it can be; loading the bundle of any other network needs `model=`.
-        shard_bytes: the most bytes of one file of weights.
-        only: the name of a subnet, a specification, or what `space.parse` takes. If given, the folder is no
-            bundle but holds this subnet alone, cut out as a model of the library's own class that needs
-            nothing of this package; its README.md shows how to open it.
-        example: with `only`, a batch that the model takes: both must compute the same on it.
-
-    Raises:
-        FileFormatError: the folder holds something else than a bundle, or, with `only`, anything.
-        InsertError: the class of the library cannot have the shapes of the subnet `only`.
-        SpecError: a subnet is not of the space, a figure is of no named subnet, the factory makes another
-            network, or the space cannot read what it writes.
-        StaleWeights: another thread changed weights in place meanwhile. Nothing is then written.
-
-    Example:
-        >>> supernet.save_pretrained("folder", subnets={"small": spec}, licence="mit")
-        >>> small = subnetact.from_pretrained("folder", subnet="small")
-        >>> supernet.save_pretrained("small", only="small", example=x)
-    """
-    space, card = as_supernet(supernet).space, supernet.card
-    if subnets is not None:
-        named = {n: s if isinstance(s, SubnetSpec) else space.parse(s) for n, s in subnets.items()}
-        card = replace(card, subnets={name: space.check(spec) for name, spec in named.items()})
-    elif not card.subnets:
-        card = replace(card, subnets={"smallest": space.smallest(), "largest": space.largest()})
-    measured = {name: dict(known) for name, known in card.quality.items() if name in card.subnets}
-    for name, figures in (quality or {}).items():
-        if name not in card.subnets:
-            raise SpecError(f"quality: no subnet is called {name!r}; choose from {', '.join(card.subnets)}")
-        found = {what: {"value": float(value), "source": source} for what, value in figures.items()}
-        measured.setdefault(name, {}).update(found)
-    card = replace(
-        card,
-        quality=measured,
-        licence=licence or card.licence,
-        factory=factory or card.factory,
-    )
-    if only is None:
-        save_folder(supernet, folder, card, tables or {}, None, shard_bytes=shard_bytes)
-        return
+    """Write one subnet alone, as a model of its library's own class; see `Supernet.save_pretrained`."""
     if example is None:
         raise SpecError("only: give example=x, a batch on which the cut-out must compute the same")
     from subnetact.elastic.cut_out import cut_out, cut_out_card
 
-    network, made = cut_out(supernet, card.find(space, only), example, card.factory)
+    network, made = cut_out(supernet, card.find(supernet.space, only), example, card.factory)
     with replacing_folder(folder, "", "nothing") as place:
-        _write_network(place, network, made, _copies(network.state_dict()), shard_bytes, published=True)
+        _write_network(place, network, made, _copies(network.state_dict()), shard_bytes)
         (place / "README.md").write_text(cut_out_card(made, card.licence), encoding="utf-8")
 
 
@@ -203,7 +137,7 @@ def save_folder(
     tables: Mapping[str, LatencyTable],
     engine: Mapping[str, Any] | None,
     require: Sequence[SubnetSpec] = (),
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a bundle. Readers of this package get an earlier one until it is complete."""
     files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
@@ -294,22 +228,12 @@ def _write_network(
     model: Any,
     tensors: Mapping[str, Tensor],
     shard_bytes: int,
-    published: bool = False,
 ) -> None:
-    """Write configuration and weights as the network's own library does, or a plain state_dict.
-
-    transformers can write the names that a model was `published` with, which other programs read, in place of
-    its own. Where these differ, for example because all experts are one tensor, weights cannot be mapped.
-    """
+    """Write configuration and weights as the network's own library does, or a plain state_dict."""
     library = type(network).__module__.split(".")[0]
     if library == "transformers" and hasattr(network, "save_pretrained"):
         with redirect_stderr(StringIO()):  # It draws a progress bar of its own.
-            network.save_pretrained(
-                folder,
-                state_dict=dict(tensors),
-                max_shard_size=shard_bytes,
-                save_original_format=published,
-            )
+            network.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard_bytes)
         return
     if library == "timm" and model is not None:
         from timm.models._hub import save_config_for_hf
@@ -361,6 +285,11 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
             tensors.update(read_tensors(folder / own))
         size = sum(tensor.nbytes for tensor in tensors.values())
         supernet = as_supernet(model) if given else _made(document, folder, size, model)
+        network = ordinary(supernet.network)
+        if type(network).__module__.startswith("transformers.") and not tensors.keys() <= set(
+            supernet.state_dict()
+        ):
+            tensors = under_runtime_names(network, tensors)
         space, precision = supernet.space, document["precision"]
         if precision is not None:
             precision = {name: precision[name] for name in ("precisions", "keep", "last")}

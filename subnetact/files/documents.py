@@ -12,12 +12,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from subnetact.errors import FileFormatError, MissingFile, SubnetActError
 from subnetact.files.atomic import one_version, read_regular, replacing, replacing_folder, require_regular
+from subnetact.files.schema import violation
 
 __all__ = ["DocumentFormat", "FolderFormat", "checksum", "described", "parse_json", "write_json"]
 
@@ -123,9 +124,13 @@ class DocumentFormat:
 
 @dataclass(frozen=True)
 class FolderFormat(DocumentFormat):
-    """A kind of folder, whose file `index` has the checksums of all files; they are no signature."""
+    """A kind of folder, whose file `index` has the checksums of all files; they are no signature.
+
+    The index follows `json_schema`.
+    """
 
     index: str
+    json_schema: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def writing(self, directory: str | os.PathLike[str], facts: Mapping[str, Any]) -> Iterator[Path]:
@@ -170,8 +175,12 @@ class FolderFormat(DocumentFormat):
     def _checked_index(self, folder: Path, verify: bool) -> dict[str, Any]:
         index = folder / self.index
         document = self.read(index)
-        if document.pop("checksum", None) != checksum(document):
+        known = document.pop("checksum", None)
+        if known != checksum(document):
             raise FileFormatError(f"{index}: changed since it was written; restore it, or write it again")
+        wrong = violation({**document, "checksum": known}, self.json_schema)
+        if wrong:
+            raise FileFormatError(f"{index}: damaged: {wrong}; {self.next_step}")
         listed = document.get("files")
         if not isinstance(listed, dict):
             raise FileFormatError(f"{index}: `files` lists no files; write the folder again")

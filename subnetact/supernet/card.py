@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from subnetact.errors import SpecError
@@ -38,6 +38,34 @@ class Card:
             raise SpecError(f"no subnet is called {subnet!r:.60}; choose from {', '.join(self.subnets)}")
         return space.parse(subnet) if named is None else named
 
+    def extended(
+        self,
+        space: SubnetSpace,
+        subnets: Mapping[str, Any] | None,
+        quality: Mapping[str, Mapping[str, float]] | None,
+        source: str | None,
+        licence: str | None,
+        factory: Mapping[str, Any] | None,
+    ) -> Card:
+        """Return a card with what `Supernet.save_pretrained` is given; what is None stays."""
+        named = self.subnets or {"smallest": space.smallest(), "largest": space.largest()}
+        if subnets is not None:
+            found = {n: s if isinstance(s, SubnetSpec) else space.parse(s) for n, s in subnets.items()}
+            named = {name: space.check(spec) for name, spec in found.items()}
+        measured = {name: dict(known) for name, known in self.quality.items() if name in named}
+        for name, figures in (quality or {}).items():
+            if name not in named:
+                raise SpecError(f"quality: no subnet is called {name!r}; choose from {', '.join(named)}")
+            stated = {what: {"value": float(value), "source": source} for what, value in figures.items()}
+            measured.setdefault(name, {}).update(stated)
+        return replace(
+            self,
+            subnets=named,
+            quality=measured,
+            licence=licence or self.licence,
+            factory=factory or self.factory,
+        )
+
     @classmethod
     def read(cls, document: Mapping[str, Any], read_spec: Callable[[Mapping[str, Any]], SubnetSpec]) -> Card:
         """Return the card that the index of a bundle holds; ValueError and the like if it is damaged."""
@@ -48,7 +76,5 @@ class Card:
                 str(what): {"value": float(known["value"]), "source": known["source"]}
                 for what, known in stated["quality"].items()
             }
-        licence, model = document["licence"], document["model"]
-        if not isinstance(licence, str | None):
-            raise ValueError(f"licence {licence!r:.60}")
-        return cls(specs, {n: known for n, known in quality.items() if known}, licence, model)
+        known = {name: figures for name, figures in quality.items() if figures}
+        return cls(specs, known, document["licence"], document["model"])

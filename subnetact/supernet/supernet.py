@@ -588,21 +588,65 @@ class Supernet(nn.Module):
         """
         return fingerprint_of(self.space.id, self.state_dict())
 
-    def save_pretrained(self, folder: str | PathLike[str], **facts: Any) -> None:
-        """Write a folder that the network's own library opens as the largest subnet.
+    def save_pretrained(
+        self,
+        folder: str | PathLike[str],
+        *,
+        subnets: Mapping[str, Any] | None = None,
+        quality: Mapping[str, Mapping[str, float]] | None = None,
+        source: str | None = None,
+        tables: Mapping[str, Any] | None = None,
+        licence: str | None = None,
+        factory: Mapping[str, Any] | None = None,
+        shard_bytes: int = 5 * 10**9,
+        only: Any = None,
+        example: Any = None,
+    ) -> None:
+        """Write a folder that the network's own library opens as the largest subnet, or one subnet alone.
 
-        `subnetact.from_pretrained` reads it with every size.
+        `subnetact.from_pretrained` reads it with every size. `config.json` and `model.safetensors` are what
+        transformers or timm write; for other networks there is a plain state_dict. `elastic.json` has
+        everything else: the space, the subnets by name and what is known of them. `docs/bundle.md` describes
+        the format.
 
         Args:
-            folder: a new or empty folder, or one that holds a bundle, which is then replaced.
-            facts: `subnets`, `quality`, `licence` and the other arguments of `subnetact.save_pretrained`.
+            folder: a new or empty folder, or one that holds a bundle, which is then replaced; files that
+                others have added to it stay.
+            subnets: name -> a specification, or what `space.parse` takes, `per_layer_config` for example. If
+                None, those that the supernet was loaded with, or the smallest and the largest.
+            quality: name of a subnet -> what was measured -> value. `accuracy` is in percent, and what
+                engines that load the bundle serve by.
+            source: where the figures of `quality` come from: the data, and how it was measured.
+            tables: latency tables by name; each says what machine it was measured on.
+            licence: the licence of the weights, `apache-2.0` for example.
+            factory: `{"library": "torchvision", "name": "resnet18", "arguments": {"num_classes": 10}}`, which
+                makes the original network again; the library may also be `timm` or `transformers`. If None,
+                it is found if it can be; loading the bundle of any other network needs `model=`.
+            shard_bytes: the most bytes of one file of weights.
+            only: the name of a subnet, a specification, or what `space.parse` takes. If given, the folder is
+                no bundle but holds this subnet alone, cut out as a model of the library's own class that
+                needs nothing of this package; its README.md shows how to open it.
+            example: with `only`, a batch that the model takes: both must compute the same on it.
+
+        Raises:
+            FileFormatError: the folder holds something else than a bundle, or, with `only`, anything.
+            InsertError: the class of the library cannot have the shapes of the subnet `only`.
+            SpecError: a subnet is not of the space, a figure is of no named subnet, the factory makes another
+                network, or the space cannot read what it writes.
+            StaleWeights: another thread changed weights in place meanwhile. Nothing is then written.
 
         Example:
             >>> supernet.save_pretrained("folder", subnets={"small": spec}, licence="mit")
+            >>> small = subnetact.from_pretrained("folder", subnet="small")
+            >>> supernet.save_pretrained("small", only="small", example=x)
         """
         import subnetact
 
-        subnetact.save_pretrained(self, folder, **facts)
+        card = self.card.extended(self.space, subnets, quality, source, licence, factory)
+        if only is not None:
+            subnetact.save_cut_out(self, folder, card, only, example, shard_bytes)
+            return
+        subnetact.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
     # -- nn.Module --------------------------------------------------------------------------------
 

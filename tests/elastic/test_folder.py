@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_decoders import randomize_, small_decoder
 from small_families import small_inputs, small_supernet
+from small_models import IMAGES, TOKENS, small_model
 
 import subnetact
 from ofa_adapters import families
@@ -24,33 +24,6 @@ from subnetact.supernet.batches import call_with, tensors_of
 for package in ("torchvision", "timm", "transformers"):
     pytest.importorskip(package)
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-
-IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-TOKENS = torch.arange(3, 15).view(2, 6)
-
-
-def made(library: str) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
-    """Return a small model of a library, an input, and options of `describe`."""
-    import timm
-    import torchvision
-    import transformers
-
-    torch.manual_seed(0)
-    if library == "torchvision":
-        return torchvision.models.resnet18(num_classes=5).eval(), IMAGES, {}
-    if library == "timm":
-        options = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 5}
-        return timm.create_model("vit_tiny_patch16_224", **options).eval(), IMAGES, {}
-    if library == "decoder":
-        return small_decoder("LlamaConfig", tie_word_embeddings=True), TOKENS, {"axes": ("depth", "ffn")}
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
-    return randomize_(transformers.BertForSequenceClassification(config).eval()), TOKENS, {}
 
 
 CUT = {  # what the library's own class can have: the same share in every layer, or fewer layers in a stage
@@ -75,11 +48,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A place with a bundle per library and per family, and in `expected` what their subnets answer."""
     place = tmp_path_factory.mktemp("folders")
     (place / "expected").mkdir()
-    for name in ("torchvision", "timm", "decoder", "encoder", *families()):
+    for name in ("torchvision", "timm", "decoder", "encoder", "mixture", *families()):
         if name in families():
             supernet, x = small_supernet(name), small_inputs(name)
         else:
-            model, x, options = made(name)
+            model, x, options = small_model(name)
             supernet = subnetact.insert_(model, subnetact.describe(model, x, **options), example=x)
         space = supernet.space
         subnets = {"small": space.smallest(), "middle": space.sample(1), "large": space.largest()}
@@ -107,14 +80,15 @@ def check(name, network, answer):
         found = network.eval()(facts["x"])
     found, atol = getattr(found, "logits", found), 5e-5 if answer == "cut" else 0
     torch.testing.assert_close(found, facts["answer." + answer], rtol=0, atol=atol)
-resnet = torchvision.models.resnet18(num_classes=5)
-resnet.load_state_dict(load_file(place / "torchvision" / "model.safetensors"))
-check("torchvision", resnet, "large")
+shufflenet = torchvision.models.shufflenet_v2_x0_5(num_classes=5)
+shufflenet.load_state_dict(load_file(place / "torchvision" / "model.safetensors"))
+check("torchvision", shufflenet, "large")
 options = dict(img_size=32, patch_size=8, depth=2, num_classes=5)
 checkpoint = str(place / "timm" / "model.safetensors")
 check("timm", timm.create_model("vit_tiny_patch16_224", checkpoint_path=checkpoint, **options), "large")
 check("timm", timm.create_model(f"local-dir:{place / 'timm-cut'}", pretrained=True), "cut")
 check("decoder", transformers.AutoModelForCausalLM.from_pretrained(place / "decoder"), "large")
+check("mixture", transformers.AutoModelForCausalLM.from_pretrained(place / "mixture"), "large")
 check("encoder", transformers.AutoModelForSequenceClassification.from_pretrained(place / "encoder"), "large")
 for name in ("torchvision", "timm", "decoder", "encoder"):
     code = (place / f"{name}-cut" / "README.md").read_text().split("```")[1].removeprefix("python")
@@ -152,12 +126,12 @@ def test_other_libraries_open_the_largest_and_cut_outs_and_every_size_is_bit_equ
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 2 * 3 * (4 + len(families()))
+    assert len(done.stdout.split()) == 2 * 3 * (5 + len(families()))
 
 
 def test_subnets_that_no_class_can_have_are_refused_with_the_reason(saved: Path, tmp_path: Path) -> None:
     words = {
-        "torchvision": ({"width": 0.5}, r"no arguments of resnet18 describe .* is \(64, .* and \(32, "),
+        "torchvision": ({"width": 0.5}, r"no arguments of shufflenet_v2_x0_5 describe .* is \(12, 12, .* and \(24, "),
         "timm": ({"ffn": [1.0, 0.5]}, r"no arguments of vit_tiny_patch16_224 describe .* \(384, 192\)"),
         "decoder": ({"ffn": [1.0, *[0.5] * 5]}, "LlamaForCausalLM of transformers builds no layers of diff"),
         "encoder": ({"heads": 0.5}, "no configuration of BertForSequenceClassification describes this"),
@@ -206,11 +180,11 @@ def test_the_folder_is_written_again_with_what_was_known_and_what_others_added(
     document = json.loads((tmp_path / "f" / "elastic.json").read_text())
     assert document["subnets"]["large"]["quality"]["top5"] == {"value": 90.0, "source": "made up"}
     assert document["licence"] == "mit"
-    assert document["model"]["name"] == "resnet18"
+    assert document["model"]["name"] == "shufflenet_v2_x0_5"
     names = {path.name for path in (tmp_path / "f").iterdir()}
     assert "README.md" in names
     assert "latency-0.json" not in names
-    again.network.conv1.weight.data.add_(1.0)
+    again.network.conv1[0].weight.data.add_(1.0)
     before = supernet.subnet(supernet.space.largest())(IMAGES)
     fresh: Any = subnetact.from_pretrained(tmp_path / "f", subnet="large")
     assert torch.equal(fresh(IMAGES), before), "training in memory changes no file"
@@ -284,3 +258,31 @@ def test_configurations_that_would_run_other_code_do_not(saved: Path, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
     with pytest.raises(FileFormatError, match="num_hidden_layers is 1000000000"):
         make_network(factory, tmp_path, 10**6)
+
+
+def test_subnets_are_measured_on_a_folder_of_images(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    from PIL import Image
+
+    folder = tmp_path / "f"
+    shutil.copytree(saved / "torchvision", folder)
+    network: Any = subnetact.from_pretrained(folder, "large")
+    draws = torch.randint(0, 256, (30, 64, 64, 3), generator=torch.Generator().manual_seed(0)).byte()
+    scaled = draws[:, 16:48, 16:48].permute(0, 3, 1, 2) / 255  # of the size that the middle has
+    mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    answers = network((scaled - mean) / std).argmax(1)
+    for i, (image, answer) in enumerate(zip(draws, answers, strict=True)):
+        place = tmp_path / "images" / str((int(answer) + (0 if i % 3 else 1 + i // 3 % 4)) % 5)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[14:51, 14:51].numpy()).save(place / f"{i}.png")  # 32 pixels and a margin
+    assert main([str(folder), "--evaluate", str(tmp_path / "images"), "--size", "32"]) == 0
+    assert "large: 66.67 %" in capsys.readouterr().out
+    quality = json.loads((folder / "elastic.json").read_text())["subnets"]["large"]["quality"]["accuracy"]
+    assert quality["value"] == pytest.approx(66.6667, abs=1e-3)
+    assert quality["source"].startswith("30 images in 5 classes of ")
+    shutil.rmtree(tmp_path / "images" / "4")
+    assert main([str(folder), "--evaluate", str(tmp_path / "images"), "--size", "32"]) == 2
+    assert "has 4 classes, the network 5" in capsys.readouterr().err

@@ -8,12 +8,10 @@ each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an h
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
 import shutil
-import struct
 import sys
 import tempfile
 import warnings
@@ -28,6 +26,19 @@ from unittest import mock
 
 import numpy as np
 import torch
+from fuzz.folders import fuzz_folder
+from fuzz.inputs import (
+    NASTY,
+    Finding,
+    changed,
+    changed_once,
+    damaged,
+    journal_file,
+    json_file,
+    lines_file,
+    tensor_file,
+    text,
+)
 from PIL import Image
 from torch import nn
 from torchvision_operators import define_missing
@@ -39,7 +50,6 @@ import subnetact.supernet
 from ofa_adapters.__main__ import main as families_main
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import MissingExtra, QueueFull, SubnetActError, TableError
-from subnetact.files import journal
 from subnetact.files.journal import Journal
 from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_generation
 from subnetact.profile.cli import main as profile_main
@@ -58,11 +68,6 @@ define_missing()
 
 __all__ = ["TARGETS", "BytesRandom", "Finding", "run"]
 
-NASTY: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 2, 0.5, -0.5, 1e308, 1e-320, math.nan, math.inf, -math.inf),
-    *(10**5, 2**31, 2**63, 10**30, 10**400, "", "x", "0", "nan", "../x", "/dev/zero", "é\ud800", "a" * 3000),
-    *([], {}, [[]], [None], [1, [2]], {"a": 1}, {"": {}}, [0.7], ["x"], [[[[[[]]]]]], [10**400]),
-)
 WORDS = (
     "",
     "-1",
@@ -83,10 +88,6 @@ TABLE = subnetact.LatencyTable(
     ["a", "b"], [70.0, math.nan], [1, 4], [[1.0, 2.0], [3.0, 6.0]], {"p99": [[1.0, 2.0], [3.0, 6.0]]},
     {"device": "cpu"}, [1, 2], [[[1.0, 2.0], [3.0, 6.0]]] * 2,
 )  # fmt: skip
-
-
-class Finding(Exception):
-    """The library raised something that is none of its own errors."""
 
 
 class BytesRandom(random.Random):
@@ -115,8 +116,8 @@ class BytesRandom(random.Random):
         return self.getrandbits(16) / 65536
 
 
-def run(name: str, source: random.Random) -> None:
-    """Run a target once.
+def run(name: str, source: random.Random) -> bool:
+    """Run a target once, and tell whether the library accepted the input.
 
     Args:
         name: a key of `TARGETS`.
@@ -131,6 +132,7 @@ def run(name: str, source: random.Random) -> None:
         with tempfile.TemporaryDirectory() as place:
             try:
                 TARGETS[name](source, Path(place))
+                return True
             except MissingExtra:
                 raise
             except SubnetActError:
@@ -140,119 +142,7 @@ def run(name: str, source: random.Random) -> None:
                     raise Finding(f"{name}: exit status {end.code}") from end
             except Exception as error:
                 raise Finding(f"{name}: {type(error).__name__}: {error!s:.300}") from error
-
-
-# -- inputs ------------------------------------------------------------------------------------------
-
-
-def changed(value: Any, source: random.Random) -> Any:
-    """Return a JSON value with one to three of its parts replaced, removed or doubled."""
-    for _ in range(source.choice((1, 1, 1, 2, 3))):
-        value = _changed_once(value, source)
-    return value
-
-
-def _changed_once(value: Any, source: random.Random) -> Any:
-    if isinstance(value, dict) and value and source.random() < 0.9:
-        key = source.choice(list(value))
-        if source.random() < 0.1:
-            return {k: v for k, v in value.items() if k != key}
-        return {**value, key: _changed_once(value[key], source)}
-    if isinstance(value, (list, tuple)) and value and source.random() < 0.9:
-        i = source.randrange(len(value))
-        if source.random() < 0.1:
-            return [*value[:i], *value[i + 1 :]]
-        if source.random() < 0.1:
-            return [*value[: i + 1], *value[i:]]
-        return [*value[:i], _changed_once(value[i], source), *value[i + 1 :]]
-    return source.choice(NASTY)
-
-
-def damaged(data: bytes, source: random.Random) -> bytes:
-    """Return bytes that are cut, or of which some are changed."""
-    raw = bytearray(data)
-    kind = source.random()
-    if kind < 0.2:
-        return bytes(raw[: source.randrange(len(raw) + 1)])
-    for _ in range(source.choice((1, 2, 8))):
-        if raw:
-            at = source.randrange(min(len(raw), 4096) if kind < 0.7 else len(raw))
-            raw[at] = source.randrange(256)
-    return bytes(raw)
-
-
-def text(value: Any) -> bytes:
-    """Return a JSON value as bytes; NaN and half characters stay in it."""
-    return json.dumps(value).encode("utf-8", "surrogatepass")
-
-
-def json_file(path: Path, source: random.Random) -> None:
-    """Change a file of JSON in place: a value of it, or its bytes."""
-    data = path.read_bytes()
-    hostile = damaged(data, source) if source.random() < 0.3 else text(changed(json.loads(data), source))
-    path.write_bytes(hostile)
-
-
-def lines_file(path: Path, source: random.Random) -> None:
-    """Change one line of a file with one JSON value per line."""
-    lines = path.read_bytes().splitlines()
-    i = source.randrange(len(lines))
-    lines[i] = (
-        damaged(lines[i], source) if source.random() < 0.2 else text(changed(json.loads(lines[i]), source))
-    )
-    path.write_bytes(b"\n".join(lines) + b"\n")
-
-
-def journal_file(path: Path, source: random.Random) -> None:
-    """Change a journal, with the right checksums most of the time, as an attacker can."""
-    if source.random() < 0.2:
-        lines_file(path, source)
-        return
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    i = source.randrange(len(lines))
-    lines[i] = changed({name: value for name, value in lines[i].items() if name != "sum"}, source)
-    known, written = "", []
-    for line in lines:
-        if isinstance(line, dict) and line:
-            line.pop("sum", None)
-            signed_line, known = journal.signed(known, line)
-            written.append(signed_line.encode("utf-8", "surrogatepass"))
-        else:
-            written.append(text(line) + b"\n")
-    path.write_bytes(b"".join(written))
-
-
-def tensor_file(path: Path, source: random.Random) -> None:
-    """Change a safetensors file in place: JSON in its metadata, its header, or its bytes."""
-    data = path.read_bytes()
-    if source.random() < 0.3:
-        path.write_bytes(damaged(data, source))
-        return
-    (size,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + size])
-    facts = header.get("__metadata__", {})
-    inner = [name for name in facts if facts[name][:1] in ("{", "[")]
-    if inner and source.random() < 0.8:
-        name = source.choice(inner)
-        facts[name] = json.dumps(changed(json.loads(facts[name]), source))
-    else:
-        header = changed(header, source)
-    raw = json.dumps(header).encode("utf-8", "surrogatepass")
-    raw += b" " * (-len(raw) % 8)
-    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + size :])
-
-
-def signed(index: Path, document: dict[str, Any]) -> None:
-    """Write the index of a folder with the right checksums, as an attacker can."""
-    document.pop("checksum", None)
-    files = document.get("files")
-    for name in files if isinstance(files, dict) else ():
-        path = index.parent / name if isinstance(name, str) and "\0" not in name else index.parent
-        if path.is_file() and path.parent == index.parent:
-            data = path.read_bytes()
-            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    whole = json.dumps(document, sort_keys=True).encode()
-    index.write_text(json.dumps({**document, "checksum": hashlib.sha256(whole).hexdigest()}))
+    return False
 
 
 # -- seeds -------------------------------------------------------------------------------------------
@@ -355,24 +245,6 @@ def reader(name: str, change: Callable[[Path, random.Random], None], read: Calla
 # -- targets -----------------------------------------------------------------------------------------
 
 
-def fuzz_bundle(source: random.Random, place: Path) -> None:
-    """Change the index or a file of a bundle, and load it."""
-    folder = copied("bundle", place)
-    index = folder / "elastic.json"
-    document = json.loads(index.read_text())
-    kind = source.random()
-    if kind < 0.7:
-        document = _changed_once(document, source)
-        if not isinstance(document, dict):
-            return
-    elif kind < 0.85:
-        tensor_file(folder / source.choice(("model.safetensors", "norms.safetensors")), source)
-    else:
-        json_file(folder / "latency-0.json", source)
-    signed(index, document)
-    subnetact.Engine.load(folder)
-
-
 def fuzz_checkpoint(source: random.Random, place: Path) -> None:
     """Change a checkpoint, inspect it and load it."""
     path = copied("c.pth", place)
@@ -417,7 +289,7 @@ def fuzz_constructor(source: random.Random, place: Path) -> None:
     }
     family = source.choice(list(arguments))
     with torch.device("meta"):
-        hostile = {name: _changed_once(value, source) for name, value in arguments[family].items()}
+        hostile = {name: changed_once(value, source) for name, value in arguments[family].items()}
         ofa_adapters.load(family, **{**arguments[family], **dict(source.sample(list(hostile.items()), 1))})
 
 
@@ -545,7 +417,7 @@ def fuzz_insert(source: random.Random, place: Path) -> None:
     }
     name = source.choice(list(arguments))
     nasty = source.choice(NASTY)
-    arguments[name] = nasty if source.random() < 0.5 else _changed_once(arguments[name], source)
+    arguments[name] = nasty if source.random() < 0.5 else changed_once(arguments[name], source)
     arguments.setdefault("example", x)
     before, keys = network(x), list(network.state_dict())
     try:
@@ -858,7 +730,7 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "latency table": reader("table.json", json_file, subnetact.LatencyTable.load),
     "latency table, arguments": fuzz_table_arguments,
     "norm table": reader("norms.safetensors", tensor_file, subnetact.supernet.NormTable.load),
-    "bundle": fuzz_bundle,
+    "bundle": fuzz_folder,
     "checkpoint": fuzz_checkpoint,
     "constructor": fuzz_constructor,
     "journal": reader("journal.jsonl", journal_file, lambda p: Measurements(Journal(p, {"threads": 1}))),
