@@ -338,8 +338,7 @@ def _evaluating(teacher: Any) -> Iterator[None]:
 
 def _first(batches: Iterable[Any], count: int, seed: int) -> list[Any]:
     """Return the first batches of an epoch, always the same ones."""
-    stream = BatchStream(batches, seed)
-    found = [stream.next()]
+    stream, found = BatchStream(batches, seed), list[Any]()
     while len(found) < count:
         batch = stream.next()
         if stream.epoch:  # There are no more.

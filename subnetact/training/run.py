@@ -122,13 +122,14 @@ class TrainingRun:
             self.scaler.unscale_(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = float(nn.utils.clip_grad_norm_(held, self.clip))
-        if self.scaler is not None:
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        elif math.isfinite(norm):
+        # A scaler takes no step where gradients overflow, and scales them less: below 1, it is of no use.
+        if not math.isfinite(norm) and (self.scaler is None or self.scaler.get_scale() < 1.0):
+            raise self._not_finite(f"the norm of the gradients is {norm}")
+        if self.scaler is None:
             optimizer.step()
         else:
-            raise self._not_finite(f"the norm of the gradients is {norm}")
+            self.scaler.step(optimizer)
+            self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
         largest, *others = sums.values()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,50 @@ def test_what_is_not_finite_ends_the_training_at_the_last_good_step(tmp_path: Pa
     went_on = distill_(new_supernet(), good, **options)
     expected = distill_(new_supernet(), good, **{**options, "resume": None})
     torch.testing.assert_close(numbers(went_on), numbers(expected))
+
+
+class Slow(list[Any]):
+    """Batches that take a second of a clock each; at a number of seconds, the user stops the training."""
+
+    seconds, stop = 0.0, float("inf")
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.seconds += 1.0
+            if self.seconds == self.stop:
+                raise KeyboardInterrupt
+            yield batch
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_minutes_and_16_bits_go_on_after_a_stop(
+    autocast: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(labelled(4, 1))
+    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: slow.seconds))
+    options = {"held_out": labelled(2, 2), "autocast": autocast, "learning_rate": 0.02, **QUIET}
+    expected = distill_(new_supernet(), labelled(4, 1), steps=18, **options)
+    assert sum(expected.after) > sum(expected.before) + 50.0
+    options |= {"minutes": 0.3, "resume": tmp_path / "s", "save_every_s": 0.0}
+    slow.stop = 12.0
+    with pytest.raises(KeyboardInterrupt):
+        distill_(new_supernet(), slow, **options)
+    found = distill_(new_supernet(), slow, **options)
+    assert (found.steps, found.seconds) == (18, 18.0)
+    torch.testing.assert_close(numbers(found), numbers(expected))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.float16])
+def test_gradients_that_are_never_finite_end_the_training(autocast: torch.dtype | None) -> None:
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(scores, labels) + 0.0 * (scores - scores.detach()).abs().sqrt().sum()
+
+    supernet = new_supernet()
+    options = {"held_out": labelled(1, 2), "steps": 60, "importance": None, "autocast": autocast, **QUIET}
+    before = [parameter.clone() for parameter in supernet.parameters()]
+    with pytest.raises(TrainingError, match=r"step \d+: the norm of the gradients is nan"):
+        distill_(supernet, labelled(4, 1), loss=loss, **options)
+    assert all(torch.equal(a, b) for a, b in zip(supernet.parameters(), before, strict=True))
 
 
 def test_a_full_disk_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
