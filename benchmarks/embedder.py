@@ -381,8 +381,8 @@ def page(known: dict[str, Any]) -> str:
         lines += [
             "",
             f"Served for {found['seconds']:.0f} s with deadlines of {found['slo_ms']:.0f} ms, at",
-            f"{CALM:g}, then {BURST:g}, then {CALM:g} times the {found['largest_queries_per_s']:.0f} queries/s that the",
-            "largest subnet sustains (`--embedder-service`):",
+            f"{CALM:g}, then {BURST:g}, then {CALM:g} times the queries per second that the largest subnet",
+            f"sustains, which are {found['largest_queries_per_s']:.0f} (`--embedder-service`):",
             "",
             "| served | part | in time | recall of those in time |",
             "|---|---|---|---|",
