@@ -48,9 +48,9 @@ def embedder() -> tuple[Any, Any]:
         ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
-    config = BertConfig(vocab_size=1000, **sizes)
-    return tokenizer, BertModel(config).eval()
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    model: Any = BertModel(BertConfig(vocab_size=1000, num_hidden_layers=4, **sizes))
+    return tokenizer, model.eval()
 
 
 def main() -> None:
