@@ -411,7 +411,10 @@ def table(runs: dict[str, Any]) -> list[str]:
     """Return a table of options: accuracies, and gains against the defaults on the same seed."""
     base = {seed: statistics.mean(run["after"]) for seed, run in runs["defaults"].items()}
     before = {seed: {"after": run["before"]} for seed, run in runs["defaults"].items() if "before" in run}
-    lines = ["| option | largest | smallest | mean of all | gain | CPU s |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| option | largest | smallest | mean of all | gain | CPU s | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, found in {"before distillation, calibrated": before, **runs}.items():
         values = [run["after"] for run in found.values()]
         gains = [statistics.mean(run["after"]) - base[seed] for seed, run in found.items() if seed in base]
@@ -423,7 +426,7 @@ def table(runs: dict[str, Any]) -> list[str]:
             cost = f"{statistics.mean(cpu):.0f}" if cpu else ""
             lines.append(
                 f"| {name} | {ends[0]:.2f} | {ends[1]:.2f} | {mean:.2f} | "
-                f"{statistics.mean(gains):+.2f} ± {error:.2f} | {cost} |"
+                f"{statistics.mean(gains):+.2f} ± {error:.2f} | {cost} | {len(values)} |"
             )
     return lines
 
