@@ -20,9 +20,8 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, tensors_of
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet, as_supernet
-from subnetact.training.divergence import cross_entropy
 
-__all__ = ["sandwich_step"]
+__all__ = ["cross_entropy", "sandwich_step"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -234,6 +233,11 @@ def _scores(output: Any, class_dim: int | None) -> Tensor:
             f"class_dim: {class_dim!r} is no dimension of scores of shape {tuple(scores.shape)} but 0"
         )
     return scores.movedim(place, 1)
+
+
+def cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean cross-entropy with the teacher's probabilities, of scores (N, classes, ...)."""
+    return F.cross_entropy(student.float(), teacher.float().softmax(1))
 
 
 def _distillation(output: Any, wanted: Tensor, class_dim: int | None) -> Tensor:

@@ -26,7 +26,7 @@ from subnetact.errors import (
     WriteError,
 )
 from subnetact.supernet.supernet import Supernet
-from subnetact.training import DistillationReport, alpha_divergence, distill_, run, state
+from subnetact.training import DistillationReport, distill_, run, state
 
 QUIET: dict[str, Any] = {"progress": False, "calibration": 2}
 
@@ -156,7 +156,6 @@ def test_a_language_model_learns(mask: bool) -> None:
         steps=30,
         learning_rate=0.01,
         importance="taylor",
-        divergence="alpha",
         **QUIET,
     )
     assert report.metric == "perplexity"
@@ -249,23 +248,8 @@ def test_a_full_disk_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         distill_(new_supernet(), labelled(4, 1), resume=tmp_path / "t", **options)
 
 
-def test_progressive_shrinking_and_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[list[Any]] = []
-    real = run.sandwich_step
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        steps.append(options["subnets"])
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(run, "sandwich_step", noted)
-    options = {"held_out": labelled(1, 2), "steps": 4, "accumulate": 2, **QUIET}
-    supernet = new_supernet()
-    distill_(supernet, labelled(4, 1), shrink=0.75, **options)
-    ends = [supernet.space.spec(width=share) for share in (1.0, 0.75, 0.5, 0.25)]
-    assert steps[0] == ends[:1]
-    assert [chosen[min(1, len(chosen) - 1)] for chosen in steps[::2]] == ends
-    assert steps[::2] == steps[1::2]
-
+def test_accumulated_halves_of_a_batch_are_the_batch() -> None:
+    options = {"held_out": labelled(1, 2), "steps": 1, **QUIET}
     half = [(x[:8], labels[:8]) for x, labels in labelled(1, 1)]
     half += [(x[8:], labels[8:]) for x, labels in labelled(1, 1)]
     found = []
@@ -275,30 +259,9 @@ def test_progressive_shrinking_and_accumulation(monkeypatch: pytest.MonkeyPatch)
             nn.Sequential(nn.Flatten(), nn.Linear(50, 16), nn.ReLU(), nn.Linear(16, 4)), half[0][0]
         )
         optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-        given = {**options, "steps": 1, "accumulate": count, "optimizer": optimizer}
-        distill_(plain, batches, **given)
+        distill_(plain, batches, accumulate=count, optimizer=optimizer, **options)
         found.append(torch.cat([parameter.detach().flatten() for parameter in plain.parameters()]))
     torch.testing.assert_close(*found)
-
-
-def test_alpha_divergence_has_the_value_and_the_gradient_of_the_larger_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    student = torch.randn(64, 5, generator=generator).requires_grad_()
-    teacher = torch.randn(64, 5, generator=generator)
-    q, p = student.softmax(1), teacher.softmax(1)
-    forward = (p * (p / q).log()).sum(1)
-    backward = 0.5 * ((q * q / p).sum(1) - 1.0)
-    assert 5 < int((forward > backward).sum()) < 59
-    torch.maximum(forward, backward).mean().backward()  # type: ignore[no-untyped-call]
-    wanted, student.grad = student.grad, None
-    value = alpha_divergence(student, teacher, clip=1e6)
-    torch.autograd.backward(value)
-    torch.testing.assert_close(value.detach(), torch.maximum(forward, backward).mean().detach())
-    torch.testing.assert_close(student.grad, wanted)
-    far = torch.tensor([[40.0, -40.0]]).requires_grad_()
-    torch.autograd.backward(alpha_divergence(far, -far.detach()))
-    assert far.grad is not None
-    assert far.grad.abs().max() <= 5.0
 
 
 OTHER = nn.Sequential(nn.Flatten(), nn.Linear(50, 7))
@@ -319,7 +282,7 @@ OTHER = nn.Sequential(nn.Flatten(), nn.Linear(50, 7))
         (lambda s: {"minutes": 1.0}, "either steps or minutes"),
         (lambda s: {"steps": 0}, "steps: 0"),
         (lambda s: {"clip": float("nan")}, "clip"),
-        (lambda s: {"divergence": "alpha", "task": "values"}, "alpha"),
+        (lambda s: {"divergence": "alpha"}, "divergence: 'alpha' is no function"),
         (lambda s: {"labels": False, "distillation": 0.5}, "needs labels"),
         (lambda s: {"optimizer": torch.optim.SGD(Net().parameters(), 0.1)}, "no parameter of the supernet"),
     ],
