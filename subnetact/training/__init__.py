@@ -1,8 +1,7 @@
 """Training of a supernet: `distill_` does all of it, `sandwich_step` one step for a loop of your own.
 
 - `distillation.py`: the steps of `distill_`, in their order.
-- `task.py`: what batches hold, what outputs mean, and how well a subnet does; `divergence.py`: how far class
-  scores are from those of a teacher.
+- `task.py`: what batches hold, what outputs mean, and how well a subnet does.
 - `sandwich.py`: the gradients of one batch, for several subnets.
 - `batch_stream.py`: which batch comes next, also after a kill; `state.py`: the file with which it goes on.
 - `report.py`: what the training did for every subnet.
@@ -17,8 +16,7 @@ then stays near what it was, and gains nothing from the data.
 """
 
 from subnetact.training.distillation import distill_
-from subnetact.training.divergence import alpha_divergence
 from subnetact.training.report import DistillationReport
 from subnetact.training.sandwich import sandwich_step
 
-__all__ = ["DistillationReport", "alpha_divergence", "distill_", "sandwich_step"]
+__all__ = ["DistillationReport", "distill_", "sandwich_step"]

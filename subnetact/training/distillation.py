@@ -39,7 +39,6 @@ RANGES = {
     "learning_rate": (0.0, 1e3),
     "minutes": (1e-9, math.inf),
     "save_every_s": (0.0, math.inf),
-    "shrink": (0.0, 1.0),
 }
 LEAST = {"accumulate": 1, "calibration": 1, "random_subnets": 0, "seed": 0, "steps": 1}
 
@@ -64,9 +63,8 @@ def distill_(
     autocast: torch.dtype | None = None,
     random_subnets: int = 2,
     distillation: float = 1.0,
-    divergence: Function | str | None = None,
+    divergence: Function | None = None,
     balance: bool = False,
-    shrink: float = 0.0,
     loss: Function | None = None,
     metric: Function | None = None,
     output: Function | None = None,
@@ -120,13 +118,10 @@ def distill_(
         random_subnets: the number of random subnets per step.
         distillation: share, from 0 to 1, of the teacher in the loss of those that learn from it; the rest are
             the labels.
-        divergence: what subnets minimise to be like the teacher: "alpha" (`alpha_divergence`), or a function
-            of the two outputs. If None, the cross-entropy for scores, the squared error for values, and
-            one minus the cosine for vectors.
+        divergence: what subnets minimise to be like the teacher, a function of the two outputs. If None, the
+            cross-entropy for scores, the squared error for values, and one minus the cosine for vectors.
         balance: whether the losses of all subnets are scaled to that of the first one, so that a bad subnet
             does not dominate the shared weights.
-        shrink: the share of the training in which the smallest subnet shrinks from the largest to its final
-            size (progressive shrinking); 0 trains all sizes from the beginning.
         loss: a function of outputs and labels instead of the one of the task: cross-entropy or squared error.
         metric: a function of outputs and labels for the report, whose mean over samples is shown, or an
             object with `update(outputs, labels)` and `compute()`, such as a metric of torchmetrics, which is
@@ -158,7 +153,7 @@ def distill_(
         WriteError: the file of `resume` cannot be written at the beginning.
 
     Source:
-        Sandwich rule: US-Nets (ICCV'19); balancing: AmoebaLLM (NeurIPS'24); shrinking: OFA (ICLR'20).
+        Sandwich rule: US-Nets (ICCV'19); balancing: AmoebaLLM (NeurIPS'24).
 
     Example:
         >>> supernet = subnetact.insert_(model.eval(), example=x)
@@ -174,7 +169,6 @@ def distill_(
         "distillation": distillation,
         "random_subnets": random_subnets,
         "seed": seed,
-        "shrink": shrink,
     }
     names = {
         "divergence": _name(divergence),
@@ -187,9 +181,19 @@ def distill_(
     }
     budget = {"steps": steps, "minutes": minutes, "save_every_s": save_every_s}
     _check_numbers({**settings, **names, **budget, "calibration": calibration})
-    _check_names(task, autocast, divergence, teacher)
+    _check_names(task, autocast, teacher)
     if output is not None and importance == "taylor":
         raise TrainingError('output: "taylor" does not use it; call reorder_ first, and give importance=None')
+    stateful = hasattr(metric, "update") and hasattr(metric, "compute")
+    functions = {
+        "divergence": divergence,
+        "loss": loss,
+        "output": output,
+        "metric": None if stateful else metric,
+    }
+    for name, function in functions.items():
+        if not (function is None or callable(function)):
+            raise TrainingError(f"{name}: {function!r} is no function")
     _check_data(batches, held_out, resume)
     meaning = Task(task, task in TASKS[:2] if labels is None else labels, output, loss, divergence, metric)
     learns = meaning.labels or task == "tokens"
@@ -291,14 +295,11 @@ def _check_numbers(given: dict[str, Any]) -> None:
             raise TrainingError(f"{name}: {value!r} is no whole number of at least {least}")
 
 
-def _check_names(task: Any, autocast: Any, divergence: Any, teacher: Any) -> None:
+def _check_names(task: Any, autocast: Any, teacher: Any) -> None:
     if task not in TASKS:
         raise TrainingError(f"task: {task!r} is unknown; choose from {', '.join(TASKS)}")
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise TrainingError(f"autocast: {autocast!r}; choose torch.bfloat16, torch.float16 or None")
-    alpha = divergence == "alpha" and task in ("classes", "tokens")
-    if not (divergence is None or callable(divergence) or alpha):
-        raise TrainingError(f'divergence: {divergence!r}; choose "alpha", for scores, or give a function')
     if not (teacher is None or callable(teacher) or teacher == FROZEN):
         raise TrainingError(f'teacher: {teacher!r}; give a network, "frozen" or None')
 
@@ -352,8 +353,7 @@ def _evaluating(teacher: Any) -> Iterator[None]:
 
 def _first(batches: Iterable[Any], count: int, seed: int) -> list[Any]:
     """Return the first batches of an epoch, always the same ones."""
-    stream = BatchStream(batches, seed)
-    found = [stream.next()]
+    stream, found = BatchStream(batches, seed), list[Any]()
     while len(found) < count:
         batch = stream.next()
         if stream.epoch:  # There are no more.

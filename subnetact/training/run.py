@@ -55,7 +55,6 @@ class TrainingRun:
     random_subnets: int
     distillation: float
     balance: bool
-    shrink: float
     seed: int
     steps: int | None
     minutes: float | None
@@ -112,7 +111,7 @@ class TrainingRun:
             factor = min(1.0, rising) * 0.5 * (1.0 + math.cos(math.pi * share))
             for group in optimizer.param_groups:
                 group["lr"] = self.rate * factor
-        chosen = self._chosen(share)
+        chosen = self._chosen()
         optimizer.zero_grad(set_to_none=True)
         sums = dict.fromkeys(chosen, 0.0)
         for _ in range(self.accumulate):
@@ -122,13 +121,14 @@ class TrainingRun:
             self.scaler.unscale_(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = float(nn.utils.clip_grad_norm_(held, self.clip))
-        if self.scaler is not None:
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        elif math.isfinite(norm):
+        # A scaler takes no step where gradients overflow, and scales them less: below 1, it is of no use.
+        if not math.isfinite(norm) and (self.scaler is None or self.scaler.get_scale() < 1.0):
+            raise self._not_finite(f"the norm of the gradients is {norm}")
+        if self.scaler is None:
             optimizer.step()
         else:
-            raise self._not_finite(f"the norm of the gradients is {norm}")
+            self.scaler.step(optimizer)
+            self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
         largest, *others = sums.values()
@@ -166,15 +166,15 @@ class TrainingRun:
                 backward=backward,
             )
 
-    def _chosen(self, share: float) -> list[SubnetSpec]:
+    def _chosen(self) -> list[SubnetSpec]:
         """Return the subnets of a step; one half of the random ones have about the same size everywhere."""
         space, rng = self.supernet.space, random.Random(f"{self.seed}/{self.facts['step']}")
         found = [space.largest(), space.smallest()]
         for _ in range(self.random_subnets):
             even = rng.random() < 0.5
             found.append(even_subnet(space, rng.random()) if even else space.sample(rng))
-        least = 0.0 if not self.shrink else max(0.0, 1.0 - share / self.shrink)
-        return list(dict.fromkeys(_raised(space, spec, least) for spec in found))
+        values = ({n: v for n, v in space.values(spec).items() if n != PRECISION} for spec in found)
+        return list(dict.fromkeys(space.spec(**given) for given in values))
 
     def _batch_norm_statistics(self) -> list[tuple[Tensor, Tensor]]:
         norms = self.supernet.norm_operators().values()
@@ -210,21 +210,10 @@ class TrainingRun:
 
 def even_subnet(space: SubnetSpace, share: float) -> SubnetSpec:
     """Return the subnet that takes the choice at this share of the way up, from 0 to 1, in every slot."""
-    return _raised(space, None, share)
-
-
-def _raised(space: SubnetSpace, spec: SubnetSpec | None, share: float) -> SubnetSpec:
-    """Return a subnet at float32 with at least the choices at a share of the way up; None is the smallest."""
-    values: dict[str, list[Any]] = {}
-    given = {} if spec is None else space.values(spec)
-    for axis in space.axes:
-        if axis.name == PRECISION:
-            continue
-        values[axis.name] = []
-        for i, slot in enumerate(axis.slots):
-            last, place = len(slot.choices) - 1, 0
-            if spec is not None:
-                own = given[axis.name][i]
-                place = last if own is None else slot.choices.index(own)
-            values[axis.name].append(slot.choices[max(place, round(last * share))])
-    return space.spec(**values)
+    return space.spec(
+        **{
+            axis.name: [slot.choices[round((len(slot.choices) - 1) * share)] for slot in axis.slots]
+            for axis in space.axes
+            if axis.name != PRECISION
+        }
+    )

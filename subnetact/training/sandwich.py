@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -22,12 +21,9 @@ from subnetact.supernet.batches import as_batch, call_with, describe_input, logi
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = ["sandwich_step"]
+__all__ = ["cross_entropy", "sandwich_step"]
 
 Loss = Callable[[Any, Any], Tensor]
-
-LOWEST_TEMPERATURE = 1e-3
-"""Scores that are divided by less may overflow."""
 
 
 def sandwich_step(
@@ -40,7 +36,6 @@ def sandwich_step(
     random_subnets: int = 2,
     subnets: Sequence[SubnetSpec] | None = None,
     distillation: float = 1.0,
-    temperature: float = 1.0,
     class_dim: int | None = None,
     divergence: Loss | None = None,
     output: Callable[[Any], Any] = logits,
@@ -66,15 +61,13 @@ def sandwich_step(
         random_subnets: number of random subnets per step.
         subnets: the subnets to train instead, the teacher first. Use this to shrink progressively.
         distillation: share, from 0 to 1, of the distillation in the loss of all subnets but the first; the
-            rest is `loss`.
-        temperature: divides the scores of teacher and student. The distillation is the cross-entropy with the
-            teacher's probabilities, times the square of the temperature.
+            rest is `loss`. It is the cross-entropy with the teacher's probabilities.
         class_dim: the dimension of the classes in the scores, which distillation needs: 1 for images of
             scores (N, classes, H, W), -1 for language models (N, tokens, vocabulary). If None, it is 1 if
             the scores have two dimensions or `loss` is `cross_entropy` of torch, which reads it there.
         divergence: what distillation minimises instead, for outputs that are no class scores, for example; a
             function of the scores of a subnet and those of its teacher, which have no gradients. The result
-            is a scalar tensor. `temperature` and `class_dim` are then not used.
+            is a scalar tensor. `class_dim` is then not used.
         output: a function of what the network returns, for the scores. If not given, they are its `logits`,
             or the first of several outputs.
         teacher: a network that is called with the batch, without gradients, for the scores to learn from. The
@@ -104,8 +97,9 @@ def sandwich_step(
     """
     plain = as_supernet(supernet.module if isinstance(supernet, DistributedDataParallel) else supernet)
     specs = _specs(plain, subnets, random_subnets, rng)
-    _check_number("distillation", distillation, 0.0, 1.0)
-    _check_number("temperature", temperature, LOWEST_TEMPERATURE, sys.float_info.max)
+    share: Any = distillation
+    if not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
+        raise SpecError(f"distillation: {share!r} is no number from 0.0 to 1.0")
     functions: dict[str, Any] = {
         "loss": loss,
         "divergence": divergence,
@@ -124,8 +118,8 @@ def sandwich_step(
     if not any(isinstance(part, Tensor) for part in tensors_of(x)):
         raise SpecError(f"inputs: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
     place = 1 if class_dim is None and loss is F.cross_entropy else class_dim
-    target: Callable[[Any], Any] = partial(_probabilities, temperature=temperature, class_dim=place)
-    apart: Loss = partial(_distillation, temperature=temperature, class_dim=place)
+    target: Callable[[Any], Any] = partial(_scores, class_dim=place)
+    apart: Loss = partial(_distillation, class_dim=place)
     if divergence is not None:
         target, apart = (lambda scores: scores), divergence
     wanted: Any = None
@@ -156,11 +150,6 @@ def sandwich_step(
 
 def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
-
-
-def _check_number(name: str, value: Any, least: float, most: float) -> None:
-    if not isinstance(value, int | float) or not least <= value <= most:
-        raise SpecError(f"{name}: {value!r} is no number from {least} to {most}")
 
 
 def _specs(
@@ -229,17 +218,13 @@ def _check_loss(total: Any) -> None:
         )
 
 
-def _probabilities(scores: Any, temperature: float, class_dim: int | None) -> Tensor:
+def _scores(scores: Any, class_dim: int | None) -> Tensor:
+    """Return class scores with the classes in dimension 1."""
     if not isinstance(scores, Tensor) or scores.dim() < 2:
         raise SpecError(
             f"distillation needs class scores of shape (N, classes, ...), got {describe_input(scores)}; give "
             "distillation=0.0 for other outputs"
         )
-    return (scores.float() / temperature).softmax(_dimension_of_classes(scores, class_dim))
-
-
-def _dimension_of_classes(scores: Tensor, class_dim: int | None) -> int:
-    """Return the dimension of the classes, 1 or above."""
     if class_dim is None and scores.dim() > 2:
         raise SpecError(
             f"class_dim: scores of shape {tuple(scores.shape)} do not say which dimension holds the classes; "
@@ -250,15 +235,19 @@ def _dimension_of_classes(scores: Tensor, class_dim: int | None) -> int:
         raise SpecError(
             f"class_dim: {class_dim!r} is no dimension of scores of shape {tuple(scores.shape)} but 0"
         )
-    return place % scores.dim()
+    return scores.movedim(place, 1)
 
 
-def _distillation(scores: Any, wanted: Tensor, temperature: float, class_dim: int | None) -> Tensor:
-    if not isinstance(scores, Tensor) or scores.shape != wanted.shape:
+def cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean cross-entropy with the teacher's probabilities, of scores (N, classes, ...)."""
+    return F.cross_entropy(student.float(), teacher.float().softmax(1))
+
+
+def _distillation(output: Any, wanted: Tensor, class_dim: int | None) -> Tensor:
+    scores = _scores(output, class_dim)
+    if scores.shape != wanted.shape:
         raise SpecError(
-            f"distillation: the student's {describe_input(scores)} does not fit the teacher's scores of "
-            f"shape {tuple(wanted.shape)}"
+            f"distillation: the student's scores {tuple(scores.shape)} do not fit the teacher's "
+            f"{tuple(wanted.shape)}; the classes are in dimension 1 of both"
         )
-    place = _dimension_of_classes(scores, class_dim)
-    scaled = (scores.float() / temperature).movedim(place, 1)
-    return F.cross_entropy(scaled, wanted.movedim(place, 1)) * temperature**2
+    return cross_entropy(scores, wanted)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.errors import SpecError, TrainingError
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, logits, map_tensors
-from subnetact.training.divergence import alpha_divergence, cross_entropy
+from subnetact.training.sandwich import cross_entropy
 
 __all__ = ["TASKS", "Task", "number"]
 
@@ -38,7 +38,7 @@ class Task:
     labels: bool
     own_output: Callable[[Any, Any], Any] | None = None
     own_loss: Callable[[Any, Any], Tensor] | None = None
-    own_divergence: Callable[[Any, Any], Tensor] | str | None = None
+    own_divergence: Callable[[Any, Any], Tensor] | None = None
     own_metric: Callable[[Any, Any], Any] | None = None
 
     @property
@@ -131,11 +131,10 @@ class Task:
         if self.name == "tokens":
             student, _ = _next(student, labels)
             teacher, _ = _next(teacher, labels)
-        if callable(self.own_divergence):
+        if self.own_divergence is not None:
             return self.own_divergence(student, teacher)
         if self.name in ("classes", "tokens"):
-            apart = alpha_divergence if self.own_divergence == "alpha" else cross_entropy
-            return apart(student, teacher)
+            return cross_entropy(student, teacher)
         if self.name == "vectors":
             return (1.0 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)).mean()
         return F.mse_loss(student.float(), teacher.float())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from subnetact.errors import (
     WriteError,
 )
 from subnetact.supernet.supernet import Supernet
-from subnetact.training import DistillationReport, alpha_divergence, distill_, run, state
+from subnetact.training import DistillationReport, distill_, run, state
 
 QUIET: dict[str, Any] = {"progress": False, "calibration": 2}
 
@@ -156,7 +157,6 @@ def test_a_language_model_learns(mask: bool) -> None:
         steps=30,
         learning_rate=0.01,
         importance="taylor",
-        divergence="alpha",
         **QUIET,
     )
     assert report.metric == "perplexity"
@@ -186,6 +186,50 @@ def test_what_is_not_finite_ends_the_training_at_the_last_good_step(tmp_path: Pa
     torch.testing.assert_close(numbers(went_on), numbers(expected))
 
 
+class Slow(list[Any]):
+    """Batches that take a second of a clock each; at a number of seconds, the user stops the training."""
+
+    seconds, stop = 0.0, float("inf")
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.seconds += 1.0
+            if self.seconds == self.stop:
+                raise KeyboardInterrupt
+            yield batch
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_minutes_and_16_bits_go_on_after_a_stop(
+    autocast: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(labelled(4, 1))
+    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: slow.seconds))
+    options = {"held_out": labelled(2, 2), "autocast": autocast, "learning_rate": 0.02, **QUIET}
+    expected = distill_(new_supernet(), labelled(4, 1), steps=18, **options)
+    assert sum(expected.after) > sum(expected.before) + 50.0
+    options |= {"minutes": 0.3, "resume": tmp_path / "s", "save_every_s": 0.0}
+    slow.stop = 12.0
+    with pytest.raises(KeyboardInterrupt):
+        distill_(new_supernet(), slow, **options)
+    found = distill_(new_supernet(), slow, **options)
+    assert (found.steps, found.seconds) == (18, 18.0)
+    torch.testing.assert_close(numbers(found), numbers(expected))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.float16])
+def test_gradients_that_are_never_finite_end_the_training(autocast: torch.dtype | None) -> None:
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(scores, labels) + 0.0 * (scores - scores.detach()).abs().sqrt().sum()
+
+    supernet = new_supernet()
+    options = {"held_out": labelled(1, 2), "steps": 60, "importance": None, "autocast": autocast, **QUIET}
+    before = [parameter.clone() for parameter in supernet.parameters()]
+    with pytest.raises(TrainingError, match=r"step \d+: the norm of the gradients is nan"):
+        distill_(supernet, labelled(4, 1), loss=loss, **options)
+    assert all(torch.equal(a, b) for a, b in zip(supernet.parameters(), before, strict=True))
+
+
 def test_a_full_disk_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, calls = state.write_tensors, [0]
 
@@ -205,23 +249,8 @@ def test_a_full_disk_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         distill_(new_supernet(), labelled(4, 1), resume=tmp_path / "t", **options)
 
 
-def test_progressive_shrinking_and_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[list[Any]] = []
-    real = run.sandwich_step
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        steps.append(options["subnets"])
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(run, "sandwich_step", noted)
-    options = {"held_out": labelled(1, 2), "steps": 4, "accumulate": 2, **QUIET}
-    supernet = new_supernet()
-    distill_(supernet, labelled(4, 1), shrink=0.75, **options)
-    ends = [supernet.space.spec(width=share) for share in (1.0, 0.75, 0.5, 0.25)]
-    assert steps[0] == ends[:1]
-    assert [chosen[min(1, len(chosen) - 1)] for chosen in steps[::2]] == ends
-    assert steps[::2] == steps[1::2]
-
+def test_accumulated_halves_of_a_batch_are_the_batch() -> None:
+    options = {"held_out": labelled(1, 2), "steps": 1, **QUIET}
     half = [(x[:8], labels[:8]) for x, labels in labelled(1, 1)]
     half += [(x[8:], labels[8:]) for x, labels in labelled(1, 1)]
     found = []
@@ -231,30 +260,9 @@ def test_progressive_shrinking_and_accumulation(monkeypatch: pytest.MonkeyPatch)
             nn.Sequential(nn.Flatten(), nn.Linear(50, 16), nn.ReLU(), nn.Linear(16, 4)), half[0][0]
         )
         optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-        given = {**options, "steps": 1, "accumulate": count, "optimizer": optimizer}
-        distill_(plain, batches, **given)
+        distill_(plain, batches, accumulate=count, optimizer=optimizer, **options)
         found.append(torch.cat([parameter.detach().flatten() for parameter in plain.parameters()]))
     torch.testing.assert_close(*found)
-
-
-def test_alpha_divergence_has_the_value_and_the_gradient_of_the_larger_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    student = torch.randn(64, 5, generator=generator).requires_grad_()
-    teacher = torch.randn(64, 5, generator=generator)
-    q, p = student.softmax(1), teacher.softmax(1)
-    forward = (p * (p / q).log()).sum(1)
-    backward = 0.5 * ((q * q / p).sum(1) - 1.0)
-    assert 5 < int((forward > backward).sum()) < 59
-    torch.maximum(forward, backward).mean().backward()  # type: ignore[no-untyped-call]
-    wanted, student.grad = student.grad, None
-    value = alpha_divergence(student, teacher, clip=1e6)
-    torch.autograd.backward(value)
-    torch.testing.assert_close(value.detach(), torch.maximum(forward, backward).mean().detach())
-    torch.testing.assert_close(student.grad, wanted)
-    far = torch.tensor([[40.0, -40.0]]).requires_grad_()
-    torch.autograd.backward(alpha_divergence(far, -far.detach()))
-    assert far.grad is not None
-    assert far.grad.abs().max() <= 5.0
 
 
 OTHER = nn.Sequential(nn.Flatten(), nn.Linear(50, 7))
@@ -277,7 +285,7 @@ WORKERS: Any = DataLoader(labelled(2, 1), batch_size=None, num_workers=1, persis
         (lambda s: {"minutes": 1.0}, "either steps or minutes"),
         (lambda s: {"steps": 0}, "steps: 0"),
         (lambda s: {"clip": float("nan")}, "clip"),
-        (lambda s: {"divergence": "alpha", "task": "values"}, "alpha"),
+        (lambda s: {"divergence": "alpha"}, "divergence: 'alpha' is no function"),
         (lambda s: {"labels": False, "distillation": 0.5}, "needs labels"),
         (lambda s: {"optimizer": torch.optim.SGD(Net().parameters(), 0.1)}, "no parameter of the supernet"),
     ],

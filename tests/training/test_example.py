@@ -81,6 +81,17 @@ def test_a_short_distillation_of_pixels_and_of_sound(
     assert (tmp_path / "front.png").stat().st_size
 
 
+def test_a_short_distillation_of_an_embedder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = EXAMPLES / "distil_embedder.py"
+    options = f"--training json --held-out email --minutes 0.001 --state {tmp_path / 'state.safetensors'}"
+    monkeypatch.setattr(sys, "argv", [str(path), *options.split()])
+    runpy.run_path(str(path), run_name="__main__")
+    assert "100.0 % of the ten nearest texts are found by depth=1.0" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_short_run_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = EXAMPLES / "finetune_own_model.py"
