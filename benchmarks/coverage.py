@@ -18,6 +18,7 @@ import argparse
 import copy
 import gc
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import resource
@@ -32,6 +33,7 @@ from peers import import_torchvision
 from results_section import write_section
 from tiny_mixtures import families, restated, tiny_mixture
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from subnetact import insert_
@@ -66,6 +68,16 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteForCausalLM", {}),
 }
 """Model type -> class, and sizes beyond the common ones."""
+PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "smp": (
+        "segmentation_models_pytorch",
+        ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus")
+        + ("UPerNet", "Segformer", "DPT"),
+    ),
+    "yolo": ("ultralytics", ("yolov5n", "yolov8n", "yolo11n")),
+    "diffusers": ("diffusers", ("AutoencoderKL", "UNet2DModel")),
+}
+"""Source -> a package that is no dependency, and models of it."""
 IMAGES = (64, 96, 112, 128, 160, 192, 224, 256, 299, 384)
 """Sizes of images, of which the first one that a model takes is used."""
 COMMON = {
@@ -87,6 +99,14 @@ def names() -> list[str]:
         small = [n for n in members if any(w in n for w in ("tiny", "atto", "nano", "pico", "_s", "050"))]
         found.append(f"timm:{min(small or members, key=len)}")
     found += [f"transformers:{name}" for name in HUGGING_FACE]
+    for source in ("detection", "segmentation"):
+        module = getattr(torchvision.models, source)
+        found += [f"{source}:{name}" for name in torchvision.models.list_models(module=module)]
+    for source, (package, kinds) in PACKAGES.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{source}: {package} is not installed; its models are not run")
+        else:
+            found += [f"{source}:{name}" for name in kinds]
     return found + [f"experts:{name}" for name in families()]
 
 
@@ -110,6 +130,8 @@ def model_of(
         if "CausalLM" in kind or "LMHead" in kind:
             return model, {"input_ids": tokens, "use_cache": False}, logits
         return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, logits
+    if source in PACKAGES or source in ("detection", "segmentation"):
+        return (*_dense_model(source, name), all_outputs)
     make, key = importlib.import_module("timm").create_model, "img_size"
     if source == "torchvision":
         make, key = importlib.import_module("torchvision").models.get_model, "image_size"
@@ -126,6 +148,44 @@ def model_of(
                 continue
             return model, x, logits
     raise RuntimeError("no image size runs")
+
+
+def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
+    """Return a model for detection, segmentation or diffusion, and a batch for it."""
+    x = torch.randn(2, 3, 64, 64)
+    if source in ("detection", "segmentation"):
+        make = importlib.import_module("torchvision").models.get_model
+        options: dict[str, Any] = {"weights": None, "weights_backbone": None}
+        if source == "segmentation":
+            return make(name, **options), x
+        threshold = "box_score_thresh" if "rcnn" in name else "score_thresh"
+        options |= {threshold: 0.0} | ({} if "ssd" in name else {"min_size": 64, "max_size": 64})
+        return make(name, **options), (tuple(x.abs().clamp(max=1)),)
+    package = importlib.import_module(PACKAGES[source][0])
+    if source == "smp":
+        encoder = {"Segformer": "mit_b0", "DPT": "tu-vit_tiny_patch16_224"}.get(name, "resnet18")
+        more = {"dynamic_img_size": True} if name == "DPT" else {}
+        return getattr(package, name)(encoder, encoder_weights=None, classes=3, **more), x
+    if source == "yolo":
+        return importlib.import_module("ultralytics.nn.tasks").DetectionModel(
+            f"{name}.yaml", verbose=False
+        ), x
+    blocks, channels = ("DownEncoderBlock2D", "UpDecoderBlock2D"), (32, 64)
+    if name == "AutoencoderKL":
+        types = {"down_block_types": blocks[:1] * 2, "up_block_types": blocks[1:] * 2}
+        return package.AutoencoderKL(block_out_channels=channels, norm_num_groups=8, **types), x[
+            ..., :32, :32
+        ]
+    types = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D")}
+    types |= {"up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    model = package.UNet2DModel(block_out_channels=channels, norm_num_groups=8, attention_head_dim=8, **types)
+    return model, (x[..., :32, :32], 5)
+
+
+def all_outputs(output: Any) -> torch.Tensor:
+    """Return all numbers of an output in one row."""
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return torch.cat([leaf.flatten() for leaf in found if leaf.is_floating_point()])
 
 
 def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any]:

@@ -232,8 +232,7 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
     groups, refused = list(stated.groups), dict(stated.refused)
     blocks = dict(stated.blocks)
     try:
-        args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
-        traced = TracedModel(model, args, example if isinstance(example, dict) else {})
+        traced = TracedModel(model, example)
     except (InsertError, MissingExtra) as error:
         if not groups and not blocks:
             raise
@@ -248,6 +247,8 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
                 refused.setdefault(*item)
             elif not known.isdisjoint((m.module, m.part) for m in item.members):
                 continue  # a declared group has its members
+            elif item.axis == "stream" and not stream and _embeds_tokens(model, item):
+                continue
             elif any(operators.get(m.module, m.operator) is not m.operator for m in item.members):
                 refused[item.name] = "a module in it already has another operator"
             else:
@@ -269,6 +270,13 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             else stages_of(blocks, influence)
         )
     return groups, stages, refused
+
+
+def _embeds_tokens(model: nn.Module, group: Group) -> bool:
+    """Tell whether the token embeddings of a language model are in a group."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    inside = isinstance(embedding, nn.Embedding)
+    return inside and any(model.get_submodule(m.module) is embedding for m in group.members)
 
 
 def _layers(model: nn.Module, graph: Any) -> list[str]:
