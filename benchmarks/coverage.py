@@ -9,7 +9,9 @@ random subnets equal their extraction (to 1e-5; `extraction` is the largest diff
 already in the result file are not run again, so that a run that was stopped goes on, and several may run at
 the same time.
 
-`--only experts:` runs tiny mixtures of experts, one of every family of transformers that routes tokens.
+Beside these, it runs torchvision's models for detection and segmentation, and those of packages that are
+installed: segmentation_models_pytorch, Ultralytics and diffusers. `--only experts:` runs tiny mixtures of
+experts, one of every family of transformers that routes tokens.
 """
 
 from __future__ import annotations
@@ -71,8 +73,10 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
 PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "smp": (
         "segmentation_models_pytorch",
-        ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus")
-        + ("UPerNet", "Segformer", "DPT"),
+        (
+            *("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3"),
+            *("DeepLabV3Plus", "UPerNet", "Segformer", "DPT"),
+        ),
     ),
     "yolo": ("ultralytics", ("yolov5n", "yolov8n", "yolo11n")),
     "diffusers": ("diffusers", ("AutoencoderKL", "UNet2DModel")),
@@ -150,6 +154,38 @@ def model_of(
     raise RuntimeError("no image size runs")
 
 
+def _define_operators_of_detection() -> None:
+    """Define what torchvision's detectors call in Python if its compiled operators do not run here."""
+    from torchvision import extension, ops
+
+    if extension._has_ops():
+        return
+    rois = importlib.import_module("torchvision.ops.roi_align")
+
+    def nms(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
+        order = scores.argsort(descending=True, stable=True)
+        above = (ops.box_iou(boxes[order], boxes[order]) > threshold).triu(1)
+        dropped = torch.zeros(len(order), dtype=torch.bool)
+        for i in range(len(order)):
+            dropped |= above[i] & ~dropped[i]
+        return order[~dropped]
+
+    def roi_align(x: torch.Tensor, boxes: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found: torch.Tensor = rois._roi_align(x, boxes, *rest)
+        return found
+
+    schema = "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define(f"{schema}int sampling_ratio, bool aligned) -> Tensor")
+    for name, function in (("nms", nms), ("roi_align", roi_align)):
+        library.impl(name, function, "CPU")
+    _KEPT_ALIVE.append(library)
+    extension._has_ops = lambda: True
+
+
+_KEPT_ALIVE: list[Any] = []
+
+
 def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
     """Return a model for detection, segmentation or diffusion, and a batch for it."""
     x = torch.randn(2, 3, 64, 64)
@@ -158,11 +194,15 @@ def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
         options: dict[str, Any] = {"weights": None, "weights_backbone": None}
         if source == "segmentation":
             return make(name, **options), x
+        _define_operators_of_detection()
         threshold = "box_score_thresh" if "rcnn" in name else "score_thresh"
         options |= {threshold: 0.0} | ({} if "ssd" in name else {"min_size": 64, "max_size": 64})
+        few = ("rpn_pre_nms_top_n_test", "box_detections_per_img") if "rcnn" in name else ("topk_candidates",)
+        options |= dict.fromkeys(few, 20)
         return make(name, **options), (tuple(x.abs().clamp(max=1)),)
     package = importlib.import_module(PACKAGES[source][0])
     if source == "smp":
+        x = torch.randn(2, 3, 128, 128) if name == "PAN" else x
         encoder = {"Segformer": "mit_b0", "DPT": "tu-vit_tiny_patch16_224"}.get(name, "resnet18")
         more = {"dynamic_img_size": True} if name == "DPT" else {}
         return getattr(package, name)(encoder, encoder_weights=None, classes=3, **more), x
@@ -323,7 +363,7 @@ def report(document: dict[str, Any]) -> str:
         f"transformers {facts.get('transformers')}; random weights.",
         "",
     ]
-    for source in ("torchvision", "timm", "transformers"):
+    for source in ("torchvision", "timm", "transformers", "detection", "segmentation", *PACKAGES):
         own = {n: f for n, f in models.items() if n.startswith(source)}
         two = sum(len(f.get("axes", {})) >= 2 for f in own.values())
         some = sum(bool(f.get("axes")) for f in own.values())
@@ -331,6 +371,7 @@ def report(document: dict[str, Any]) -> str:
         lines.append(
             f"- {source}: {len(own)} models, {some} elastic, {two} in at least two axes "
             f"({100 * two / max(1, len(own)):.0f} %), {wrong} wrong"
+            + "".join(f"; on {cpu}" for cpu in sorted({f["cpu"] for f in own.values() if "cpu" in f}))
         )
     for facts in document.get("large_images", {}).values():
         lines.append(
@@ -406,15 +447,18 @@ def main() -> None:
     packages = ("timm", "transformers")
     versions = {package: importlib.import_module(package).__version__ for package in packages}
     wanted = names()
+    every = dict.fromkeys((*wanted, *known(args.out)["models"]))
+    order = {name: place for place, name in enumerate(every)}
     for name in tqdm([n for n in wanted if args.only in n], disable=None):
         place, key = ("models", name) if args.pixels is None else ("large_images", f"{name}@{args.pixels}")
         place = "experts" if name.startswith("experts:") else place
         if args.again or key not in known(args.out).get(place, {}):
             facts = {**({"name": name} if args.pixels else {}), **run(name, args.pixels)}
+            facts["cpu"] = machine(torch.device("cpu"))["device_name"]
             document = known(args.out)
             models = {**document.get(place, {}), key: facts}
             document[place] = {
-                n: models[n] for n in sorted(models, key=lambda n: wanted.index(n.split("@")[0]))
+                n: models[n] for n in sorted(models, key=lambda n: order.get(n.split("@")[0], len(order)))
             }
             document["machine"] = {**machine(torch.device("cpu")), **versions}
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -22,9 +22,9 @@ from torch.fx import Graph
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.following import spec_by_trial
+from subnetact.insertion.following import BY_THE_FORWARD, spec_by_trial
+from subnetact.insertion.recording import Recording, recorded
 from subnetact.insertion.recording import TensorFacts as OwnFacts
-from subnetact.insertion.recording import recorded
 from subnetact.operators import ElasticAttribute, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
@@ -198,6 +198,8 @@ class TracedModel:
         for diagnostic in impact.diagnostics:
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
                 where = f" at {diagnostic.node}" if diagnostic.node else ""
+                if diagnostic.message.startswith(BY_THE_FORWARD):
+                    raise _Refused(f"{diagnostic.message},{where}")
                 raise _Refused(f"the analysis cannot see through the model{where}: {diagnostic.message}")
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
             raise _Refused("its outputs are inputs or outputs of the model")
@@ -404,24 +406,27 @@ def _few_regions() -> Iterator[None]:
 @contextmanager
 def _recording(example: Any) -> Iterator[None]:
     """Let torch-kirigami read the graph of a recording, in place of a symbolic trace."""
-    from torch_kirigami.dep_graph import construction
+    from torch_kirigami.dep_graph import construction as package
     from torch_kirigami.dep_graph.capture import CaptureResult, tree_map
     from torch_kirigami.dep_graph.operation import TensorEffects, TensorFacts
+
+    construction: Any = package
 
     def facts(value: Any) -> Any:
         return TensorFacts(**vars(value)) if isinstance(value, OwnFacts) else value
 
     def capture(model: nn.Module, _args: Any, _kwargs: Any, registry: Any) -> Any:
-        found = recorded(model, example, lambda module: type(module) in registry.opaque_modules)
+        found: Any = recorded(model, example, lambda module: type(module) in registry.opaque_modules)
         results = {node: tree_map(facts, result) for node, result in found.results.items()}
         effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
         return CaptureResult(found, results, {}, (), frozenset(), effects)
 
-    usual, construction.capture = construction.capture, capture
+    usual = construction.capture, construction.resolve_attribute
+    construction.capture, construction.resolve_attribute = capture, Recording.tensor
     try:
         yield
     finally:
-        construction.capture = usual
+        construction.capture, construction.resolve_attribute = usual
 
 
 def _joined(regions: Iterable[Any]) -> list[Any]:

@@ -16,7 +16,12 @@ from torch.utils._pytree import tree_leaves
 from subnetact.comparison import ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 
-__all__ = ["spec_by_trial"]
+__all__ = ["BY_THE_FORWARD", "spec_by_trial"]
+
+BY_THE_FORWARD = "the forward"
+"""What a reason begins with that is meant for users."""
+SPREAD = ("linspace", "logspace")
+"""Functions of no tensor whose numbers depend on how many there are."""
 
 _Axes = Mapping[fx.Node, int]
 
@@ -31,7 +36,7 @@ def spec_by_trial(operation: Any) -> Any:
     nodes = [leaf for leaf in given if isinstance(leaf, fx.Node)]
     refs = dict(zip(nodes, operation.inputs, strict=False))
     name = getattr(operation.node.target, "__name__", str(operation.node.target))
-    why = f"{name} moves or mixes the entries of an axis"
+    why = f"{BY_THE_FORWARD} moves or mixes its outputs"
     constraints: list[Any] = [Barrier((*operation.bindings.values(),), why, operation.name)]
     relations: list[Any] = []
     if len(nodes) != len(operation.inputs):
@@ -50,7 +55,7 @@ def spec_by_trial(operation: Any) -> Any:
                     relations += [AxisRelation.equal(ends[0], end, operation.name) for end in ends[1:]]
                     free |= {(end.tensor, end.dim) for end in ends}
                     break
-    tensors = (*refs.values(), *operation.outputs) if refs else ()
+    tensors = (*refs.values(), *operation.outputs) if refs or name in SPREAD else ()
     constraints += [
         AxisBarrier(ref.axis(axis), why, operation.name)
         for ref in tensors

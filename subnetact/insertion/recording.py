@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -54,10 +55,14 @@ class Recording:
         self.constants: dict[str, Tensor] = {}
         """Names in the graph of tensors that are neither parameters nor buffers nor computed."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what a node reads, and anything else of the model."""
-        constants = vars(self).get("constants", {})
-        return constants[name] if name in constants else getattr(vars(self)["model"], name)
+    def tensor(self, name: str) -> Tensor:
+        """Return what a node reads that names a parameter, a buffer or a constant."""
+        found: Tensor = self.constants[name] if name in self.constants else attrgetter(name)(self.model)
+        return found
+
+    def get_submodule(self, path: str) -> nn.Module:
+        """Return the module that a node calls."""
+        return self.model.get_submodule(path)
 
 
 def recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool]) -> Recording:
@@ -95,7 +100,7 @@ class _Recorder(TorchFunctionMode):
         self.recording = Recording(model, fx.Graph(), {})
         self._results = cast(dict[fx.Node, Any], self.recording.results)
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-        self._nodes = WeakTensorKeyDictionary()
+        self._nodes: Any = WeakTensorKeyDictionary()
         self._around: dict[str, tuple[str, type]] = {}
         self._leaf: str | None = None
         self._weighted: set[fx.Node] = set()
@@ -170,7 +175,7 @@ class _Recorder(TorchFunctionMode):
 
     def node(self, tensor: Tensor) -> fx.Node:
         """Return the node that stands for a tensor, which reads it if nothing has computed it."""
-        node = self._nodes.get(tensor)
+        node: fx.Node | None = self._nodes.get(tensor)
         if node is None:
             constants = self.recording.constants
             name = self._names.get(id(tensor))
