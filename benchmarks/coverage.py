@@ -9,7 +9,9 @@ random subnets equal their extraction (to 1e-5; `extraction` is the largest diff
 already in the result file are not run again, so that a run that was stopped goes on, and several may run at
 the same time.
 
-`--only experts:` runs tiny mixtures of experts, one of every family of transformers that routes tokens.
+Beside these, it runs torchvision's models for detection and segmentation, and those of packages that are
+installed: segmentation_models_pytorch, Ultralytics and diffusers. `--only experts:` runs tiny mixtures of
+experts, one of every family of transformers that routes tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import copy
 import gc
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import resource
@@ -32,6 +35,7 @@ from peers import import_torchvision
 from results_section import write_section
 from tiny_mixtures import families, restated, tiny_mixture
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from subnetact import insert_
@@ -66,6 +70,18 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteForCausalLM", {}),
 }
 """Model type -> class, and sizes beyond the common ones."""
+PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "smp": (
+        "segmentation_models_pytorch",
+        (
+            *("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3"),
+            *("DeepLabV3Plus", "UPerNet", "Segformer", "DPT"),
+        ),
+    ),
+    "yolo": ("ultralytics", ("yolov5n", "yolov8n", "yolo11n")),
+    "diffusers": ("diffusers", ("AutoencoderKL", "UNet2DModel")),
+}
+"""Source -> a package that is no dependency, and models of it."""
 IMAGES = (64, 96, 112, 128, 160, 192, 224, 256, 299, 384)
 """Sizes of images, of which the first one that a model takes is used."""
 COMMON = {
@@ -87,6 +103,14 @@ def names() -> list[str]:
         small = [n for n in members if any(w in n for w in ("tiny", "atto", "nano", "pico", "_s", "050"))]
         found.append(f"timm:{min(small or members, key=len)}")
     found += [f"transformers:{name}" for name in HUGGING_FACE]
+    for source in ("detection", "segmentation"):
+        module = getattr(torchvision.models, source)
+        found += [f"{source}:{name}" for name in torchvision.models.list_models(module=module)]
+    for source, (package, kinds) in PACKAGES.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{source}: {package} is not installed; its models are not run")
+        else:
+            found += [f"{source}:{name}" for name in kinds]
     return found + [f"experts:{name}" for name in families()]
 
 
@@ -110,6 +134,8 @@ def model_of(
         if "CausalLM" in kind or "LMHead" in kind:
             return model, {"input_ids": tokens, "use_cache": False}, logits
         return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, logits
+    if source in PACKAGES or source in ("detection", "segmentation"):
+        return (*_dense_model(source, name), all_outputs)
     make, key = importlib.import_module("timm").create_model, "img_size"
     if source == "torchvision":
         make, key = importlib.import_module("torchvision").models.get_model, "image_size"
@@ -126,6 +152,80 @@ def model_of(
                 continue
             return model, x, logits
     raise RuntimeError("no image size runs")
+
+
+def _define_operators_of_detection() -> None:
+    """Define what torchvision's detectors call in Python if its compiled operators do not run here."""
+    from torchvision import extension, ops
+
+    if extension._has_ops():
+        return
+    rois = importlib.import_module("torchvision.ops.roi_align")
+
+    def nms(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
+        order = scores.argsort(descending=True, stable=True)
+        above = (ops.box_iou(boxes[order], boxes[order]) > threshold).triu(1)
+        dropped = torch.zeros(len(order), dtype=torch.bool)
+        for i in range(len(order)):
+            dropped |= above[i] & ~dropped[i]
+        return order[~dropped]
+
+    def roi_align(x: torch.Tensor, boxes: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found: torch.Tensor = rois._roi_align(x, boxes, *rest)
+        return found
+
+    schema = "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define(f"{schema}int sampling_ratio, bool aligned) -> Tensor")
+    for name, function in (("nms", nms), ("roi_align", roi_align)):
+        library.impl(name, function, "CPU")
+    _KEPT_ALIVE.append(library)
+    extension._has_ops = lambda: True
+
+
+_KEPT_ALIVE: list[Any] = []
+
+
+def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
+    """Return a model for detection, segmentation or diffusion, and a batch for it."""
+    x = torch.randn(2, 3, 64, 64)
+    if source in ("detection", "segmentation"):
+        make = importlib.import_module("torchvision").models.get_model
+        options: dict[str, Any] = {"weights": None, "weights_backbone": None}
+        if source == "segmentation":
+            return make(name, **options), x
+        _define_operators_of_detection()
+        threshold = "box_score_thresh" if "rcnn" in name else "score_thresh"
+        options |= {threshold: 0.0} | ({} if "ssd" in name else {"min_size": 64, "max_size": 64})
+        few = ("rpn_pre_nms_top_n_test", "box_detections_per_img") if "rcnn" in name else ("topk_candidates",)
+        options |= dict.fromkeys(few, 20)
+        return make(name, **options), (tuple(x.abs().clamp(max=1)),)
+    package = importlib.import_module(PACKAGES[source][0])
+    if source == "smp":
+        x = torch.randn(2, 3, 128, 128) if name == "PAN" else x
+        encoder = {"Segformer": "mit_b0", "DPT": "tu-vit_tiny_patch16_224"}.get(name, "resnet18")
+        more = {"dynamic_img_size": True} if name == "DPT" else {}
+        return getattr(package, name)(encoder, encoder_weights=None, classes=3, **more), x
+    if source == "yolo":
+        return importlib.import_module("ultralytics.nn.tasks").DetectionModel(
+            f"{name}.yaml", verbose=False
+        ), x
+    blocks, channels = ("DownEncoderBlock2D", "UpDecoderBlock2D"), (32, 64)
+    if name == "AutoencoderKL":
+        types = {"down_block_types": blocks[:1] * 2, "up_block_types": blocks[1:] * 2}
+        return package.AutoencoderKL(block_out_channels=channels, norm_num_groups=8, **types), x[
+            ..., :32, :32
+        ]
+    types = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D")}
+    types |= {"up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    model = package.UNet2DModel(block_out_channels=channels, norm_num_groups=8, attention_head_dim=8, **types)
+    return model, (x[..., :32, :32], 5)
+
+
+def all_outputs(output: Any) -> torch.Tensor:
+    """Return all numbers of an output in one row."""
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return torch.cat([leaf.flatten() for leaf in found if leaf.is_floating_point()])
 
 
 def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any]:
@@ -263,7 +363,7 @@ def report(document: dict[str, Any]) -> str:
         f"transformers {facts.get('transformers')}; random weights.",
         "",
     ]
-    for source in ("torchvision", "timm", "transformers"):
+    for source in ("torchvision", "timm", "transformers", "detection", "segmentation", *PACKAGES):
         own = {n: f for n, f in models.items() if n.startswith(source)}
         two = sum(len(f.get("axes", {})) >= 2 for f in own.values())
         some = sum(bool(f.get("axes")) for f in own.values())
@@ -271,6 +371,7 @@ def report(document: dict[str, Any]) -> str:
         lines.append(
             f"- {source}: {len(own)} models, {some} elastic, {two} in at least two axes "
             f"({100 * two / max(1, len(own)):.0f} %), {wrong} wrong"
+            + "".join(f"; on {cpu}" for cpu in sorted({f["cpu"] for f in own.values() if "cpu" in f}))
         )
     for facts in document.get("large_images", {}).values():
         lines.append(
@@ -348,15 +449,18 @@ def main() -> None:
     packages = ("timm", "transformers")
     versions = {package: importlib.import_module(package).__version__ for package in packages}
     wanted = names()
+    every = dict.fromkeys((*wanted, *known(args.out)["models"]))
+    order = {name: place for place, name in enumerate(every)}
     for name in tqdm([n for n in wanted if args.only in n], disable=None):
         place, key = ("models", name) if args.pixels is None else ("large_images", f"{name}@{args.pixels}")
         place = "experts" if name.startswith("experts:") else place
         if args.again or key not in known(args.out).get(place, {}):
             facts = {**({"name": name} if args.pixels else {}), **run(name, args.pixels)}
+            facts["cpu"] = machine(torch.device("cpu"))["device_name"]
             document = known(args.out)
             models = {**document.get(place, {}), key: facts}
             document[place] = {
-                n: models[n] for n in sorted(models, key=lambda n: wanted.index(n.split("@")[0]))
+                n: models[n] for n in sorted(models, key=lambda n: order.get(n.split("@")[0], len(order)))
             }
             document["machine"] = {**machine(torch.device("cpu")), **versions}
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

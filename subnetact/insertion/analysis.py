@@ -8,7 +8,6 @@ suffix of one axis of every tensor, a group is found; if something else goes, th
 from __future__ import annotations
 
 import math
-import operator
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
-from torch.overrides import resolve_name
+from torch.fx import Graph
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
+from subnetact.insertion.following import BY_THE_FORWARD, spec_by_trial
+from subnetact.insertion.recording import Recording, recorded
+from subnetact.insertion.recording import TensorFacts as OwnFacts
 from subnetact.operators import ElasticAttribute, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
@@ -50,8 +51,6 @@ REDUCTIONS = {
     **dict.fromkeys((torch.amax, torch.amin, "amax", "amin"), "takes the largest or the least of"),
 }
 """Reductions in which zeros do not stand for dropped values, at some weights -> what a refusal says."""
-SILENT_IN_EVALUATION = ("stochastic_depth", "drop_path", "drop_block_2d", "drop_block_fast_2d")
-"""Functions that return their first argument outside of training."""
 
 
 _Runs = tuple[tuple[int, int], ...]
@@ -67,7 +66,7 @@ class _Refused(Exception):
 class TracedModel:
     """The graph of a model's forward, with the relations between its tensors."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, example: Any) -> None:
         try:
             import torch_kirigami as kirigami
         except ImportError as error:
@@ -77,11 +76,9 @@ class TracedModel:
             ) from error
         self._span = kirigami.IndexSet.span
         try:
-            with _few_regions(), warnings.catch_warnings():
+            with _few_regions(), _recording(example), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._graph = kirigami.DependencyGraph.build(
-                    _with_named_numbers(model), args=args, kwargs=dict(kwargs), operators=_rules()
-                )
+                self._graph = kirigami.DependencyGraph.build(_with_named_numbers(model), operators=_rules())
         except Exception as error:
             raise_if_out_of_memory(error)
             raise InsertError(
@@ -201,6 +198,8 @@ class TracedModel:
         for diagnostic in impact.diagnostics:
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
                 where = f" at {diagnostic.node}" if diagnostic.node else ""
+                if diagnostic.message.startswith(BY_THE_FORWARD):
+                    raise _Refused(f"{diagnostic.message},{where}")
                 raise _Refused(f"the analysis cannot see through the model{where}: {diagnostic.message}")
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
             raise _Refused("its outputs are inputs or outputs of the model")
@@ -404,6 +403,32 @@ def _few_regions() -> Iterator[None]:
             selection.normalize = normalize
 
 
+@contextmanager
+def _recording(example: Any) -> Iterator[None]:
+    """Let torch-kirigami read the graph of a recording, in place of a symbolic trace."""
+    from torch_kirigami.dep_graph import construction as package
+    from torch_kirigami.dep_graph.capture import CaptureResult, tree_map
+    from torch_kirigami.dep_graph.operation import TensorEffects, TensorFacts
+
+    construction: Any = package
+
+    def facts(value: Any) -> Any:
+        return TensorFacts(**vars(value)) if isinstance(value, OwnFacts) else value
+
+    def capture(model: nn.Module, _args: Any, _kwargs: Any, registry: Any) -> Any:
+        found: Any = recorded(model, example, lambda module: type(module) in registry.opaque_modules)
+        results = {node: tree_map(facts, result) for node, result in found.results.items()}
+        effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
+        return CaptureResult(found, results, {}, (), frozenset(), effects)
+
+    usual = construction.capture, construction.resolve_attribute
+    construction.capture, construction.resolve_attribute = capture, Recording.tensor
+    try:
+        yield
+    finally:
+        construction.capture, construction.resolve_attribute = usual
+
+
 def _joined(regions: Iterable[Any]) -> list[Any]:
     """Return fewer regions that cover the same: those that differ on one axis only become one."""
     from torch_kirigami.dep_graph.selection import IndexSet, Region
@@ -422,59 +447,39 @@ def _joined(regions: Iterable[Any]) -> list[Any]:
 
 @cache
 def _rules() -> Any:
-    """Return the rules of the package, with some for calls that compute no tensor or change none."""
-    import torch.nn.functional as F
-    from torch_kirigami.dep_graph.operation import OperatorRule, OperatorSpec
+    """Return the rules of the package; where they know nothing, what follows what is found by a trial."""
+    from torch_kirigami.dep_graph.operation import OperatorRule
     from torch_kirigami.dep_graph.registry import OperatorRegistry
-    from torch_kirigami.errors import UnsupportedOperation
 
-    class WithoutTensors(OperatorRule):
-        """A call with neither tensors in nor out, such as a comparison of sizes, relates nothing."""
+    class Known(OperatorRule):
+        """A rule of the package, and a trial for what it does not know."""
 
-        def __init__(self, inner: Any = None) -> None:
+        def __init__(self, inner: Any) -> None:
             super().__init__()
             self.inner = inner
 
         def build_spec(self, operation: Any) -> Any:
-            if not operation.inputs and not operation.outputs:
-                return OperatorSpec()
-            if self.inner is None:
-                raise UnsupportedOperation("No semantics registered")
-            return self.inner.build_spec(operation)
+            try:
+                return self.inner.build_spec(operation)
+            except Exception:  # It takes the arguments for those of another function.
+                return spec_by_trial(operation)
 
-        def tensor_effects(self, node: Any, module: Any) -> Any:
-            if self.inner is None:
-                return super().tensor_effects(node, module)
-            return self.inner.tensor_effects(node, module)
+    class Unknown(OperatorRule):
+        """A function without a rule."""
 
-    def lookup(node: Any, module: Any) -> Any:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") in SILENT_IN_EVALUATION:
-            return dropout
-        if node.op == "call_method" and node.target == "norm" and "dim" in node.kwargs:
-            return reduction
-        found = known(node, module)
-        return unknown if found is None and _only_reads(node) else found
+        def build_spec(self, operation: Any) -> Any:
+            return spec_by_trial(operation)
 
     rules: Any = OperatorRegistry.default()
-    known, unknown = rules.lookup, WithoutTensors()
-    rules.lookup, rules.copy = lookup, lambda: rules
-    dropout, pointwise, reduction = (rules.functions[f] for f in (F.dropout, torch.add, torch.mean))
+    pointwise = rules.functions[torch.add]
     for name in ("addcmul", "addcdiv", "lerp"):
         rules.register(getattr(torch, name), pointwise, opaque=False)
         rules.register_method(name, pointwise)
-    for name in ("reshape_as", "view_as"):
-        rules.register_method(name, rules.methods["flatten"])
-    compared = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
-    scalars = (*compared, operator.and_, operator.or_, operator.not_, torch._assert, int, bool, max, min)
-    rules._functions.update({target: WithoutTensors(rules.functions.get(target)) for target in scalars})
+    known, unknown = rules.lookup, Unknown()
+
+    @cache
+    def complete(rule: Any) -> Any:
+        return unknown if rule is None else Known(rule)
+
+    rules.lookup, rules.copy = (lambda node, module: complete(known(node, module))), lambda: rules
     return rules
-
-
-def _only_reads(node: Node) -> bool:
-    """Tell whether torch promises that a call changes none of its arguments."""
-    if "out" in node.kwargs or node.kwargs.get("inplace"):
-        return False
-    if node.op == "call_method":
-        return hasattr(torch.Tensor, str(node.target)) and not str(node.target).endswith("_")
-    name = resolve_name(node.target) if node.op == "call_function" else None
-    return name is not None and not name.endswith("_")

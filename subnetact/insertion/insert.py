@@ -25,6 +25,7 @@ no obstacle then, because only views run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -42,7 +43,7 @@ from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, DepthStage, Description, Group
 from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.key_value_cache import guard_caches_
-from subnetact.insertion.layer_vocabulary import vocabulary_of
+from subnetact.insertion.layer_vocabulary import layer_stacks, vocabulary_of
 from subnetact.insertion.skippable import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
@@ -232,8 +233,7 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
     groups, refused = list(stated.groups), dict(stated.refused)
     blocks = dict(stated.blocks)
     try:
-        args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
-        traced = TracedModel(model, args, example if isinstance(example, dict) else {})
+        traced = TracedModel(model, example)
     except (InsertError, MissingExtra) as error:
         if not groups and not blocks:
             raise
@@ -242,16 +242,29 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         graph = traced.graph()
         known = {(m.module, m.part) for group in groups for m in group.members}
         operators = {m.module: m.operator for group in groups for m in group.members}
-        layers = [n for n in _layers(model, graph) if (n, "out") not in known] if axes != ("depth",) else []
+        reached = _layers(model, graph)
+        unseen = [n for n, m in model.named_modules() if computes_channels(m) and n not in reached]
+        alike = {_without_numbers(name): name for name in unseen}
+        layers = [n for n in reached if (n, "out") not in known] if axes != ("depth",) else []
         for item in traced.groups(layers):
             if not isinstance(item, Group):
                 refused.setdefault(*item)
             elif not known.isdisjoint((m.module, m.part) for m in item.members):
                 continue  # a declared group has its members
+            elif not (stream and item.axis == "stream") and _outside_of_layers(model, item):
+                continue
             elif any(operators.get(m.module, m.operator) is not m.operator for m in item.members):
                 refused[item.name] = "a module in it already has another operator"
+            elif found := next(
+                (alike[n] for m in item.members if (n := _without_numbers(m.module)) in alike), ""
+            ):
+                refused[item.name] = f"{found} may read the same, and does not run on the example"
             else:
                 groups.append(item)
+        inside = {member.module for group in groups for member in group.members}
+        for name in unseen:
+            if name not in inside:
+                refused.setdefault(name, "it does not run on the example, so it stays whole")
         stacks = {block.rpartition(".")[0] for block in blocks}
         if depth:
             residual = skippable_blocks(model, graph).items()
@@ -269,6 +282,21 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             else stages_of(blocks, influence)
         )
     return groups, stages, refused
+
+
+def _without_numbers(path: str) -> str:
+    """Return what the paths of the members of a list of modules have in common."""
+    return re.sub(r"\d+", "#", path)
+
+
+def _outside_of_layers(model: nn.Module, group: Group) -> bool:
+    """Tell whether a group of a language model is in more than its layers: no configuration describes it."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(embedding, nn.Embedding):
+        return False
+    modules, stacks = [m.module for m in group.members], layer_stacks(model)
+    within = [any(f"{module}.".startswith(f"{stack}.") for stack in stacks) for module in modules]
+    return not all(within) if stacks else any(model.get_submodule(m) is embedding for m in modules)
 
 
 def _layers(model: nn.Module, graph: Any) -> list[str]:

@@ -101,7 +101,8 @@ def broken_chains(model: nn.Module, x: Any, blocks: Iterable[str]) -> dict[str, 
 def _residual_shape(inside: list[fx.Node], modules: Mapping[str, nn.Module]) -> torch.Size | None:
     """Return the shape of the input of a residual block that consists of some nodes, or None for others."""
     members = set(inside)
-    inputs = {n for node in inside for n in node.all_input_nodes if n not in members and _kind(n)}
+    given = {n for node in inside for n in node.all_input_nodes if n not in members and _kind(n)}
+    inputs = {n for n in given if n.op != "get_attr"}
     outputs = {node for node in inside if any(user not in members for user in node.users)}
     if len(inputs) != 1 or len(outputs) != 1:
         return None

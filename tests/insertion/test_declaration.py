@@ -278,7 +278,7 @@ OTHERS: Mapping[str, Any] = {
     ),
     "modernbert": (
         *text("ModernBertModel", "ModernBertConfig"),
-        {"depth": 1, "ffn": 4, "heads": 4}, ("everything else", "cannot be traced"),
+        {"depth": 1, "ffn": 4, "heads": 4}, None,
     ),
     "encoder": (
         lambda: nn.TransformerEncoder(

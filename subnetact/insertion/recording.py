@@ -1,0 +1,214 @@
+"""The graph of what a model computes on an example: every call of a function of torch, in order.
+
+The model runs, and a mode of torch sees its calls. Shapes, branches and loops are those of the example, so
+that a forward may look at shapes and change with them. What the example does not reach is not in the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from subnetact.errors import InsertError
+from subnetact.supernet.batches import call_with
+
+__all__ = ["Recording", "TensorFacts", "assigned", "recorded"]
+
+MOST_KEPT_VALUES = 2**20
+"""Whole numbers and truth values of tensors with at most so many elements are kept: they may be indices."""
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What is known of a tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Recording:
+    """A graph, and what its names mean.
+
+    Nodes are calls of modules and functions, and of methods of tensors by name. `meta` has the modules around
+    a node (`nn_module_stack`), shape and dtype of a tensor (`tensor_meta`) and, for tensors of whole numbers,
+    the `value`. An operation that changes a tensor in place is a node of its own, which later ones read.
+    """
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, results: Mapping[fx.Node, Any]) -> None:
+        self.model = model
+        self.graph = graph
+        self.meta: dict[str, Any] = {}
+        self.results = results
+        """What every node returns, with `TensorFacts` in the place of tensors."""
+        self.constants: dict[str, Tensor] = {}
+        """Names in the graph of tensors that are neither parameters nor buffers nor computed."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return what a node reads that names a parameter, a buffer or a constant."""
+        found: Tensor = self.constants[name] if name in self.constants else attrgetter(name)(self.model)
+        return found
+
+    def get_submodule(self, path: str) -> nn.Module:
+        """Return the module that a node calls."""
+        return self.model.get_submodule(path)
+
+
+def recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool]) -> Recording:
+    """Run a model, which nobody else uses, on an example and return the graph of its calls.
+
+    Raises:
+        InsertError: a branch depends on values that the model computes with its weights.
+    """
+    recorder = _Recorder(model)
+    inputs = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    for i, tensor in enumerate(inputs):
+        recorder.add("placeholder", f"input{i}", (), {}, tensor)
+    with ExitStack() as stack, torch.no_grad():
+        for path, module in model.named_modules():
+            stack.enter_context(recorder.watched(path, module, is_leaf(module)))
+        with recorder:
+            output = call_with(model, example)
+    returned = [recorder.node(t) for t in tree_leaves(output) if isinstance(t, Tensor) and t.numel()]
+    recorder.recording.graph.output(returned)
+    return recorder.recording
+
+
+def assigned(x: Tensor, index: Any, value: Any) -> Tensor:
+    """Return a tensor in which the entries of an index have other values."""
+    found = x.clone()
+    found[index] = value
+    return found
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees all calls of functions on tensors while a model runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.recording = Recording(model, fx.Graph(), {})
+        self._results = cast(dict[fx.Node, Any], self.recording.results)
+        self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        self._nodes: Any = WeakTensorKeyDictionary()
+        self._around: dict[str, tuple[str, type]] = {}
+        self._leaf: str | None = None
+        self._weighted: set[fx.Node] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function and record it."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._leaf is not None:
+            return func(*args, **kwargs)
+        if name == "__bool__" and self._nodes.get(args[0]) in self._weighted:
+            raise InsertError("its forward branches on values that it computes with its weights")
+        result = func(*args, **kwargs)
+        if name == "__setitem__":
+            self.add("call_function", assigned, args, kwargs, args[0])
+        elif tree_any(_is_tensor, result):
+            self.add(*_target(func, name, args), kwargs, result)
+        return result
+
+    @contextmanager
+    def watched(self, path: str, module: nn.Module, leaf: bool) -> Iterator[None]:
+        """Note the calls of a module; those of a leaf are nodes of the graph."""
+
+        def enter(*_: Any) -> None:
+            self._around[path] = path, type(module)
+            if leaf and self._leaf is None:
+                self._leaf = path
+
+        def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._leaf == path:
+                self._leaf = None
+                self.add("call_module", path, args, kwargs, output)
+            self._around.pop(path, None)
+
+        handles = (
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, with_kwargs=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def add(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add a node, and further ones for the parts of a result that is no tensor."""
+        graph, given = self.recording.graph, tree_map(self._named, (tuple(args), dict(kwargs)))
+        node = graph.create_node(op, target, *given)
+        node.meta["nn_module_stack"] = dict(self._around)
+        called = self.recording.model.get_submodule(target) if op == "call_module" else nn.Module()
+        if any(True for _ in called.parameters()) or not self._weighted.isdisjoint(node.all_input_nodes):
+            self._weighted.add(node)
+        self._note(node, result)
+
+    def _note(self, node: fx.Node, result: Any) -> None:
+        self._results[node] = tree_map(_facts, result)
+        if isinstance(result, Tensor):
+            node.meta["tensor_meta"] = self._results[node]
+            if not result.is_floating_point() and result.numel() <= MOST_KEPT_VALUES:
+                node.meta["value"] = result.clone()
+            self._nodes[result] = node
+        elif isinstance(result, tuple | list):
+            for i, part in enumerate(result):
+                if tree_any(_is_tensor, part):
+                    child = self.recording.graph.call_function(operator.getitem, (node, i))
+                    child.meta["nn_module_stack"] = dict(self._around)
+                    self._weighted |= {child} if node in self._weighted else set()
+                    self._note(child, part)
+
+    def _named(self, value: Any) -> Any:
+        return self.node(value) if isinstance(value, Tensor) else value
+
+    def node(self, tensor: Tensor) -> fx.Node:
+        """Return the node that stands for a tensor, which reads it if nothing has computed it."""
+        node: fx.Node | None = self._nodes.get(tensor)
+        if node is None:
+            constants = self.recording.constants
+            name = self._names.get(id(tensor))
+            if name is None:
+                name = f"constant{len(constants)}"
+                constants[name] = tensor
+            node = self.recording.graph.create_node("get_attr", name)
+            node.meta["nn_module_stack"] = dict(self._around)
+            if isinstance(tensor, nn.Parameter):
+                self._weighted.add(node)
+            self._note(node, tensor)
+        return node
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _facts(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return TensorFacts(value.shape, value.stride(), value.dtype, value.device)
+
+
+def _target(func: Any, name: str, args: Any) -> tuple[str, Any, Any]:
+    """Return the kind of a node, what it calls, and its arguments, as a traced graph states them."""
+    if name == "__get__":
+        return "call_function", getattr, (args[0], func.__self__.__name__)
+    if name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):
+        return "call_function", getattr(operator, f"__{name[3:]}"), args[::-1]
+    if name.startswith("__") and hasattr(operator, name):
+        return "call_function", getattr(operator, name), args
+    if getattr(torch.Tensor, name, None) is func:
+        plain = name.removesuffix("_")
+        return "call_method", plain if hasattr(torch.Tensor, plain) else name, args
+    return "call_function", func, args
