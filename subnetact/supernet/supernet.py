@@ -615,8 +615,9 @@ class Supernet(nn.Module):
         """
         import subnetact
 
+        package: Any = subnetact
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
-        subnetact.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+        package.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
     # -- nn.Module --------------------------------------------------------------------------------
 
