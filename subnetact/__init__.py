@@ -90,8 +90,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from subnetact.calibration.calibrate import calibrate
     from subnetact.elastic.folder import from_pretrained
-    from subnetact.elastic.folder import save_cut_out as save_cut_out  # for Supernet.save_pretrained
-    from subnetact.elastic.folder import save_folder as save_folder  # for Supernet.save_pretrained
     from subnetact.engine.engine import Engine
     from subnetact.insertion.insert import describe, insert_
     from subnetact.insertion.reorder import reorder_
@@ -111,7 +109,7 @@ if TYPE_CHECKING:
 _HOME = {
     "describe": "insertion.insert",
     "from_pretrained": "elastic.folder",
-    "save_cut_out": "elastic.folder",
+    "save_cut_out": "elastic.folder",  # for Supernet.save_pretrained, as the next one; no public names
     "save_folder": "elastic.folder",
     "evaluate": "nas.evaluation",
     "Axis": "space",

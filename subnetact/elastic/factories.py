@@ -195,7 +195,8 @@ def under_runtime_names(network: Any, tensors: Mapping[str, Tensor]) -> dict[str
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
         shell.to(kinds.pop())
-    settings = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(shell))
+    rules: Any = get_model_conversion_mapping(shell)
+    settings = LoadStateDictConfig(weight_mapping=rules)
     with redirect_stderr(StringIO()):  # It draws a progress bar of its own.
         told, _ = convert_and_load_state_dict_in_model(shell, dict(tensors), settings)
     found = {name: tensor for name, tensor in shell.state_dict().items() if not tensor.is_meta}

@@ -76,7 +76,8 @@ def evaluate_images(
 def _transform(network: Any, size: int) -> Any:
     from torchvision import transforms
 
-    stated = getattr(network, "pretrained_cfg", None) or {}
-    crop, mean, std = (stated.get(f) or v for f, v in (("crop_pct", 7 / 8), ("mean", MEAN), ("std", STD)))
+    stated: dict[str, Any] = getattr(network, "pretrained_cfg", None) or {}
+    crop: float = stated.get("crop_pct") or 7 / 8
+    mean, std = stated.get("mean") or MEAN, stated.get("std") or STD
     steps = [transforms.Resize(round(size / crop)), transforms.CenterCrop(size), transforms.ToTensor()]
     return transforms.Compose([*steps, transforms.Normalize(mean, std)])

@@ -642,11 +642,12 @@ class Supernet(nn.Module):
         """
         import subnetact
 
+        package: Any = subnetact
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
-            subnetact.save_cut_out(self, folder, card, only, example, shard_bytes)
+            package.save_cut_out(self, folder, card, only, example, shard_bytes)
             return
-        subnetact.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+        package.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
     # -- nn.Module --------------------------------------------------------------------------------
 
