@@ -46,28 +46,28 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            90    45     38
-    files            508    69      0
+    files            550    77      0
     device           109     9      7
     command           64     8      7
     comparison        74     4      9
     spec              78    34      6
     space            359   160      6
-    operators       1625   576     18
-    supernet        2068   560      5
-    insertion       3489   726     11
-    ofa_adapters    2500   436      6
+    operators       1680   591     18
+    supernet        2143   598      5
+    insertion       3846   772     11
+    ofa_adapters    2637   489      7
     digits           138    18      7
     calibration      738   148      1
     latency          502   224      5
-    training        1070   260      4
-    elastic          600   137      2
+    training        1119   245      3
+    elastic          831   162      1
     engine          2331   613      5
     workers          754    88      0
     costs            294    65      4
     nas              712   199      6
     profile         1352   236      1
     serving         5942  2124     36
-    generation      1400   434     13
+    generation      1400   432     13
     export          1116   305      6
     demo             414    60      0
     simulate          19     6      2
@@ -75,7 +75,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           1695   313      7
     loadtest         331    63      0
     cluster          477   118      2
-    all            30854  8042    215
+    all            31800  8210    214
 
 The README has a glossary of the words that are used here.
 """
