@@ -175,7 +175,7 @@ def _define_operators_of_detection() -> None:
         return found
 
     schema = "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(f"{schema}int sampling_ratio, bool aligned) -> Tensor")
     for name, function in (("nms", nms), ("roi_align", roi_align)):
         library.impl(name, function, "CPU")
@@ -309,7 +309,8 @@ def mixture(family: str) -> dict[str, Any]:
     facts |= {"experts_per_token": most, "differences": {}}
     largest = {axis.name: [slot.choices[-1] for slot in axis.slots] for axis in space.axes}
     with torch.no_grad():
-        for number in next(axis for axis in space.axes if axis.name == "experts").slots[0].choices:
+        numbers: Any = next(axis for axis in space.axes if axis.name == "experts").slots[0].choices
+        for number in numbers:
             spec = space.spec(**{**largest, "experts": [number] * facts["slots"]["experts"]})
             ours = _first(call_with(supernet.subnet(spec), x))
             theirs = _first(call_with(restated(original, most, number), x))

@@ -4,8 +4,8 @@ Which file answers which question:
 
 - `insert.py`: `describe` and `insert_`; which models are refused at once.
 - `description.py`: what was found, whatever the source: `Group`, `Member`, `DepthStage`, `Description`.
-- `recording.py`: the graph of what a model computes on an example; `analysis.py`: what it tells
-  (torch-kirigami); `following.py`: which entries go together in functions without a rule, found by a trial.
+- `recorder.py`: the graph of what a model computes on an example; `analysis.py`: what it tells
+  (torch-kirigami); `function_trial.py`: which entries go together in functions without a rule.
 - `declaration.py`: what transformers declare, tried block by block, without tracing.
 - `skippable.py`: blocks that a subnet may skip, and their importance.
 - `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores; `units.py`:

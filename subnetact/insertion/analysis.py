@@ -22,9 +22,9 @@ from torch.fx import Graph
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.following import BY_THE_FORWARD, spec_by_trial
-from subnetact.insertion.recording import Recording, recorded
-from subnetact.insertion.recording import TensorFacts as OwnFacts
+from subnetact.insertion.function_trial import BY_THE_FORWARD, spec_by_trial
+from subnetact.insertion.recorder import Recording, recorded
+from subnetact.insertion.recorder import TensorFacts as OwnFacts
 from subnetact.operators import ElasticAttribute, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of

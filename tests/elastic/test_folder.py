@@ -131,7 +131,10 @@ def test_other_libraries_open_the_largest_and_cut_outs_and_every_size_is_bit_equ
 
 def test_subnets_that_no_class_can_have_are_refused_with_the_reason(saved: Path, tmp_path: Path) -> None:
     words = {
-        "torchvision": ({"width": 0.5}, r"no arguments of shufflenet_v2_x0_5 describe .* is \(12, 12, .* and \(24, "),
+        "torchvision": (
+            {"width": 0.5},
+            r"no arguments of shufflenet_v2_x0_5 describe .* is \(12, 12, .* and \(24, ",
+        ),
         "timm": ({"ffn": [1.0, 0.5]}, r"no arguments of vit_tiny_patch16_224 describe .* \(384, 192\)"),
         "decoder": ({"ffn": [1.0, *[0.5] * 5]}, "LlamaForCausalLM of transformers builds no layers of diff"),
         "encoder": ({"heads": 0.5}, "no configuration of BertForSequenceClassification describes this"),

@@ -647,9 +647,10 @@ def the_generator_keeps_its_views(patch: pytest.MonkeyPatch) -> None:
 
 def the_generator_keeps_its_pages(patch: pytest.MonkeyPatch) -> None:
     """A generator takes its views again, and goes on with keys and values of former weights."""
-    from subnetact.generation import step_loop
+    from subnetact.generation.step_loop import ElasticDecoder
 
-    patch.setattr(step_loop, "_begin_again", lambda _: None)
+    real = ElasticDecoder.follow
+    patch.setattr(ElasticDecoder, "follow", lambda self, cache: real(self, cache) and False)
 
 
 def caches_of_anybody(patch: pytest.MonkeyPatch) -> None:
