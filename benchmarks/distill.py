@@ -457,27 +457,47 @@ def page(known: dict[str, Any]) -> str:
     ]
     if "timm" in known:
         lines += timm_section(known["timm"])
-    for name, entry in known.get("smollm2", {}).items():
-        report = entry["docstrings"]
-        lines += [
-            "",
-            f"## SmolLM2-135M, {name}",
-            "",
-            f"`--smollm2`: {report['steps']} steps of {entry['batch']} x {LENGTH} tokens in "
-            f"{report['seconds'] / 60:.0f} minutes, learning rate {entry['rate']}. "
-            "Perplexity of the largest subnet and of the half:",
-            "",
-            "| text | before | after |",
-            "|---|---|---|",
-        ]
-        pairs = {
-            "held-out docstrings": tuple([s[w] for s in report["subnets"]] for w in ("before", "after")),
-            "descriptions of data sets": (entry["other"]["before"], entry["other"]["after"]),
-        }
-        for text, both in pairs.items():
-            shown = " | ".join(", ".join(f"{v:.1f}" for v in values) for values in both)
-            lines.append(f"| {text} | {shown} |")
+    if {"elastic", "control"} <= set(known.get("smollm2", {})):
+        lines += smollm2_lines(**known["smollm2"])
     return "\n".join(lines) + "\n"
+
+
+def smollm2_lines(elastic: dict[str, Any], control: dict[str, Any]) -> list[str]:
+    """Return the part of the page on SmolLM2."""
+    report, alone = elastic["docstrings"], control["docstrings"]
+    rows = []
+    for text, found, other in (
+        (
+            "held-out docstrings of the standard library",
+            [[s[w] for s in report["subnets"]] for w in ("before", "after")],
+            [alone["subnets"][0][w] for w in ("before", "after")],
+        ),
+        (
+            "descriptions of data sets",
+            [elastic["other"][w] for w in ("before", "after")],
+            [control["other"][w][0] for w in ("before", "after")],
+        ),
+    ):
+        (largest, half), (after, half_after) = found
+        rows.append(
+            f"| {text} | {largest:.1f} | {after:.1f} | {half:,.0f} | {other[0]:.1f} | {half_after:.1f} | "
+            f"{other[1]:.1f} |"
+        )
+    return [
+        "",
+        "## SmolLM2-135M",
+        "",
+        f"`--smollm2` and `--control`, {report['steps']} steps of {elastic['batch']} x {LENGTH} tokens of",
+        f"docstrings of other packages, learning rate {elastic['rate']}, {elastic['autocast']}, one thread on",
+        f"two virtual cores of an {elastic['machine']['device_name']} that other programs kept busy:",
+        f"{report['seconds'] / 60:.0f} minutes for the elastic model, {alone['seconds'] / 60:.0f} for its half "
+        "alone, which",
+        "the whole model teaches. Perplexity; the half has half of the feed-forward neurons of every layer.",
+        "",
+        "| text | largest before | after | half, not sorted | sorted | after | the half alone |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+    ]
 
 
 def main() -> None:

@@ -45,9 +45,9 @@ def test_the_map_names_every_room(rooms: ModuleType) -> None:
     assert len(entries) <= 32, "a new room has to replace one, or to live inside one"
 
 
-def test_the_readme_has_the_same_map(rooms: ModuleType) -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert "\n".join(rooms.map_lines()) in readme
+def test_the_page_for_contributors_has_the_same_map(rooms: ModuleType) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert "\n".join(rooms.map_lines()) in page
 
 
 def test_no_import_points_up(rooms: ModuleType) -> None:
