@@ -490,8 +490,9 @@ def smollm2_lines(elastic: dict[str, Any], control: dict[str, Any]) -> list[str]
         f"`--smollm2` and `--control`, {report['steps']} steps of {elastic['batch']} x {LENGTH} tokens of",
         f"docstrings of other packages, learning rate {elastic['rate']}, {elastic['autocast']}, one thread",
         f"on two virtual cores of an {elastic['machine']['device_name']} that other programs kept busy:",
-        f"{report['seconds'] / 60:.0f} minutes for the elastic model, {alone['seconds'] / 60:.0f} for its half",
-        "alone, which the whole model teaches. Perplexity; the half has half of the feed-forward neurons of every layer.",
+        f"{report['seconds'] / 60:.0f} minutes for the elastic model, "
+        f"{alone['seconds'] / 60:.0f} for its half alone, which the whole model teaches.",
+        "Perplexity; the half has half of the feed-forward neurons of every layer.",
         "",
         "| text | largest before | after | half, not sorted | sorted | after | the half alone |",
         "|---|---|---|---|---|---|---|",
