@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,7 +141,6 @@ class FolderFormat(DocumentFormat):
         """
         with replacing_folder(directory, self.index, self.noun) as folder:
             yield folder
-            own = self._listed(Path(directory))
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
             document = {
                 **self.header,
@@ -148,10 +148,15 @@ class FolderFormat(DocumentFormat):
                 "files": {name: described(folder / name) for name in names},
             }
             document["checksum"] = checksum(document)
-            for path in Path(directory).iterdir() if own else ():
-                if path.is_file() and path.name not in own and not (folder / path.name).exists():
-                    shutil.copy2(path, folder)
+            one_version(directory, partial(self._keep_others, folder))
             (folder / self.index).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def _keep_others(self, folder: Path, former: Path) -> None:
+        """Copy what others put into the former version, which another writer may be replacing."""
+        own = self._listed(former)
+        for path in former.iterdir() if own else ():
+            if path.is_file() and path.name not in own and not (folder / path.name).exists():
+                shutil.copy2(path, folder)
 
     def read_version(
         self,
