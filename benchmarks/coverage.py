@@ -366,12 +366,14 @@ def report(document: dict[str, Any]) -> str:
     ]
     for source in ("torchvision", "timm", "transformers", "detection", "segmentation", *PACKAGES):
         own = {n: f for n, f in models.items() if n.startswith(source)}
+        if not own:
+            continue
         two = sum(len(f.get("axes", {})) >= 2 for f in own.values())
         some = sum(bool(f.get("axes")) for f in own.values())
         wrong = sum(bool(f.get("wrong")) for f in own.values())
         lines.append(
             f"- {source}: {len(own)} models, {some} elastic, {two} in at least two axes "
-            f"({100 * two / max(1, len(own)):.0f} %), {wrong} wrong"
+            f"({100 * two / len(own):.0f} %), {wrong} wrong"
             + "".join(f"; on {cpu}" for cpu in sorted({f["cpu"] for f in own.values() if "cpu" in f}))
         )
     for facts in document.get("large_images", {}).values():

@@ -37,7 +37,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from elastic_smollm2 import model_file
 
 RESULT = Path(__file__).parent / "results" / "language_views.json"
-CHOICES = {"stream": (0.5, 1.0), "heads": (1, 3), "ffn": (0.25, 1.0)}
+CHOICES = {"stream": (1 / 3, 1.0), "heads": (1, 3), "ffn": (1 / 3, 1.0)}
+"""A third of everything, so that the smallest view has the proportions of the model."""
 WARM_UP = 2
 
 

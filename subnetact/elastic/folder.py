@@ -35,7 +35,7 @@ from subnetact.errors import (
 )
 from subnetact.files.atomic import replacing_folder
 from subnetact.files.documents import FolderFormat
-from subnetact.files.tensors import read_model, read_tensors, write_model, write_tensors
+from subnetact.files.tensors import SHARD_BYTES, read_model, read_tensors, write_model, write_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.latency.table import LatencyTable
@@ -137,7 +137,7 @@ def save_folder(
     tables: Mapping[str, LatencyTable],
     engine: Mapping[str, Any] | None,
     require: Sequence[SubnetSpec] = (),
-    shard_bytes: int = 5 * 10**9,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a bundle. Readers of this package get an earlier one until it is complete."""
     files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
@@ -223,11 +223,7 @@ def _read_spec(space: SubnetSpace, stated: Mapping[str, Any]) -> SubnetSpec:
 
 
 def _write_network(
-    folder: Path,
-    network: Any,
-    model: Any,
-    tensors: Mapping[str, Tensor],
-    shard_bytes: int,
+    folder: Path, network: Any, model: Any, tensors: Mapping[str, Tensor], shard_bytes: int
 ) -> None:
     """Write configuration and weights as the network's own library does, or a plain state_dict."""
     library = type(network).__module__.split(".")[0]

@@ -22,6 +22,7 @@ from subnetact.files.documents import parse_json
 __all__ = [
     "MODEL",
     "SHARDS",
+    "SHARD_BYTES",
     "read_model",
     "read_tensors",
     "tensor_bytes",
@@ -33,6 +34,8 @@ __all__ = [
 
 MODEL, SHARDS = "model.safetensors", "model.safetensors.index.json"
 """The weights in a folder of a model; if they lie in several files, what says which tensor is in which."""
+SHARD_BYTES = 5 * 10**9
+"""The most bytes of one file of weights, unless who saves them says otherwise."""
 
 
 def write_tensors(

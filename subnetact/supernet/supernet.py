@@ -24,7 +24,7 @@ from subnetact.errors import (
     UncalibratedSubnetWarning,
     ViewError,
 )
-from subnetact.files.tensors import tensor_bytes
+from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
 from subnetact.operators.kernel_table import require_precision
@@ -598,7 +598,7 @@ class Supernet(nn.Module):
         tables: Mapping[str, Any] | None = None,
         licence: str | None = None,
         factory: Mapping[str, Any] | None = None,
-        shard_bytes: int = 5 * 10**9,
+        shard_bytes: int = SHARD_BYTES,
         only: Any = None,
         example: Any = None,
     ) -> None:
