@@ -416,7 +416,11 @@ def _recording(example: Any) -> Iterator[None]:
         return TensorFacts(**vars(value)) if isinstance(value, OwnFacts) else value
 
     def capture(model: nn.Module, _args: Any, _kwargs: Any, registry: Any) -> Any:
-        found: Any = recorded(model, example, lambda module: type(module) in registry.opaque_modules)
+        def is_leaf(module: nn.Module) -> bool:
+            # torch checks the sizes of recurrent layers in their modules only; the functions would crash.
+            return type(module) in registry.opaque_modules or isinstance(module, nn.RNNBase)
+
+        found: Any = recorded(model, example, is_leaf)
         results = {node: tree_map(facts, result) for node, result in found.results.items()}
         effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
         return CaptureResult(found, results, {}, (), frozenset(), effects)

@@ -22,6 +22,8 @@ BY_THE_FORWARD = "the forward"
 """What a reason begins with that is meant for users."""
 SPREAD = ("linspace", "logspace")
 """Functions of no tensor whose numbers depend on how many there are."""
+UNCHECKED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Functions that read beyond their arguments if these do not fit; their modules check that first."""
 
 _Axes = Mapping[fx.Node, int]
 
@@ -120,6 +122,8 @@ class _Trial:
         return found
 
     def _called(self, values: Mapping[fx.Node, Tensor]) -> list[Tensor] | None:
+        if self._node.op == "call_function" and getattr(self._node.target, "__name__", "") in UNCHECKED:
+            return None
         args, kwargs = fx.map_arg((self._node.args, self._node.kwargs), lambda node: values[node].clone())
         try:
             with torch.no_grad():

@@ -103,3 +103,39 @@ class Routed(nn.Module):
 def test_a_layer_stays_if_layers_beside_those_it_feeds_do_not_run() -> None:
     with pytest.raises(InsertError, match=r"branches\.0 may read the same, and does not run on the example"):
         insert_(Routed().eval(), example=X)
+
+
+class Listening(nn.Module):
+    """Convolutions before a recurrent layer, which is called as a module or as a function."""
+
+    def __init__(self, kind: type[nn.RNNBase], by_function: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 3)
+        self.recurrent: nn.Module = kind(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 4)
+        self.by_function = by_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.second(self.first(x).relu()).relu().mean(2).transpose(1, 2)
+        if not self.by_function:
+            return self.head(self.recurrent(rows)[0][:, -1])
+        state, weights = rows.new_zeros(1, len(rows), 5), list(self.recurrent.parameters())
+        return self.head(torch.gru(rows, state, weights, True, 1, 0.0, False, False, True)[0][:, -1])
+
+
+@pytest.mark.parametrize(("kind", "by_function"), [(nn.LSTM, False), (nn.GRU, False), (nn.GRU, True)])
+def test_channels_that_a_recurrent_layer_reads_stay_whole(kind: type[nn.RNNBase], by_function: bool) -> None:
+    network = Listening(kind, by_function)
+    expected = network.eval()(X)
+    supernet = insert_(network, example=X)
+    torch.testing.assert_close(supernet(X, subnet=supernet.space.largest()), expected, rtol=5e-5, atol=5e-5)
+    half = supernet.extract(supernet.space.smallest())
+    assert half.first.out_channels < 8
+    assert half.second.out_channels == 6
+    assert any("second" in name for name in supernet.description.refused)
+    full = Listening(kind, by_function).eval()
+    kept = half.first.out_channels
+    with torch.no_grad():
+        full.second.weight[:, kept:] = 0.0  # as if the dropped channels were not there
+    torch.testing.assert_close(half(X), full(X), rtol=5e-5, atol=5e-5)
