@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ EXAMPLE = torch.zeros(1, 16, 16)
 X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def engine(digits: Supernet) -> subnetact.Engine:
+def engine_of(digits: Supernet) -> subnetact.Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
     subnetact.calibrate(digits, specs, [X], progress=False)
     engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], accuracy=[60.0, None, 80.0])
@@ -33,6 +33,19 @@ def engine(digits: Supernet) -> subnetact.Engine:
         engine.keys, [60.0, 70.0, 80.0], [1, 4], [[1, 2], [2, 3], [3, 5]], stamp={"device": "cpu"}
     )
     return engine
+
+
+@pytest.fixture
+def engine(digits: Supernet) -> subnetact.Engine:
+    return engine_of(digits)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that tests copy and damage; making an engine takes longer than what they look at."""
+    folder = tmp_path_factory.mktemp("saved") / "b"
+    engine_of(load_digits_supernet()).save(folder)
+    return folder
 
 
 def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None:
@@ -91,8 +104,8 @@ def test_an_own_network_is_given_to_load(tmp_path: Path, digits: Supernet) -> No
 
 @pytest.mark.parametrize("name", ["elastic.json", "model.safetensors", "norms.safetensors", "latency-0.json"])
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
-def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name: str, damage: str) -> None:
-    engine.save(tmp_path)
+def test_a_damaged_file_is_named(saved: Path, tmp_path: Path, name: str, damage: str) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     path = tmp_path / name
     data = bytearray(path.read_bytes())
     if damage == "missing":
@@ -163,12 +176,12 @@ def of_family(name: str, **constructor: Any) -> dict[str, Any]:
     ],
 )
 def test_a_foreign_or_newer_index_is_refused(
-    engine: subnetact.Engine, tmp_path: Path, change: dict[str, Any], words: str
+    saved: Path, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    engine.save(tmp_path)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     index = tmp_path / "elastic.json"
     document = json.loads(index.read_text())
-    document["subnets"]["first"] = document["subnets"].pop(engine.keys[0])
+    document["subnets"]["first"] = document["subnets"].pop(document["engine"]["subnets"][0])
     document["engine"]["subnets"][0] = "first"
     for place, value in change.items():
         *outer, field = place.split(".")
