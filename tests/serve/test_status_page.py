@@ -139,6 +139,7 @@ def test_a_person_sees_what_happens(server, images, tmp_path):
             assert words in told.replace("\xa0", " ").lower()
         run(RENAME)
         wait_for("document.getElementById('model').textContent", HOSTILE.__eq__)
+        run("past[0].time_s -= 100")  # as after two minutes, whose axis has the longest labels
         backgrounds = []
         for scheme, width in itertools.product(SCHEMES, WIDTHS):
             size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
