@@ -54,8 +54,8 @@ myst_heading_anchors = 3
 
 html_theme = "pydata_sphinx_theme"  # PyTorch's own theme is made of it, and needs a Sphinx of 2023
 html_title = f"subnetact {release}"
-html_static_path = ["_static"]
-html_css_files = ["style.css"]
+html_static_path = ["_static", "../subnetact/serve/palette.css"]
+html_css_files = ["palette.css", "style.css"]
 html_show_sourcelink = False
 html_theme_options = {
     "show_toc_level": 2,

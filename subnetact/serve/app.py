@@ -109,7 +109,8 @@ class ServeApp(BaseApp):
         self.get("/v2/health/live", "Whether the server answers", lambda: (200, {"live": True}), open_=True)
         self.get("/v2", "Metadata of the server", lambda: (200, SERVER))
         self.get("/v2/models", "Names of the models", lambda: (200, {"models": [name]}))
-        page, kind = (files("subnetact.serve") / "status.html").read_bytes(), b"text/html; charset=utf-8"
+        own, kind = files("subnetact.serve"), b"text/html; charset=utf-8"
+        page = (own / "status.html").read_bytes().replace(b"PALETTE", (own / "palette.css").read_bytes())
         self.get("/", "The status page", lambda: (200, page, SAFE_HEADERS, kind))
         self.get("/status", "What the status page shows", lambda: (200, self.status(), SAFE_HEADERS))
 
@@ -134,8 +135,7 @@ class ServeApp(BaseApp):
         super().close()
 
     def _ready(self) -> Reply:
-        ready = not self.unready()
-        return 200 if ready else 503, {"ready": ready}
+        return (503, {"ready": False}) if self.unready() else (200, {"ready": True})
 
     def status(self) -> dict[str, Any]:
         """Return the counts of the batcher and the time in s; the page shows the differences of two."""
