@@ -58,7 +58,7 @@ class Crepe(nn.Module):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("elastic_segmentation", "--scenes 32 --epochs 1"), ("elastic_pitch", "--batches 2")],
+    [("elastic_segmentation", "--scenes 32"), ("elastic_pitch", "")],
 )
 def test_a_short_distillation_of_pixels_and_of_sound(
     name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
