@@ -91,7 +91,6 @@ sphinx_gallery_conf = {
     "plot_gallery": "True",
 }
 
-linkcheck_anchors = False
 linkcheck_timeout = 10
 linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1)", r"mailto:"]
 

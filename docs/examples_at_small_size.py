@@ -17,9 +17,9 @@ SMALL = {
     "distil_embedder": "--minutes 0.02 --training json --held-out email --state {out}/state.safetensors",
     "distil_timm_model": "--pretraining 30 --steps 20 --out {out}",
     "elastic_smollm2": "--chunks 2 --sorting 2 --tokens 8 --no-int8 --out {out}/result.json",
-    "experts_per_token": "--rounds 3 --out {out}",
-    "finetune_own_model": "--steps 12 --elastic-steps 8 --evaluations 4 --out {out}",
-    "read_pages": "--steps 60 --seconds 2 --out {out}",
+    "experts_per_token": "--rounds 2 --out {out}",
+    "finetune_own_model": "--steps 10 --elastic-steps 6 --evaluations 4 --out {out}",
+    "read_pages": "--steps 40 --seconds 1.5 --out {out}",
     "serve_checkpoint": "--evaluations 12 --out {out}",
 }
 """Example -> options of a short run. The others need weights, servers or hours: they are shown only."""

@@ -59,6 +59,7 @@ def insert(app: Any, page: str, source: list[str]) -> None:
 def _quietly() -> Iterator[None]:
     """Run in a folder of its own, with short measurements, one thread and no bars of progress."""
     import torch
+    from matplotlib import pyplot
 
     import subnetact
     from subnetact.serve import digits_engine
@@ -69,6 +70,7 @@ def _quietly() -> Iterator[None]:
     os.environ["TQDM_DISABLE"] = "1"
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    pyplot.close("all")
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
         (Path(folder) / "profiling").symlink_to(DOCS.parent / "profiling")
