@@ -165,8 +165,8 @@ def report(result: dict[str, Any], out: Path) -> None:
     on, cells = result["machine"], result["cells"]
     labels = [f"{cell['network']}\n{cell['size']}\nbatch {cell['batch']}" for cell in cells]
     title = f"{on['device_name']}, {on['threads']} thread(s)"
-    base = "upstream's network in eager mode"
-    plot_bars([cell["ratio"] for cell in cells], labels, title, base, out.with_suffix(".png"))
+    axis = "time / upstream's network in eager mode"
+    plot_bars([cell["ratio"] for cell in cells], labels, title, axis, out.with_suffix(".png"))
     names = list(dict.fromkeys(kind for cell in result["cells"] for kind in cell["ratio"] if kind != BASE))
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, float32. `ms` is the time of "

@@ -349,7 +349,8 @@ def report(result: dict[str, Any], out: Path) -> None:
         labels = [f"{cell['size']}\nbatch {cell['batch']}" for cell in cells]
         title = f"{family}, {result['pixels']} px, {on['device_name']}, {on['threads']} thread(s)"
         figure = out.with_name(f"{out.stem}_{family}.png")
-        plot_bars([cell["ratio"] for cell in cells], labels, title, "upstream's extracted network", figure)
+        axis = "time / upstream's extracted network"
+        plot_bars([cell["ratio"] for cell in cells], labels, title, axis, figure)
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, {result['pixels']} px, "
         "float32. `ms` is the time of upstream's extracted network in eager mode; the other columns are "

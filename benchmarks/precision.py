@@ -286,7 +286,7 @@ def report(result: dict[str, Any], out: Path) -> None:
     labels = [f"{cell['family']}\nbatch {cell['batch']}" for cell in cells]
     title = f"largest subnets, {on['device_name']}, {on['threads']} thread(s)"
     times = [cell["ratio"] for cell in cells]
-    plot_bars(times, labels, title, "eager float32", out.with_suffix(".png"), top=1.6)
+    plot_bars(times, labels, title, "time / eager float32", out.with_suffix(".png"), top=1.6)
     names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"] if name != BASE))
     lines = [
         f"{on['device_name']}, {on.get('instructions', 'AVX-512 VNNI')}, {on['threads']} thread(s), "

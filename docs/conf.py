@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests"), str(HERE)]
 
 import examples_at_small_size  # noqa: E402
+import page_outputs  # noqa: E402
 import written_pages  # noqa: E402
 from torchvision_operators import define_missing  # noqa: E402
 
@@ -17,6 +18,7 @@ import subnetact  # noqa: E402
 
 define_missing()  # where torchvision was built for another torch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
 
 project = "subnetact"
 author = "the authors of subnetact"
@@ -59,6 +61,7 @@ html_css_files = ["palette.css", "style.css"]
 html_show_sourcelink = False
 html_theme_options = {
     "show_toc_level": 2,
+    "collapse_navigation": True,
     "navigation_with_keys": False,
     "header_links_before_dropdown": 5,
     "secondary_sidebar_items": ["page-toc"],
@@ -88,7 +91,6 @@ sphinx_gallery_conf = {
     "plot_gallery": "True",
 }
 
-linkcheck_anchors = False
 linkcheck_timeout = 10
 linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1)", r"mailto:"]
 
@@ -96,5 +98,6 @@ linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1)", r"mailto:"]
 def setup(app: object) -> None:
     """Write the pages that follow from the code and from the results, before Sphinx looks for pages."""
     written_pages.write(HERE)
+    app.connect("source-read", page_outputs.insert)  # type: ignore[attr-defined]
     app.connect("missing-reference", written_pages.short_name)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", written_pages.markdown_blocks, priority=100)  # type: ignore[attr-defined]

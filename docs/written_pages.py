@@ -13,6 +13,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any
 
+import result_plots
 from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.nodes import make_refnode
@@ -56,7 +57,7 @@ SHOWN = {
     "superserve": ["scheduling_maf.png"],
     "text_demo": ["../../examples/text_demo.png"],
 }
-"""Page of results -> the figures that answer its question, which come first."""
+"""Page of results -> the figures that answer its question. `result_plots` draws those of other pages."""
 
 
 _PUBLIC: dict[str, str] = {}
@@ -144,6 +145,7 @@ def in_cells(program: str) -> str:
 
 def write_results(folder: Path) -> None:
     """Write a page for every page of results: its question, the answer, the figure, and the page itself."""
+    folder.mkdir(exist_ok=True)
     index = (ROOT / "benchmarks" / "README.md").read_text()
     before_table = index[: index.index("| question |")].partition("\n")[2]
     rows = [
@@ -165,8 +167,11 @@ def write_results(folder: Path) -> None:
             target = os.path.relpath(RESULTS / figure, folder)
             text = re.sub(rf"!\[[^\]]*\]\({re.escape(target)}\)\n*", "", text)
             figures.append(f"![{question or title.lstrip('# ')}]({target})")
+        if drawn := result_plots.draw(path.stem, folder / "figures"):
+            figures.append(f"![{question or title.lstrip('# ')}](figures/{drawn})")
         short = [f"**{question}** In short: {answer[0]}{answer[1:].rstrip('.')}."] if question else []
-        body = "\n\n".join([title, *short, *figures, text.strip()])
+        words = "The [glossary](../glossary.md) explains the words of this page."
+        body = "\n\n".join([title, *short, *figures, words, text.strip()])
         pages[f"{path.stem}.md"] = body + "\n"
     tree = "\n".join(sorted(name.removesuffix(".md") for name in pages))
     table = ["| question | answer | page |", "|---|---|---|"]

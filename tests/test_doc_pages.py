@@ -1,4 +1,4 @@
-"""Every block of Python in the documentation runs, and its commands have the options that they name."""
+"""The commands in the documentation have the options that they name, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import importlib.util
 import os
 import re
 import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-import subnetact
 from subnetact.profile.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
@@ -19,36 +17,6 @@ PAGES = {
     str(path.relative_to(ROOT / "docs")): path.read_text()
     for path in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")]
 }
-NEEDED = {"howto/fastapi.md": "fastapi", "howto/language_models.md": "transformers"}
-
-
-def blocks(page: str) -> list[str]:
-    """Return the blocks of Python of a page."""
-    return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
-
-
-RUN_ELSEWHERE = {
-    *blocks("howto/openai.md"),  # `tests/serve/test_text_command.py` has a server for them
-    *re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL),
-}
-"""A page with no other blocks than these is not run here; a page with others is run whole."""
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if set(blocks(page)) - RUN_ELSEWHERE])
-def test_the_blocks_of_a_page_run_one_after_the_other(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if page in NEEDED:
-        pytest.importorskip(NEEDED[page])
-    quick = {"warmup_ms": 0.0, "min_time_ms": 5.0, "windows": 2, "max_windows": 2}
-    monkeypatch.setattr(subnetact, "profile_latency", partial(subnetact.profile_latency, **quick))
-    (tmp_path / "profiling").symlink_to(ROOT / "profiling")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "page"}
-    for number, block in enumerate(blocks(page)):
-        exec(compile(block, f"docs/{page}, block {number}", "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES)

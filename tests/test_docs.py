@@ -1,16 +1,13 @@
-"""The API reference builds from the docstrings without a warning, and holds every public name."""
+"""The docstrings of public names, of which the API reference is built, say what a caller needs to know."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,18 +34,6 @@ ROOMS = (
 )
 """What a user imports from; `subnetact.errors` is a part of the first."""
 WARNING = "UncalibratedSubnetWarning"
-
-
-@pytest.mark.slow
-def test_the_api_reference_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pdoc", "-d", "google", "-o", str(tmp_path), *ROOMS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    for room in ROOMS:
-        page = (tmp_path / (room.replace(".", "/") + ".html")).read_text()
-        for name in getattr(import_module(room), "__all__", ()):
-            assert f'id="{name}"' in page or f"{name}.html" in page, f"{room}.{name}"
 
 
 def public_callables() -> Iterator[tuple[str, tuple[Any, str]]]:

@@ -1,0 +1,202 @@
+"""Draws the figures of the pages of results that have none of their own, from the files of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT / "benchmarks"))
+
+from bar_plot import plot_bars  # noqa: E402
+
+
+class Bars(NamedTuple):
+    """What a figure shows, as `plot_bars` takes it."""
+
+    groups: Sequence[Mapping[str, float]]
+    labels: Sequence[str]
+    title: str
+    axis: str
+    line: float = 0.0
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _machine(found: Mapping[str, Any]) -> str:
+    return f"{found['device_name']}, torch {found['torch']}"
+
+
+def calibrate() -> Bars:
+    """The time of calibration, divided by upstream's."""
+    found = _read("calibrate")
+    kinds = {"independent": "independent subnets", "pareto": "subnets of a Pareto set"}
+    groups = [{"upstream": 1.0, "subnetact": found["speed"][kind]["ratio"]} for kind in kinds]
+    title = f"Calibration of {found['speed']['subnets']} subnets, {_machine(found['machine'])}"
+    return Bars(groups, list(kinds.values()), title, "time / upstream's time", 1.0)
+
+
+def cluster() -> Bars:
+    """What every server answers right and in time, per rate."""
+    found = _read("cluster")
+    servers = {
+        "ours, Ray, 2 replicas": "subnetact on Ray Serve, 2 replicas",
+        "ours, 2 threads": "subnetact, 2 threads, without Ray",
+        **{f"plain Ray Serve, subnet {i}": f"plain Ray Serve, fixed subnet {i}" for i in (5, 3, 0)},
+    }
+    cells: dict[float, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in found["live"]:
+        if row["server"] in servers:
+            cells[row["rate"]][servers[row["server"]]].append(row["right_in_time"])
+    rates = sorted(rate for rate in cells if len(cells[rate]) > 1)
+    groups = [
+        {name: median(cells[rate][name]) for name in servers.values() if name in cells[rate]}
+        for rate in rates
+    ]
+    title = f"Pages of 16 digits due in 250 ms, {_machine(found['machine']['machine'])}"
+    return Bars(groups, [f"{rate:g} pages/s" for rate in rates], title, "digits right and in time, %")
+
+
+def coverage() -> Bars:
+    """The share of models that become elastic, per library."""
+    models: dict[str, list[Any]] = defaultdict(list)
+    for name, facts in _read("coverage")["models"].items():
+        models[name.partition(":")[0]].append(facts)
+    groups = []
+    for all_ in models.values():
+        axes = [len(facts.get("axes", {})) for facts in all_]
+        shares = {"in one axis or more": 1, "in two axes or more": 2}
+        groups.append({name: 100 * mean(n >= least for n in axes) for name, least in shares.items()})
+    labels = [f"{source}\n{len(all_)} models" for source, all_ in models.items()]
+    return Bars(groups, labels, "Models that insert_ makes elastic", "share of the models, %")
+
+
+def distill() -> Bars:
+    """What every option gains, per network."""
+    groups, labels, machines = [], [], []
+    for part, what in (("digits", "digits, a small network"), ("timm", "digits, timm's ResNet-18")):
+        found = _read("distill")[part]
+        base = found["runs"]["defaults"]
+        gains = {}
+        for option, runs in found["runs"].items():
+            if option not in ("defaults", "trained separately") and not option.startswith("loop"):
+                gains[option] = mean(mean(runs[s]["after"]) - mean(base[s]["after"]) for s in runs)
+        groups.append(gains)
+        labels.append(what)
+        machines.append(found["machine"]["device_name"])
+    title = f"One option of distill_ changed at a time ({machines[0]}; {machines[1]})"
+    return Bars(groups, labels, title, "accuracy of all subnets - defaults, points")
+
+
+def export() -> Bars:
+    """The size of the files, divided by what they must hold."""
+    rows = [row for name in ("export", "export_formats") for row in _read(name)["rows"]]
+    families = list(dict.fromkeys(row["family"] for row in rows if row["size"] == "small"))
+    groups: list[dict[str, float]] = [{} for _ in families]
+    for row in rows:
+        if row["size"] == "small":
+            name = f"{row['format']}, {'every subnet' if row['format'] == 'TorchScript' else 'two subnets'}"
+            held = row["bytes_of_weights"] + row.get("bytes_of_norm_table", 0)
+            groups[families.index(row["family"])][name] = row["bytes"] / held
+    labels = [family.replace("_", "\n") for family in families]
+    title = "Size of an export of small networks"
+    return Bars(groups, labels, title, "bytes / weights and statistics", 1.0)
+
+
+def generation() -> Bars:
+    """Tokens in time, live and predicted."""
+    groups, labels, found = [], [], _read("generation")
+    for row in sorted(found["sleeping"]["rows"], key=lambda row: row["load"]):
+        kinds = {"live": "live", "simulated": "predicted by the simulator"}
+        groups.append({text: 100 * row[kind]["attainment"] for kind, text in kinds.items()})
+        labels.append(f"{row['contender']}\nload {row['load']:g}")
+    title = f"Subnets that sleep for their latency, {_machine(found['sleeping']['machine'])}"
+    return Bars(groups, labels, title, "tokens in time, %")
+
+
+def linear() -> Bars:
+    """The time of fused programs, divided by that of the view."""
+    found = _read("linear")
+    groups = [row["of_view"] for row in found["networks"]]
+    labels = [
+        f"{row['layers']} layers of {row['width']}\n{row['batch']} x {row['tokens']} rows"
+        for row in found["networks"]
+    ]
+    title = f"Networks of linear layers, {_machine(found['machine'])}"
+    return Bars(groups, labels, title, "time / that of the view", 1.0)
+
+
+def papers() -> Bars:
+    """How long an urgent request waits."""
+    found = _read("papers")
+    kinds = {
+        "whole": "without preemption",
+        "blocks": "Preemptive",
+        "layer blocks": "Preemptive, after every layer block",
+    }
+    groups = [
+        {text: found["urgent"][kind][f"waited_{share}_ms"] for kind, text in kinds.items()}
+        for share in ("p50", "p99")
+    ]
+    title = f"An urgent request behind a running batch, {_machine(found['machine'])}"
+    return Bars(groups, ["median", "99th percentile"], title, "it waits, ms")
+
+
+def policy_live() -> Bars:
+    """How far one policy is ahead of the other, per reserve."""
+    groups, labels, found = [], [], _read("policy_live")
+    for part, what in (("pages", "digits in pages of 16"), ("sleeper", "an engine that sleeps as an A40")):
+        means = found[part]["means"]
+        reserves = sorted((name for name in means if name != "HullFit"), key=lambda n: float(n.split()[1]))
+        groups.append({f"{name} in reserve": means["HullFit"] - means[name] for name in reserves})
+        labels.append(what)
+    title = f"How far HullFit is ahead of each, {_machine(found['pages']['machine'])}"
+    return Bars(groups, labels, title, "right and in time, points")
+
+
+def profile_killed() -> Bars:
+    """How far two profiles of the same subnets differ."""
+    found = _read("profile_twice")
+    groups = [
+        {f"batch {size}": 100 * (ratio - 1) for size, ratio in zip((1, 4), ratios, strict=True)}
+        for ratios in found["p50"]["ratios"]
+    ]
+    labels = [f"subnet {i}\n{ms[0]:.0f} and {ms[1]:.0f} ms" for i, ms in enumerate(found["medians_ms"])]
+    title = f"The same subnets profiled twice, {_machine(found['machine'])}"
+    return Bars(groups, labels, title, "second median - first, %")
+
+
+FIGURES: dict[str, Callable[[], Bars]] = {
+    each.__name__: each
+    for each in (
+        calibrate,
+        cluster,
+        coverage,
+        distill,
+        export,
+        generation,
+        linear,
+        papers,
+        policy_live,
+        profile_killed,
+    )
+}
+"""Page of results -> what its figure shows."""
+
+
+def draw(page: str, folder: Path) -> str | None:
+    """Draw the figure of a page into a folder; return its name, or None if the page has none here."""
+    if page not in FIGURES:
+        return None
+    bars = FIGURES[page]()
+    folder.mkdir(exist_ok=True)
+    plot_bars(bars.groups, bars.labels, bars.title, bars.axis, folder / f"{page}.png", line=bars.line)
+    return f"{page}.png"
