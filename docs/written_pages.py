@@ -128,7 +128,8 @@ def write_examples(folder: Path) -> None:
         lines = [title, "=" * len(title), "", *plain_rst([left[:1].upper() + left[1:], *rest]), ""]
         lines += ["The figure of a whole run:", "", *shown] if figure.exists() else []
         code = in_cells(text)[text.index('"""', 3) + 3 :]
-        pages[path.name] = 'r"""\n' + "\n".join(lines) + '"""' + code
+        thumbnail = f"\n# sphinx_gallery_thumbnail_path = '../examples/{figure.name}'\n"
+        pages[path.name] = 'r"""\n' + "\n".join(lines) + '"""' + thumbnail * figure.exists() + code
     _write(folder, pages)
 
 

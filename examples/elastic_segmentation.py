@@ -1,4 +1,4 @@
-"""Your data, your network: make a segmentation network elastic, and teach its small subnets the task again.
+"""Make a segmentation network of your own elastic, and teach its small subnets the task again.
 
 A fully convolutional network on an encoder of timm learns drawn scenes of discs, squares and rings. Printed
 is the mean IoU on scenes with more noise: sorted by importance and calibrated, then distilled; and that of

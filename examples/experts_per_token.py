@@ -39,7 +39,7 @@ def mixture() -> Any:
 
 
 def answer(supernet: Any, prompt: Tensor, experts: list[int]) -> list[float]:
-    """Generate a token for every entry of `experts`, with so many; return the ms that each took."""
+    """Generate one token per entry of `experts`, each with that number of experts; return the ms of each."""
     count, times = len(supernet.space.axes[0].slots), []
     specs = {k: supernet.space.spec(experts=[k] * count) for k in set(experts)}
     output = supernet.subnet(specs[experts[0]])(prompt, use_cache=True)

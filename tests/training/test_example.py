@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import runpy
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import Tensor, nn
@@ -49,7 +47,7 @@ class Crepe(nn.Module):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("elastic_segmentation", "--scenes 32"), ("elastic_pitch", "")],
+    [("elastic_segmentation", "--scenes 16"), ("elastic_pitch", "")],
 )
 def test_a_short_distillation_of_pixels_and_of_sound(
     name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,29 +79,3 @@ def test_a_short_distillation_of_an_embedder(
     monkeypatch.setattr(sys, "argv", [str(path), *options.split()])
     runpy.run_path(str(path), run_name="__main__")
     assert "100.0 % of the ten nearest texts are found by depth=1.0" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_short_run_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = EXAMPLES / "finetune_own_model.py"
-    spec = importlib.util.spec_from_file_location("finetune_own_model", path)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    options = "--steps 2 --elastic-steps 3 --doublings 1 --evaluations 4"
-    monkeypatch.setattr(sys, "argv", [str(path), *options.split(), "--out", str(tmp_path)])
-    quick = {"warmup_ms": 0.0, "min_time_ms": 5.0, "windows": 2, "max_windows": 2}
-
-    def measured_shortly(*arguments: Any, **options: Any) -> subnetact.LatencyTable:
-        return subnetact.profile_latency(*arguments, **{**options, **quick})
-
-    monkeypatch.setattr(example, "profile_latency", measured_shortly)
-    example.main()
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["steps"] == {"model": 2, "elastic": 3, "each separate network": 1}
-    assert (tmp_path / "front.png").stat().st_size
-    engine = subnetact.Engine.load(
-        tmp_path / "bundle", supernet=example.new_supernet(str(tmp_path / "description.json"))
-    )
-    assert len(engine) == len(result["after"])
