@@ -171,7 +171,7 @@ def _define_operators_of_detection() -> None:
         return order[~dropped]
 
     def roi_align(x: torch.Tensor, boxes: torch.Tensor, *rest: Any) -> torch.Tensor:
-        found: torch.Tensor = rois._roi_align(x, boxes, *rest)
+        found: torch.Tensor = rois._roi_align.__wrapped__(x, boxes, *rest)  # as it is, not compiled
         return found
 
     schema = "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
@@ -180,7 +180,7 @@ def _define_operators_of_detection() -> None:
     for name, function in (("nms", nms), ("roi_align", roi_align)):
         library.impl(name, function, "CPU")
     _KEPT_ALIVE.append(library)
-    extension._has_ops = lambda: True
+    extension._has_ops = rois._has_ops = lambda: True
 
 
 _KEPT_ALIVE: list[Any] = []

@@ -179,7 +179,7 @@ class TracedModel:
     def _is_shared(self, impact: Any) -> bool:
         """Tell whether the channels are added to those of other layers, or concatenated with them."""
         chosen, operations = impact.selections, self._graph._data.operations
-        for node in self._graph.fx_graph.nodes:
+        for node in self._nodes.values():
             if node.target not in ADDITIONS and node.target not in CONCATENATIONS:
                 continue
             found, made = operations[node.name].inputs, operations[node.name].outputs
@@ -196,6 +196,8 @@ class TracedModel:
     def _removed(self, impact: Any) -> dict[tuple[str, str], tuple[type[Operator], _Runs]]:
         """Return module and part of the operator -> the operator, and what goes of the part."""
         for diagnostic in impact.diagnostics:
+            if diagnostic.code == "empty_axis" and not all(map(self._numbers_in, diagnostic.tensors)):
+                continue  # It is empty in the whole model, too: no box lies in a level of features.
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
                 where = f" at {diagnostic.node}" if diagnostic.node else ""
                 if diagnostic.message.startswith(BY_THE_FORWARD):
@@ -225,6 +227,9 @@ class TracedModel:
             if selection.count != math.prod(selection.tensor.shape) - whole:
                 raise _Refused(f"single elements of {selection.tensor.paths[0]} go with it")
         return removed
+
+    def _numbers_in(self, tensor: str) -> int:
+        return math.prod(self._graph._data.refs[tensor].shape)
 
     def _alike(self, impact: Any, full: int) -> Iterator[str]:
         """Yield the layers with `full` outputs whose upper half goes, so that the same goes with theirs."""
