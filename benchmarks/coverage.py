@@ -27,7 +27,10 @@ import resource
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ from results_section import write_section
 from tiny_mixtures import families, restated, tiny_mixture
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from subnetact import insert_
@@ -47,6 +51,10 @@ from subnetact.supernet.batches import call_with, logits
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 LIMIT_S = 420
 TOLERANCE = 1e-5
+MASKED = 5e-5
+"""The largest difference, relative to the largest output, between a detector and the same one with zeros."""
+HEADS = ("head", "rpn.head", *(f"roi_heads.{n}_predictor" for n in ("box", "mask", "keypoint")))
+"""The modules of detectors whose outputs are dense."""
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", {}),
     "roberta": ("RobertaForSequenceClassification", {}),
@@ -224,8 +232,7 @@ def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
 
 def all_outputs(output: Any) -> torch.Tensor:
     """Return all numbers of an output in one row."""
-    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return torch.cat([leaf.flatten() for leaf in found if leaf.is_floating_point()])
+    return torch.cat([leaf.flatten() for leaf in _numbers(output)])
 
 
 def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any]:
@@ -239,6 +246,7 @@ def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any
     facts: dict[str, Any] = {"parameters": parameters}
     if isinstance(x, torch.Tensor):
         facts["image"] = x.shape[-1]
+    original = copy.deepcopy(model) if source == "detection" else None
     start = time.process_time()
     try:
         supernet = insert_(model, example=x)
@@ -262,28 +270,91 @@ def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any
             facts["extraction"] = max(facts.get("extraction", 0.0), gap)
             if gap > TOLERANCE * max(1.0, float(ours.abs().max())):
                 wrong.append(f"{spec} differs from its extraction by {gap:.1e}")
+            if original is not None:
+                dense = [dense_outputs(network, x) for network in (plain, zeroed(original, supernet, spec))]
+                facts["heads"] = {
+                    name: max(
+                        float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+                        for a, b in zip(*(found[name] for found in dense), strict=True)
+                    )
+                    for name in dense[0]
+                }
+                wrong += [f"{n} differs by {g:.1e}" for n, g in facts["heads"].items() if g > MASKED]
     facts["wrong"] = wrong
     try:
-        cost = CostModel(supernet, tensors)
-        full = cost(space.largest())
-        facts["axes"] = {}
-        for axis in space.axes:
-            values = {a.name: [s.choices[-1 if a is not axis else 0] for s in a.slots] for a in space.axes}
-            narrow = cost(space.spec(**values))
-            facts["axes"][axis.name] = [
-                round(1 - narrow.parameters / full.parameters, 3),
-                round(1 - narrow.macs / max(1, full.macs), 3),
-            ]
-        smallest = cost(space.smallest())
-        facts["smallest"] = [
-            round(smallest.parameters / full.parameters, 3),
-            round(smallest.macs / max(1, full.macs), 3),
-        ]
+        cost: Any = CostModel(supernet, tensors)
+        cost(space.largest())
     except SubnetActError as error:
-        facts["axes"] = {axis.name: [None, None] for axis in space.axes}
-        facts["not_counted"] = str(error)[:200]
+        facts["counted"] = f"in a forward pass, because {error}"[:200]
+        cost = partial(cost_of_a_run, supernet, x)
+    full, facts["axes"] = cost(space.largest()), {}
+    for axis in space.axes:
+        values = {a.name: [s.choices[-1 if a is not axis else 0] for s in a.slots] for a in space.axes}
+        narrow = cost(space.spec(**values))
+        facts["axes"][axis.name] = [
+            round(1 - narrow.parameters / full.parameters, 3),
+            round(1 - narrow.macs / max(1, full.macs), 3),
+        ]
+    smallest = cost(space.smallest())
+    facts["smallest"] = [
+        round(smallest.parameters / full.parameters, 3),
+        round(smallest.macs / max(1, full.macs), 3),
+    ]
     facts["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return facts
+
+
+def cost_of_a_run(supernet: Any, x: Any, spec: Any) -> SimpleNamespace:
+    """Count parameters and multiply-accumulates of a subnet while it runs, if its shapes depend on values."""
+    plain = supernet.extract(spec)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call_with(plain, x)
+    counted = sum(p.numel() for p in plain.parameters()), counter.get_total_flops() // 2
+    return SimpleNamespace(**dict(zip(("parameters", "macs"), counted, strict=True)))
+
+
+def zeroed(model: nn.Module, supernet: Any, spec: Any) -> nn.Module:
+    """Return the ordinary model with zeros for what a subnet drops and identities for skipped blocks."""
+    plain = copy.deepcopy(model)
+    for axis in supernet.space.axes:
+        for slot, choice in zip(axis.slots, spec[axis.name], strict=True):
+            found: Any = supernet.description.slots[slot.name]
+            size = found.sizes[choice]
+            for block in found.blocks[size:] if axis.name == "depth" else ():
+                plain.set_submodule(block, nn.Identity())
+            for m in found.members if axis.name != "depth" else ():
+                try:
+                    module: Any = plain.get_submodule(m.module)
+                except AttributeError:  # It is inside of a skipped block.
+                    continue
+                start, dropped = (m.start or 0) + size * m.multiple, (found.full - size) * m.multiple
+                for name in ("weight", "bias"):
+                    tensor, inner = getattr(module, name, None), m.part == "in_"
+                    if (
+                        isinstance(tensor, torch.Tensor)
+                        and tensor.dim() > inner
+                        and not (inner and (name == "bias" or getattr(module, "groups", 1) > 1))
+                    ):
+                        tensor.data.narrow(int(inner), start, dropped).zero_()
+    return plain
+
+
+def dense_outputs(network: nn.Module, x: Any) -> dict[str, list[torch.Tensor]]:
+    """Run a detector and return what its heads return, before any box is chosen, and its output."""
+    found: dict[str, list[torch.Tensor]] = {}
+    heads = [name for name in HEADS if any(name == path for path, _ in network.named_modules())]
+    with ExitStack() as hooks:
+        for name in heads:
+            handle = network.get_submodule(name).register_forward_hook(
+                lambda _module, _args, output, name=name: found.update({name: _numbers(output)})
+            )
+            hooks.callback(handle.remove)
+        found["boxes"] = _numbers(call_with(network, x))
+    return found
+
+
+def _numbers(output: Any) -> list[torch.Tensor]:
+    return [t.clone() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
 def mixture(family: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from subnetact.insertion.description import Group, Member
 from subnetact.insertion.function_trial import BY_THE_FORWARD, spec_by_trial
 from subnetact.insertion.recorder import Recording, recorded
 from subnetact.insertion.recorder import TensorFacts as OwnFacts
-from subnetact.operators import ElasticAttribute, Operator
+from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.elementwise import ADDITIONS
@@ -45,6 +45,8 @@ MOST_FOLLOWED = 30_000
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
+CHANNEL_NORM = "channel norm"
+"""The kind of norms that treat each channel by itself."""
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 REDUCTIONS = {
     **dict.fromkeys((torch.mean, "mean"), "averages over"),
@@ -226,6 +228,14 @@ class TracedModel:
                     raise _Refused(f"different channels of the tensors of {path} go with it")
             if selection.count != math.prod(selection.tensor.shape) - whole:
                 raise _Refused(f"single elements of {selection.tensor.paths[0]} go with it")
+        for requirement in impact.requirements:
+            path, _, name = requirement.target.rpartition(".")
+            numbers = "num_features", "num_channels"
+            if name in numbers and slicer_of(self._modules[path]) is LayerNormSlice:
+                tensor, dim = requirement.expression.value  # A norm may have no tensors.
+                runs = impact.selections[tensor.id].fully_selected_indices(dim).intervals
+                found = LayerNormSlice, tuple((int(a), int(b)) for a, b in runs)
+                removed.setdefault((path, "features"), found)
         return removed
 
     def _numbers_in(self, tensor: str) -> int:
@@ -283,7 +293,7 @@ class TracedModel:
                 raise _Refused(f"{path} keeps no prefix of its channels: {start} to {stop} go with it")
             end = stop
             alone = (begin, stop) == (0, length)
-            if not alone and kind is ElasticAttribute:
+            if not alone and (kind is ElasticAttribute or (kind is LayerNormSlice and list(made.buffers()))):
                 raise _Refused(f"{path}.{part} consists of several segments")
             yield Member(path, part, kind, multiple, *((None, None) if alone else (begin, length)))
 
@@ -423,7 +433,8 @@ def _recording(example: Any) -> Iterator[None]:
     def capture(model: nn.Module, _args: Any, _kwargs: Any, registry: Any) -> Any:
         def is_leaf(module: nn.Module) -> bool:
             # torch checks the sizes of recurrent layers in their modules only; the functions would crash.
-            return type(module) in registry.opaque_modules or isinstance(module, nn.RNNBase)
+            known = type(module) in registry.opaque_modules or isinstance(module, nn.RNNBase)
+            return known or traits_of(module).kind == CHANNEL_NORM
 
         found: Any = recorded(model, example, is_leaf)
         results = {node: tree_map(facts, result) for node, result in found.results.items()}
@@ -490,5 +501,9 @@ def _rules() -> Any:
     def complete(rule: Any) -> Any:
         return unknown if rule is None else Known(rule)
 
-    rules.lookup, rules.copy = (lambda node, module: complete(known(node, module))), lambda: rules
+    def found(node: Any, module: nn.Module | None) -> Any:
+        frozen = module is not None and traits_of(module).kind == CHANNEL_NORM
+        return complete(known(node, module) or (rules.modules[nn.BatchNorm2d] if frozen else None))
+
+    rules.lookup, rules.copy = found, lambda: rules
     return rules

@@ -743,6 +743,53 @@ def test_a_norm_that_compares_channels_keeps_them_and_is_a_part_of_its_block() -
     }
 
 
+def channel_norm(kind: str, dims: int, channels: int) -> nn.Module:
+    """Return a norm that treats every channel by itself, with random numbers in all of its tensors."""
+    if kind == "frozen":
+        norm: nn.Module = torchvision.ops.FrozenBatchNorm2d(channels)
+    else:
+        options = {"affine": "affine" in kind, "track_running_stats": "statistics" in kind}
+        norm = getattr(nn, f"InstanceNorm{dims}d")(channels, **options)
+    for tensor in norm.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.5, 1.5)
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("plain", 1), ("affine", 2), ("affine", 3), ("statistics", 2), ("affine statistics", 2), ("frozen", 2)],
+)
+def test_a_norm_of_each_channel_is_narrow_as_in_a_pruned_network(kind: str, dims: int) -> None:
+    torch.manual_seed(0)
+    conv = getattr(nn, f"Conv{dims}d")
+
+    def network(channels: int) -> nn.Module:
+        hidden = conv(3, channels, 3), channel_norm(kind, dims, channels), nn.ReLU(), conv(channels, 4, 1)
+        return nn.Sequential(*hidden, nn.Flatten()).eval()
+
+    model, pruned = network(16), network(8)
+    x = torch.randn(2, 3, *(5,) * dims)
+    before = model.state_dict()
+    numbers = torch.arange(16).float()
+
+    def prune(order: torch.Tensor) -> torch.Tensor:
+        for name, tensor in pruned.state_dict().items():
+            full = before[name].index_select(1, order) if name == "3.weight" else before[name]
+            tensor.copy_(full if full.shape == tensor.shape or name == "3.weight" else full[order])
+        return outputs_of(pruned, x)[0]
+
+    first, last = prune(torch.arange(8)), prune(torch.arange(15, 7, -1))
+    supernet = subnetact.insert_(model, example=x)
+    small = supernet.space.smallest()
+    assert supernet.space.resolve(small)[0] == 8
+    for network_of_eight in (supernet.subnet(small), supernet.extract(small)):
+        torch.testing.assert_close(outputs_of(network_of_eight, x)[0], first, rtol=5e-5, atol=5e-5)
+    assert supernet.check(x).ran
+    assert subnetact.reorder_(supernet, lambda _: numbers, x).reordered == {"0.out": 16}
+    torch.testing.assert_close(outputs_of(supernet.subnet(small), x)[0], last, rtol=5e-5, atol=5e-5)
+
+
 class Standardised(nn.Module):
     """Two convolutions, of which the second one standardises its weight in every call."""
 
