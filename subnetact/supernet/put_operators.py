@@ -40,9 +40,8 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
             *modules[path]._buffers,
         }:
             raise InsertError(
-                f"{path}: its weight is computed from other parameters (a parametrization, pruning, or a "
-                "weight or spectral norm); make it permanent first, with remove_parametrizations or "
-                "prune.remove for example"
+                f"{path}: its weight is computed from other parameters (a weight or spectral norm, pruning "
+                "or another parametrisation); make it permanent first, with subnetact.insertion.fold_(model)"
             )
         operators[modules[path]] = _operator(modules[path], path, entry, space)
     norms = [path for path, m in modules.items() if is_batch_norm(m) and m.running_mean is not None]

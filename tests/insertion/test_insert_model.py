@@ -351,7 +351,10 @@ def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
         "lazy": (lambda: nn.LazyConv2d(4, 3).eval(), "LazyConv2d has no weights yet; run the model once"),
         "caching": (lambda: Caching().eval(), r"keeps tensors between calls, in 'cache'"),
         "counting": (lambda: Counting().eval(), "its forward changes attributes of the model"),
-        "parametrised": (parametrised, "Hidden.second has parametrised weights"),
+        "parametrised": (
+            parametrised,
+            r"Hidden.second computes its weight .* with subnetact.insertion.fold_",
+        ),
         "inserted": (inserted, "already has operators"),
         "quantised": (quantised, "is quantised"),
         "parallel": (lambda: nn.DataParallel(plain()).eval(), r"give the model inside, .module"),
@@ -375,6 +378,35 @@ def test_models_that_are_refused_stay_as_they_are(case: str) -> None:
         subnetact.insert_(model, example=X)
     if before:
         assert dict(model.named_modules()) == before
+
+
+@pytest.mark.filterwarnings("ignore")  # torch advises against the old functions
+@pytest.mark.parametrize(
+    "norm",
+    [
+        *(nn.utils.weight_norm, nn.utils.spectral_norm),
+        *(nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm),
+        lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.3),
+    ],
+)
+def test_norms_of_weights_are_made_permanent_on_request(norm: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    model = Hidden(torch.relu).eval()
+    for layer in (model.first, model.second):
+        norm(layer)
+    expected, state = outputs_of(model, X)[0], list(model.state_dict())
+    with pytest.raises(InsertError, match=r"Hidden.first computes its weight .* subnetact.insertion.fold_"):
+        subnetact.insert_(model, example=X)
+    with pytest.raises(InsertError, match=r"Hidden.first is in training mode"):
+        subnetact.insertion.fold_(model.train())
+    assert list(model.eval().state_dict()) == state
+    assert subnetact.insertion.fold_(model) == ("first.weight", "second.weight")
+    assert subnetact.insertion.fold_(model) == ()
+    assert set(model.state_dict()) == set(Hidden(torch.relu).state_dict())
+    assert type(model.first) is nn.Conv2d
+    supernet = subnetact.insert_(model, example=X)
+    torch.testing.assert_close(outputs_of(supernet, X)[0], expected, rtol=5e-5, atol=5e-5)
+    assert set(supernet.description.groups) == {"first.width", "second.width"}
 
 
 @pytest.mark.filterwarnings("ignore")
