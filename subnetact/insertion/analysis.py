@@ -22,7 +22,7 @@ from torch.fx import Graph
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.function_trial import BY_THE_FORWARD, spec_by_trial
+from subnetact.insertion.function_trial import BY_THE_FORWARD, EFFECTS, spec_by_trial
 from subnetact.insertion.recorder import Recording, recorded
 from subnetact.insertion.recorder import TensorFacts as OwnFacts
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
@@ -48,11 +48,8 @@ WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "in
 CHANNEL_NORM = "channel norm"
 """The kind of norms that treat each channel by itself."""
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-REDUCTIONS = {
-    **dict.fromkeys((torch.mean, "mean"), "averages over"),
-    **dict.fromkeys((torch.amax, torch.amin, "amax", "amin"), "takes the largest or the least of"),
-}
-"""Reductions in which zeros do not stand for dropped values, at some weights -> what a refusal says."""
+REDUCTIONS = ("mean", "amax", "amin")
+"""Reductions in which zeros do not stand for dropped values, at some weights."""
 
 
 _Runs = tuple[tuple[int, int], ...]
@@ -203,14 +200,14 @@ class TracedModel:
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
                 where = f" at {diagnostic.node}" if diagnostic.node else ""
                 if diagnostic.message.startswith(BY_THE_FORWARD):
-                    raise _Refused(f"{diagnostic.message},{where}")
+                    raise _Refused(f"{diagnostic.message}, {self._place(diagnostic.node)}")
                 raise _Refused(f"the analysis cannot see through the model{where}: {diagnostic.message}")
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
             raise _Refused("its outputs are inputs or outputs of the model")
         for requirement in impact.requirements:
             what = self._reduction(requirement, impact.selections)
             if what is not None:
-                raise _Refused(f"the forward {what} its outputs, at {requirement.target}")
+                raise _Refused(f"{BY_THE_FORWARD} {what} its outputs, {self._place(requirement.target)}")
         removed: dict[tuple[str, str], tuple[type[Operator], _Runs]] = {}
         for selection in (*impact.parameters, *impact.buffers):
             if len(selection.tensor.paths) > 1:
@@ -255,12 +252,22 @@ class TracedModel:
         """Return what the forward does if it is one of the `REDUCTIONS` over removed channels."""
         if getattr(requirement, "kind", "") != "reduction_domain":
             return None
-        what = REDUCTIONS.get(self._nodes[requirement.target].target)
-        if what is None:
+        name = _name(self._nodes[requirement.target])
+        if name not in REDUCTIONS:
             return None
         removed, axes = chosen.get(requirement.tensors[0].id), dict(requirement.data)["axes"]
         over = removed is not None and any(map(removed.fully_selected_indices, axes))
-        return what if over else None
+        return EFFECTS[name] if over else None
+
+    def _place(self, name: str) -> str:
+        """Return which function of which module a node is, and what that means."""
+        node = self._nodes[name]
+        path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
+        where = f"{path or 'the model itself'} ({kind.__name__})"
+        return (
+            f"with {_name(node)} in {where}: the first ones alone would give something else; it stays whole, "
+            "unless the forward treats each output by itself"
+        )
 
     def _unit(self, impact: Any) -> int:
         """Return the number of channels that only go together, because grouped layers drop whole groups."""
@@ -343,6 +350,11 @@ def computes_channels(module: nn.Module) -> bool:
     """Tell whether a layer has a weight with an axis of outputs, which an operator slices."""
     weight = traits_of(module).axes.get("weight", ())
     return "out" in weight and slicer_of(module) is not None
+
+
+def _name(node: Any) -> str:
+    """Return the name of the function that a node calls."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _out_axis(module: nn.Module) -> int:
