@@ -43,7 +43,7 @@ from subnetact.insertion.description import AXES, DepthStage, Description, Group
 from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
-from subnetact.insertion.layer_vocabulary import layer_stacks, vocabulary_of
+from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
 from subnetact.insertion.skippable import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
@@ -291,8 +291,8 @@ def _without_numbers(path: str) -> str:
 
 def _outside_of_layers(model: nn.Module, group: Group) -> bool:
     """Tell whether a group of a language model is in more than its layers: no configuration describes it."""
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if not isinstance(embedding, nn.Embedding):
+    embedding = embedding_of(model)
+    if embedding is None:
         return False
     modules, stacks = [m.module for m in group.members], layer_stacks(model)
     within = [any(f"{module}.".startswith(f"{stack}.") for stack in stacks) for module in modules]

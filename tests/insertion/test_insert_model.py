@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import sys
@@ -820,6 +821,53 @@ def test_a_norm_of_each_channel_is_narrow_as_in_a_pruned_network(kind: str, dims
     assert supernet.check(x).ran
     assert subnetact.reorder_(supernet, lambda _: numbers, x).reordered == {"0.out": 16}
     torch.testing.assert_close(outputs_of(supernet.subnet(small), x)[0], last, rtol=5e-5, atol=5e-5)
+
+
+class Levels(nn.Module):
+    """The backbone of a detector: two levels of features, behind norms that are frozen."""
+
+    out_channels = (16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, 4, 1), channel_norm("frozen", 2, 16)
+        self.fine, self.coarse = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.fine(self.norm(self.first(x)).relu()).relu()
+        return {"fine": x, "coarse": self.coarse(x).relu()}
+
+
+def test_a_detector_is_inserted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    detection = torchvision.models.detection
+    best = lambda boxes, scores, *_: scores.argsort(descending=True)  # noqa: E731
+    monkeypatch.setattr(torchvision.ops.boxes, "batched_nms", best)  # its operator is missing here
+    torch.manual_seed(0)
+    anchors = detection.anchor_utils.DefaultBoxGenerator([[2], [2]])
+    options = {"score_thresh": 0.0, "topk_candidates": 10, "detections_per_img": 5}
+    model = detection.ssd.SSD(Levels(), anchors, (32, 32), 3, **options).eval()
+    images = [torch.rand(3, 32, 24), torch.rand(3, 20, 32)]
+    zeroed = copy.deepcopy(model)
+    supernet = subnetact.insert_(model, example=(images,))
+    groups = {"backbone.first.width", "backbone.fine.width", "backbone.coarse.width"}
+    assert set(supernet.description.groups) == groups
+    with torch.no_grad():
+        for name in ("first", "fine", "coarse"):
+            layer = zeroed.backbone.get_submodule(name)
+            layer.weight[8:], layer.bias[8:] = 0, 0
+        zeroed.backbone.norm.weight[8:], zeroed.backbone.norm.bias[8:] = 0, 0
+        small = supernet.extract(supernet.space.smallest())
+        assert small.backbone.norm.running_var.shape == (8,)
+        features = [
+            network.backbone(torch.stack([images[0][:, :24, :24]] * 2)) for network in (small, zeroed)
+        ]
+        for ours, theirs in zip(*(network.values() for network in features), strict=True):
+            torch.testing.assert_close(ours, theirs[:, :8], rtol=5e-5, atol=5e-5)
+        heads = small.head(list(features[0].values())), zeroed.head(list(features[1].values()))
+        torch.testing.assert_close(*heads, rtol=5e-5, atol=5e-5)
+        found, expected = supernet(images, subnet=supernet.space.smallest()), zeroed(images)
+    assert [len(boxes["boxes"]) for boxes in found] == [5, 5]
+    torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)
 
 
 class Standardised(nn.Module):
