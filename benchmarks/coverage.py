@@ -328,7 +328,10 @@ def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
         options |= {threshold: 0.0} | ({} if "ssd" in name else {"min_size": 64, "max_size": 64})
         few = ("rpn_pre_nms_top_n_test", "box_detections_per_img") if "rcnn" in name else ("topk_candidates",)
         options |= dict.fromkeys(few, 20)
-        return make(name, num_classes=5, **options), (tuple(x[:1].abs().clamp(max=1)),)
+        model = make(name, num_classes=5, **options)
+        if "mask" in name:  # To paste masks into the image, the forward branches on values of boxes.
+            model.transform.postprocess = _as_it_is
+        return model, (tuple(x[:1].abs().clamp(max=1)),)
     package = importlib.import_module(PACKAGES[source][0])
     if source == "smp":
         x = torch.randn(2, 3, 128, 128) if name == "PAN" else x
@@ -349,6 +352,10 @@ def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
     types |= {"up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
     model = package.UNet2DModel(block_out_channels=channels, norm_num_groups=8, attention_head_dim=8, **types)
     return model, (x[..., :32, :32], 5)
+
+
+def _as_it_is(result: Any, *_: Any) -> Any:
+    return result
 
 
 def all_outputs(output: Any) -> torch.Tensor:
@@ -448,13 +455,11 @@ def zeroed(model: nn.Module, supernet: Any, spec: Any) -> nn.Module:
                     continue
                 start, dropped = (m.start or 0) + size * m.multiple, (found.full - size) * m.multiple
                 for name in ("weight", "bias"):
-                    tensor, inner = getattr(module, name, None), m.part == "in_"
-                    if (
-                        isinstance(tensor, torch.Tensor)
-                        and tensor.dim() > inner
-                        and not (inner and (name == "bias" or getattr(module, "groups", 1) > 1))
-                    ):
-                        tensor.data.narrow(int(inner), start, dropped).zero_()
+                    tensor, inputs = getattr(module, name, None), m.part == "in_"
+                    whole = inputs and (name == "bias" or getattr(module, "groups", 1) > 1)
+                    swapped = isinstance(module, nn.ConvTranspose2d) and name == "weight"
+                    if isinstance(tensor, torch.Tensor) and not whole:
+                        tensor.data.narrow(int(inputs != swapped), start, dropped).zero_()
     return plain
 
 

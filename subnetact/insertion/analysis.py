@@ -230,9 +230,11 @@ class TracedModel:
             numbers = "num_features", "num_channels"
             if name in numbers and slicer_of(self._modules[path]) is LayerNormSlice:
                 tensor, dim = requirement.expression.value  # A norm may have no tensors.
-                runs = impact.selections[tensor.id].fully_selected_indices(dim).intervals
+                chosen = impact.selections.get(tensor.id)
+                runs = chosen.fully_selected_indices(dim).intervals if chosen else ()
                 found = LayerNormSlice, tuple((int(a), int(b)) for a, b in runs)
-                removed.setdefault((path, "features"), found)
+                if runs:
+                    removed.setdefault((path, "features"), found)
         return removed
 
     def _numbers_in(self, tensor: str) -> int:
