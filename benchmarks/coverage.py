@@ -1,7 +1,7 @@
 """What `insert_(model, example=x)` makes elastic: `python benchmarks/coverage.py`.
 
-Every classification model of torchvision, one model of each timm module and small random networks of 20
-Hugging Face architectures, each in a process of its own with one thread, on the smallest images that it
+Every classification model of torchvision, one model of each timm module and small random networks of Hugging
+Face's architectures, each in a process of its own with one thread, on the smallest images that it
 takes. A line per model says how much of the parameters and of the multiply-accumulates the smallest choices
 of each axis alone take away, how many seconds of CPU `insert_` takes with its proof, and why a model is
 refused. Every inserted model is checked once more, apart from the proof: the largest subnet equals the model,
@@ -9,9 +9,12 @@ random subnets equal their extraction (to 1e-5; `extraction` is the largest diff
 already in the result file are not run again, so that a run that was stopped goes on, and several may run at
 the same time.
 
-Beside these, it runs torchvision's models for detection and segmentation, and those of packages that are
-installed: segmentation_models_pytorch, Ultralytics and diffusers. `--only experts:` runs tiny mixtures of
-experts, one of every family of transformers that routes tokens.
+Beside these, it runs two models for audio, torchvision's models for detection (of 5 classes) and for
+segmentation, and those of packages that are installed: segmentation_models_pytorch, Ultralytics and
+diffusers. Detectors choose boxes, so that what their heads return is compared as well, with the ordinary
+model in which unused weights are zero and skipped blocks are identities (`heads`: the largest relative
+difference). `--only experts:` runs tiny mixtures of experts, one of every family of transformers that routes
+tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ import resource
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,17 +42,28 @@ from results_section import write_section
 from tiny_mixtures import families, restated, tiny_mixture
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from subnetact import insert_
 from subnetact.costs import CostModel
 from subnetact.device import machine
 from subnetact.errors import SubnetActError
+from subnetact.insertion import fold_
 from subnetact.supernet.batches import call_with, logits
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
-LIMIT_S = 420
+LIMIT_S = 1500
 TOLERANCE = 1e-5
+MASKED = 5e-5
+"""The largest difference, relative to the largest output, between a detector and the same one with zeros."""
+HEADS = ("head", "rpn.head", *(f"roi_heads.{n}_predictor" for n in ("box", "mask", "keypoint")))
+"""The modules of detectors whose outputs are dense."""
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+WAVES = {
+    **{"conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2},
+    **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 32},
+}
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", {}),
     "roberta": ("RobertaForSequenceClassification", {}),
@@ -68,8 +85,58 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {"pad_token_id": 0}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "granite": ("GraniteForCausalLM", {}),
+    "xlm-roberta": ("XLMRobertaForSequenceClassification", {}),
+    "camembert": ("CamembertForSequenceClassification", {}),
+    "ernie": ("ErnieForSequenceClassification", {}),
+    "mpnet": ("MPNetForSequenceClassification", {}),
+    "megatron-bert": ("MegatronBertForSequenceClassification", {}),
+    "roberta-prelayernorm": ("RobertaPreLayerNormForSequenceClassification", {}),
+    "data2vec-text": ("Data2VecTextForSequenceClassification", {}),
+    "esm": ("EsmForSequenceClassification", {"pad_token_id": 1, "mask_token_id": 4}),
+    "modernbert": ("ModernBertForSequenceClassification", {"pad_token_id": 0, "cls_token_id": 1, **ENDS}),
+    "nystromformer": (
+        "NystromformerForSequenceClassification",
+        {"num_landmarks": 12, "segment_means_seq_len": 12},
+    ),
+    "roformer": ("RoFormerForSequenceClassification", {"embedding_size": 64}),
+    "xlm-roberta-xl": ("XLMRobertaXLForSequenceClassification", {}),
+    "deberta": ("DebertaForSequenceClassification", {}),
+    "layoutlm": ("LayoutLMForSequenceClassification", {}),
+    "convbert": ("ConvBertForSequenceClassification", {"embedding_size": 64}),
+    "t5": ("T5EncoderModel", {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4}),
+    "clip_text_model": ("CLIPTextModel", ENDS),
+    "clip_vision_model": ("CLIPVisionModel", {"image_size": 32, "patch_size": 8}),
+    "siglip_vision_model": ("SiglipVisionModel", {"image_size": 32, "patch_size": 8}),
+    "beit": ("BeitForImageClassification", {"image_size": 32, "patch_size": 8}),
+    "data2vec-vision": ("Data2VecVisionForImageClassification", {"image_size": 32, "patch_size": 8}),
+    "vit_msn": ("ViTMSNForImageClassification", {"image_size": 32, "patch_size": 8}),
+    "dinov2_with_registers": (
+        "Dinov2WithRegistersForImageClassification",
+        {"image_size": 32, "patch_size": 8},
+    ),
+    "dinov3_vit": ("DINOv3ViTModel", {"image_size": 32, "patch_size": 8}),
+    "ijepa": ("IJepaForImageClassification", {"image_size": 32, "patch_size": 8}),
+    "audio-spectrogram-transformer": (
+        "ASTForAudioClassification",
+        {"max_length": 32, "num_mel_bins": 32, "patch_size": 8, "frequency_stride": 8, "time_stride": 8},
+    ),
+    "wav2vec2": ("Wav2Vec2ForSequenceClassification", WAVES),
+    "hubert": ("HubertForSequenceClassification", WAVES),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [2, 2], "layer_type": "basic"},
+    ),
+    "convnextv2": (
+        "ConvNextV2ForImageClassification",
+        {"hidden_sizes": [16, 32, 32, 64], "depths": [3, 3, 2, 2]},
+    ),
+    "efficientnet": (
+        "EfficientNetForImageClassification",
+        {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320},
+    ),
 }
 """Model type -> class, and sizes beyond the common ones."""
+AUDIO = ("SpeechT5HifiGan", "ConvTasNet")
 PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "smp": (
         "segmentation_models_pytorch",
@@ -102,7 +169,7 @@ def names() -> list[str]:
     for members in modules.values():
         small = [n for n in members if any(w in n for w in ("tiny", "atto", "nano", "pico", "_s", "050"))]
         found.append(f"timm:{min(small or members, key=len)}")
-    found += [f"transformers:{name}" for name in HUGGING_FACE]
+    found += [f"transformers:{name}" for name in HUGGING_FACE] + [f"audio:{name}" for name in AUDIO]
     for source in ("detection", "segmentation"):
         module = getattr(torchvision.models, source)
         found += [f"{source}:{name}" for name in torchvision.models.list_models(module=module)]
@@ -128,14 +195,20 @@ def model_of(
         config = transformers.AutoConfig.for_model(name, **{**COMMON, **more})
         config._attn_implementation = "eager"
         model: nn.Module = getattr(transformers, kind)(config)
-        if "image_size" in more:
+        if model.main_input_name == "pixel_values":
             return model, {"pixel_values": torch.randn(2, 3, 32, 32)}, logits
+        if model.main_input_name == "input_values":
+            fold_(model.eval())  # The positions of some are a convolution with a weight norm.
+            shape = (2, 32, 32) if "num_mel_bins" in more else (2, 400)
+            return model, {"input_values": torch.randn(shape)}, logits
         tokens = torch.randint(3, 200, (2, 12))
         if "CausalLM" in kind or "LMHead" in kind:
             return model, {"input_ids": tokens, "use_cache": False}, logits
         return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, logits
     if source in PACKAGES or source in ("detection", "segmentation"):
         return (*_dense_model(source, name), all_outputs)
+    if source == "audio":
+        return (*_audio_model(name), all_outputs)
     make, key = importlib.import_module("timm").create_model, "img_size"
     if source == "torchvision":
         make, key = importlib.import_module("torchvision").models.get_model, "image_size"
@@ -152,6 +225,62 @@ def model_of(
                 continue
             return model, x, logits
     raise RuntimeError("no image size runs")
+
+
+class ConvTasNet(nn.Module):
+    """Conv-TasNet for two speakers (Luo and Mesgarani, 2019): layers and norms are those of torchaudio."""
+
+    def __init__(self, features: int = 64, hidden: int = 128, kernel: int = 16, repeats: int = 2) -> None:
+        super().__init__()
+        self.encoder = nn.Conv1d(1, features, kernel, kernel // 2, padding=kernel // 2, bias=False)
+        self.norm, self.first = nn.GroupNorm(1, features, 1e-8), nn.Conv1d(features, features, 1)
+        self.blocks = nn.ModuleList(
+            TasNetBlock(features, hidden, 2**at) for _ in range(repeats) for at in range(3)
+        )
+        self.last = nn.Sequential(nn.PReLU(), nn.Conv1d(features, 2 * features, 1), nn.Sigmoid())
+        self.decoder = nn.ConvTranspose1d(features, 1, kernel, kernel // 2, padding=kernel // 2, bias=False)
+
+    def forward(self, waves: torch.Tensor) -> torch.Tensor:
+        """Map waves, (N, 1, samples), to those of two speakers, (N, 2, samples)."""
+        features = self.encoder(waves)
+        x, skipped = self.first(self.norm(features)), torch.zeros(())
+        for block in self.blocks:
+            more, skip = block(x)
+            x, skipped = x + more, skipped + skip
+        masked = self.last(skipped).unflatten(1, (2, -1)) * features.unsqueeze(1)
+        return self.decoder(masked.flatten(0, 1)).view(len(waves), 2, -1)
+
+
+class TasNetBlock(nn.Module):
+    """A dilated depthwise convolution between two pointwise ones, with a residual and a skip output."""
+
+    def __init__(self, features: int, hidden: int, dilation: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv1d(features, hidden, 1), nn.PReLU(), nn.GroupNorm(1, hidden, 1e-8)),
+            nn.Conv1d(hidden, hidden, 3, padding=dilation, dilation=dilation, groups=hidden),
+            *(nn.PReLU(), nn.GroupNorm(1, hidden, 1e-8)),
+        )
+        self.residual, self.skip = nn.Conv1d(hidden, features, 1), nn.Conv1d(hidden, features, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map (N, features, frames) to what is added to it, and to what is added to the output."""
+        x = self.layers(x)
+        return self.residual(x), self.skip(x)
+
+
+def _audio_model(name: str) -> tuple[nn.Module, Any]:
+    """Return a vocoder or a separator of speakers, and a batch for it."""
+    if name == "ConvTasNet":
+        return ConvTasNet(), torch.randn(2, 1, 400)
+    transformers = importlib.import_module("transformers")
+    sizes = {"model_in_dim": 20, "upsample_initial_channel": 64, "upsample_rates": [4, 2]}
+    sizes |= {"upsample_kernel_sizes": [8, 4], "resblock_kernel_sizes": [3, 5]}
+    config = transformers.SpeechT5HifiGanConfig(**sizes, resblock_dilation_sizes=[[1, 3], [1, 3]])
+    model = transformers.SpeechT5HifiGan(config).eval()
+    model.apply_weight_norm()
+    fold_(model)
+    return model, {"spectrogram": torch.randn(2, 12, 20)}
 
 
 def _define_operators_of_detection() -> None:
@@ -171,7 +300,7 @@ def _define_operators_of_detection() -> None:
         return order[~dropped]
 
     def roi_align(x: torch.Tensor, boxes: torch.Tensor, *rest: Any) -> torch.Tensor:
-        found: torch.Tensor = rois._roi_align(x, boxes, *rest)
+        found: torch.Tensor = rois._roi_align.__wrapped__(x, boxes, *rest)  # as it is, not compiled
         return found
 
     schema = "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
@@ -180,7 +309,7 @@ def _define_operators_of_detection() -> None:
     for name, function in (("nms", nms), ("roi_align", roi_align)):
         library.impl(name, function, "CPU")
     _KEPT_ALIVE.append(library)
-    extension._has_ops = lambda: True
+    extension._has_ops = rois._has_ops = lambda: True
 
 
 _KEPT_ALIVE: list[Any] = []
@@ -199,7 +328,10 @@ def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
         options |= {threshold: 0.0} | ({} if "ssd" in name else {"min_size": 64, "max_size": 64})
         few = ("rpn_pre_nms_top_n_test", "box_detections_per_img") if "rcnn" in name else ("topk_candidates",)
         options |= dict.fromkeys(few, 20)
-        return make(name, **options), (tuple(x.abs().clamp(max=1)),)
+        model = make(name, num_classes=5, **options)
+        if "mask" in name:  # To paste masks into the image, the forward branches on values of boxes.
+            model.transform.postprocess = _as_it_is
+        return model, (tuple(x[:1].abs().clamp(max=1)),)
     package = importlib.import_module(PACKAGES[source][0])
     if source == "smp":
         x = torch.randn(2, 3, 128, 128) if name == "PAN" else x
@@ -222,10 +354,13 @@ def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
     return model, (x[..., :32, :32], 5)
 
 
+def _as_it_is(result: Any, *_: Any) -> Any:
+    return result
+
+
 def all_outputs(output: Any) -> torch.Tensor:
     """Return all numbers of an output in one row."""
-    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return torch.cat([leaf.flatten() for leaf in found if leaf.is_floating_point()])
+    return torch.cat([leaf.flatten() for leaf in _numbers(output)])
 
 
 def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any]:
@@ -239,6 +374,7 @@ def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any
     facts: dict[str, Any] = {"parameters": parameters}
     if isinstance(x, torch.Tensor):
         facts["image"] = x.shape[-1]
+    original = copy.deepcopy(model) if source == "detection" else None
     start = time.process_time()
     try:
         supernet = insert_(model, example=x)
@@ -262,28 +398,88 @@ def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any
             facts["extraction"] = max(facts.get("extraction", 0.0), gap)
             if gap > TOLERANCE * max(1.0, float(ours.abs().max())):
                 wrong.append(f"{spec} differs from its extraction by {gap:.1e}")
+            if original is not None:
+                dense = [dense_outputs(network, x) for network in (plain, zeroed(original, supernet, spec))]
+                for head in dense[0]:
+                    pairs = zip(*(found[head] for found in dense), strict=True)
+                    gap = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+                    facts.setdefault("heads", {})[head] = max(facts.get("heads", {}).get(head, 0.0), gap)
+                    if gap > MASKED:
+                        wrong.append(f"{spec}: {head} differs by {gap:.1e}")
     facts["wrong"] = wrong
     try:
-        cost = CostModel(supernet, tensors)
-        full = cost(space.largest())
-        facts["axes"] = {}
-        for axis in space.axes:
-            values = {a.name: [s.choices[-1 if a is not axis else 0] for s in a.slots] for a in space.axes}
-            narrow = cost(space.spec(**values))
-            facts["axes"][axis.name] = [
-                round(1 - narrow.parameters / full.parameters, 3),
-                round(1 - narrow.macs / max(1, full.macs), 3),
-            ]
-        smallest = cost(space.smallest())
-        facts["smallest"] = [
-            round(smallest.parameters / full.parameters, 3),
-            round(smallest.macs / max(1, full.macs), 3),
-        ]
+        cost: Any = CostModel(supernet, tensors)
+        cost(space.largest())
     except SubnetActError as error:
-        facts["axes"] = {axis.name: [None, None] for axis in space.axes}
-        facts["not_counted"] = str(error)[:200]
+        facts["counted"] = f"in a forward pass, because {error}"[:200]
+        cost = partial(cost_of_a_run, supernet, x)
+    full, facts["axes"] = cost(space.largest()), {}
+    for axis in space.axes:
+        values = {a.name: [s.choices[-1 if a is not axis else 0] for s in a.slots] for a in space.axes}
+        narrow = cost(space.spec(**values))
+        facts["axes"][axis.name] = [
+            round(1 - narrow.parameters / full.parameters, 3),
+            round(1 - narrow.macs / max(1, full.macs), 3),
+        ]
+    smallest = cost(space.smallest())
+    facts["smallest"] = [
+        round(smallest.parameters / full.parameters, 3),
+        round(smallest.macs / max(1, full.macs), 3),
+    ]
     facts["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return facts
+
+
+def cost_of_a_run(supernet: Any, x: Any, spec: Any) -> SimpleNamespace:
+    """Count parameters and multiply-accumulates of a subnet while it runs, if its shapes depend on values."""
+    plain = supernet.extract(spec)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call_with(plain, x)
+    counted = sum(p.numel() for p in plain.parameters()), counter.get_total_flops() // 2
+    return SimpleNamespace(**dict(zip(("parameters", "macs"), counted, strict=True)))
+
+
+def zeroed(model: nn.Module, supernet: Any, spec: Any) -> nn.Module:
+    """Return the ordinary model with zeros for what a subnet drops and identities for skipped blocks."""
+    plain = copy.deepcopy(model)
+    for axis in supernet.space.axes:
+        for slot, choice in zip(axis.slots, spec[axis.name], strict=True):
+            found: Any = supernet.description.slots[slot.name]
+            size = found.sizes[choice]
+            for block in found.blocks[size:] if axis.name == "depth" else ():
+                plain.set_submodule(block, nn.Identity())
+            for m in found.members if axis.name != "depth" else ():
+                try:
+                    module: Any = plain.get_submodule(m.module)
+                except AttributeError:  # It is inside of a skipped block.
+                    continue
+                start, dropped = (m.start or 0) + size * m.multiple, (found.full - size) * m.multiple
+                for name in ("weight", "bias"):
+                    tensor, inputs = getattr(module, name, None), m.part == "in_"
+                    whole = inputs and (name == "bias" or getattr(module, "groups", 1) > 1)
+                    swapped = isinstance(module, nn.ConvTranspose2d) and name == "weight"
+                    if isinstance(tensor, torch.Tensor) and not whole:
+                        tensor.data.narrow(int(inputs != swapped), start, dropped).zero_()
+    return plain
+
+
+def dense_outputs(network: nn.Module, x: Any) -> dict[str, list[torch.Tensor]]:
+    """Run a detector and return what its heads return, before any box is chosen, and its output."""
+    found: dict[str, list[torch.Tensor]] = {}
+    heads = [name for name in HEADS if any(name == path for path, _ in network.named_modules())]
+    with ExitStack() as hooks:
+        for name in heads:
+            handle = network.get_submodule(name).register_forward_hook(
+                lambda _module, _args, output, name=name: found.update({name: _numbers(output)})
+            )
+            hooks.callback(handle.remove)
+        found["boxes"] = _numbers(call_with(network, x))
+    return found
+
+
+def _numbers(output: Any) -> list[torch.Tensor]:
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    return [tensor.clone() for tensor in found if tensor.is_floating_point()]
 
 
 def mixture(family: str) -> dict[str, Any]:
@@ -364,7 +560,7 @@ def report(document: dict[str, Any]) -> str:
         f"transformers {facts.get('transformers')}; random weights.",
         "",
     ]
-    for source in ("torchvision", "timm", "transformers", "detection", "segmentation", *PACKAGES):
+    for source in ("torchvision", "timm", "transformers", "audio", "detection", "segmentation", *PACKAGES):
         own = {n: f for n, f in models.items() if n.startswith(source)}
         if not own:
             continue

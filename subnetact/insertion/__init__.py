@@ -7,6 +7,7 @@ Which file answers which question:
 - `recorder.py`: the graph of what a model computes on an example; `analysis.py`: what it tells
   (torch-kirigami); `function_trial.py`: which entries go together in functions without a rule.
 - `declaration.py`: what transformers declare, tried block by block, without tracing.
+- `fold.py`: `fold_`, which makes weight norms and the like permanent.
 - `skippable.py`: blocks that a subnet may skip, and their importance.
 - `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores; `units.py`:
   which weights have to move together, and in which units.
@@ -18,6 +19,7 @@ Which file answers which question:
 """
 
 from subnetact.insertion.description import DepthStage, Description, Group, Member
+from subnetact.insertion.fold import fold_
 from subnetact.insertion.hugging_face import as_pretrained, heterogeneous
 from subnetact.insertion.importance import ChannelGroup, UnitWeights
 from subnetact.insertion.key_value_cache import cache_relation, switch
@@ -33,6 +35,7 @@ __all__ = [
     "UnitWeights",
     "as_pretrained",
     "cache_relation",
+    "fold_",
     "heterogeneous",
     "switch",
 ]

@@ -22,10 +22,10 @@ from torch.fx import Graph
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.function_trial import BY_THE_FORWARD, spec_by_trial
+from subnetact.insertion.function_trial import BY_THE_FORWARD, EFFECTS, spec_by_trial
 from subnetact.insertion.recorder import Recording, recorded
 from subnetact.insertion.recorder import TensorFacts as OwnFacts
-from subnetact.operators import ElasticAttribute, Operator
+from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.elementwise import ADDITIONS
@@ -45,12 +45,11 @@ MOST_FOLLOWED = 30_000
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
+CHANNEL_NORM = "channel norm"
+"""The kind of norms that treat each channel by itself."""
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-REDUCTIONS = {
-    **dict.fromkeys((torch.mean, "mean"), "averages over"),
-    **dict.fromkeys((torch.amax, torch.amin, "amax", "amin"), "takes the largest or the least of"),
-}
-"""Reductions in which zeros do not stand for dropped values, at some weights -> what a refusal says."""
+REDUCTIONS = ("mean", "amax", "amin")
+"""Reductions in which zeros do not stand for dropped values, at some weights."""
 
 
 _Runs = tuple[tuple[int, int], ...]
@@ -179,7 +178,7 @@ class TracedModel:
     def _is_shared(self, impact: Any) -> bool:
         """Tell whether the channels are added to those of other layers, or concatenated with them."""
         chosen, operations = impact.selections, self._graph._data.operations
-        for node in self._graph.fx_graph.nodes:
+        for node in self._nodes.values():
             if node.target not in ADDITIONS and node.target not in CONCATENATIONS:
                 continue
             found, made = operations[node.name].inputs, operations[node.name].outputs
@@ -196,17 +195,19 @@ class TracedModel:
     def _removed(self, impact: Any) -> dict[tuple[str, str], tuple[type[Operator], _Runs]]:
         """Return module and part of the operator -> the operator, and what goes of the part."""
         for diagnostic in impact.diagnostics:
+            if diagnostic.code == "empty_axis" and not all(map(self._numbers_in, diagnostic.tensors)):
+                continue  # It is empty in the whole model, too: no box lies in a level of features.
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
                 where = f" at {diagnostic.node}" if diagnostic.node else ""
                 if diagnostic.message.startswith(BY_THE_FORWARD):
-                    raise _Refused(f"{diagnostic.message},{where}")
+                    raise _Refused(f"{diagnostic.message}, {self._place(diagnostic.node)}")
                 raise _Refused(f"the analysis cannot see through the model{where}: {diagnostic.message}")
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
             raise _Refused("its outputs are inputs or outputs of the model")
         for requirement in impact.requirements:
             what = self._reduction(requirement, impact.selections)
             if what is not None:
-                raise _Refused(f"the forward {what} its outputs, at {requirement.target}")
+                raise _Refused(f"{BY_THE_FORWARD} {what} its outputs, {self._place(requirement.target)}")
         removed: dict[tuple[str, str], tuple[type[Operator], _Runs]] = {}
         for selection in (*impact.parameters, *impact.buffers):
             if len(selection.tensor.paths) > 1:
@@ -224,7 +225,20 @@ class TracedModel:
                     raise _Refused(f"different channels of the tensors of {path} go with it")
             if selection.count != math.prod(selection.tensor.shape) - whole:
                 raise _Refused(f"single elements of {selection.tensor.paths[0]} go with it")
+        for requirement in impact.requirements:
+            path, _, name = requirement.target.rpartition(".")
+            numbers = "num_features", "num_channels"
+            if name in numbers and slicer_of(self._modules[path]) is LayerNormSlice:
+                tensor, dim = requirement.expression.value  # A norm may have no tensors.
+                chosen = impact.selections.get(tensor.id)
+                runs = chosen.fully_selected_indices(dim).intervals if chosen else ()
+                found = LayerNormSlice, tuple((int(a), int(b)) for a, b in runs)
+                if runs:
+                    removed.setdefault((path, "features"), found)
         return removed
+
+    def _numbers_in(self, tensor: str) -> int:
+        return math.prod(self._graph._data.refs[tensor].shape)
 
     def _alike(self, impact: Any, full: int) -> Iterator[str]:
         """Yield the layers with `full` outputs whose upper half goes, so that the same goes with theirs."""
@@ -240,12 +254,22 @@ class TracedModel:
         """Return what the forward does if it is one of the `REDUCTIONS` over removed channels."""
         if getattr(requirement, "kind", "") != "reduction_domain":
             return None
-        what = REDUCTIONS.get(self._nodes[requirement.target].target)
-        if what is None:
+        name = _name(self._nodes[requirement.target])
+        if name not in REDUCTIONS:
             return None
         removed, axes = chosen.get(requirement.tensors[0].id), dict(requirement.data)["axes"]
         over = removed is not None and any(map(removed.fully_selected_indices, axes))
-        return what if over else None
+        return EFFECTS[name] if over else None
+
+    def _place(self, name: str) -> str:
+        """Return which function of which module a node is, and what that means."""
+        node = self._nodes[name]
+        path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
+        where = f"{path or 'the model itself'} ({kind.__name__})"
+        return (
+            f"with {_name(node)} in {where}: the first ones alone would give something else; it stays whole, "
+            "unless the forward treats each output by itself"
+        )
 
     def _unit(self, impact: Any) -> int:
         """Return the number of channels that only go together, because grouped layers drop whole groups."""
@@ -278,7 +302,7 @@ class TracedModel:
                 raise _Refused(f"{path} keeps no prefix of its channels: {start} to {stop} go with it")
             end = stop
             alone = (begin, stop) == (0, length)
-            if not alone and kind is ElasticAttribute:
+            if not alone and (kind is ElasticAttribute or (kind is LayerNormSlice and list(made.buffers()))):
                 raise _Refused(f"{path}.{part} consists of several segments")
             yield Member(path, part, kind, multiple, *((None, None) if alone else (begin, length)))
 
@@ -328,6 +352,11 @@ def computes_channels(module: nn.Module) -> bool:
     """Tell whether a layer has a weight with an axis of outputs, which an operator slices."""
     weight = traits_of(module).axes.get("weight", ())
     return "out" in weight and slicer_of(module) is not None
+
+
+def _name(node: Any) -> str:
+    """Return the name of the function that a node calls."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _out_axis(module: nn.Module) -> int:
@@ -418,7 +447,8 @@ def _recording(example: Any) -> Iterator[None]:
     def capture(model: nn.Module, _args: Any, _kwargs: Any, registry: Any) -> Any:
         def is_leaf(module: nn.Module) -> bool:
             # torch checks the sizes of recurrent layers in their modules only; the functions would crash.
-            return type(module) in registry.opaque_modules or isinstance(module, nn.RNNBase)
+            known = type(module) in registry.opaque_modules or isinstance(module, nn.RNNBase)
+            return known or traits_of(module).kind == CHANNEL_NORM
 
         found: Any = recorded(model, example, is_leaf)
         results = {node: tree_map(facts, result) for node, result in found.results.items()}
@@ -485,5 +515,9 @@ def _rules() -> Any:
     def complete(rule: Any) -> Any:
         return unknown if rule is None else Known(rule)
 
-    rules.lookup, rules.copy = (lambda node, module: complete(known(node, module))), lambda: rules
+    def found(node: Any, module: nn.Module | None) -> Any:
+        frozen = module is not None and traits_of(module).kind == CHANNEL_NORM
+        return complete(known(node, module) or (rules.modules[nn.BatchNorm2d] if frozen else None))
+
+    rules.lookup, rules.copy = found, lambda: rules
     return rules

@@ -143,7 +143,7 @@ def disturbed_copy(network: nn.Module) -> nn.Module:
 
 def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     noise = torch.rand(tensor.shape, generator=generator).to(tensor)
-    if tensor.numel() == max(tensor.shape, default=1):
+    if tensor.numel() <= max(tensor.shape, default=1):
         tensor.add_(0.2 * noise - 0.1 if "running_mean" in name else 0.2 * noise + 0.1)
         return
     gain = (tensor.shape[0] / tensor.numel()) ** 0.5

@@ -16,12 +16,19 @@ from torch.utils._pytree import tree_leaves
 from subnetact.comparison import ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 
-__all__ = ["BY_THE_FORWARD", "spec_by_trial"]
+__all__ = ["BY_THE_FORWARD", "EFFECTS", "spec_by_trial"]
 
 BY_THE_FORWARD = "the forward"
 """What a reason begins with that is meant for users."""
 SPREAD = ("linspace", "logspace")
 """Functions of no tensor whose numbers depend on how many there are."""
+EFFECTS = {
+    **{"mean": "averages over", "roll": "shifts", "flip": "reverses the order of", "sort": "sorts"},
+    **dict.fromkeys(("amax", "amin"), "takes the largest or the least of"),
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), "takes the variance over"),
+    **dict.fromkeys(SPREAD, "spreads numbers over"),
+}
+"""What functions do with all entries of an axis, in the words of a refusal; others move or mix them."""
 UNCHECKED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions that read beyond their arguments if these do not fit; their modules check that first."""
 
@@ -38,7 +45,7 @@ def spec_by_trial(operation: Any) -> Any:
     nodes = [leaf for leaf in given if isinstance(leaf, fx.Node)]
     refs = dict(zip(nodes, operation.inputs, strict=False))
     name = getattr(operation.node.target, "__name__", str(operation.node.target))
-    why = f"{BY_THE_FORWARD} moves or mixes its outputs"
+    why = f"{BY_THE_FORWARD} {EFFECTS.get(name, 'moves or mixes')} its outputs"
     constraints: list[Any] = [Barrier((*operation.bindings.values(),), why, operation.name)]
     relations: list[Any] = []
     if len(nodes) != len(operation.inputs):

@@ -27,6 +27,7 @@ from subnetact.insertion.layer_vocabulary import (
     NEURONS_OF_EXPERTS,
     POOLS,
     SKIPPED,
+    embedding_of,
     layer_stacks,
     number_of,
 )
@@ -189,9 +190,9 @@ def _built(cls: Any, config: Any) -> nn.Module:
 
 def _fewer_channels(model: Any, full: Any) -> int:
     """Return the channels of the embeddings of a decoder if they are fewer than in the full model, or 0."""
-    if not hasattr(model, "get_input_embeddings") or not number_of(model.config, "num_attention_heads"):
+    if not number_of(getattr(model, "config", None), "num_attention_heads"):
         return 0
-    tables = (m.get_input_embeddings() for m in (model, full))
+    tables = map(embedding_of, (model, full))
     now, was = (getattr(getattr(table, "weight", None), "shape", (0,))[-1] for table in tables)
     return int(now) if now < was else 0
 

@@ -34,7 +34,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, SubnetActError
@@ -42,8 +41,9 @@ from subnetact.insertion.analysis import TracedModel, computes_channels
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, DepthStage, Description, Group
 from subnetact.insertion.description_proof import Proof
+from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
-from subnetact.insertion.layer_vocabulary import layer_stacks, vocabulary_of
+from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
 from subnetact.insertion.skippable import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
@@ -291,8 +291,8 @@ def _without_numbers(path: str) -> str:
 
 def _outside_of_layers(model: nn.Module, group: Group) -> bool:
     """Tell whether a group of a language model is in more than its layers: no configuration describes it."""
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if not isinstance(embedding, nn.Embedding):
+    embedding = embedding_of(model)
+    if embedding is None:
         return False
     modules, stacks = [m.module for m in group.members], layer_stacks(model)
     within = [any(f"{module}.".startswith(f"{stack}.") for stack in stacks) for module in modules]
@@ -476,8 +476,12 @@ def _obstacle(module: nn.Module) -> str | None:
 
 def _unseen(module: nn.Module) -> str | None:
     """Return why it cannot be found out what a module does; who describes it by hand knows that."""
-    if parametrize.is_parametrized(module):
-        return "has parametrised weights; make them permanent first, with remove_parametrizations"
+    computed = ", ".join(name for name, _ in computed_tensors(module))
+    if computed:
+        return (
+            f"computes its {computed} from other parameters in every call (a weight or spectral norm, or "
+            "another parametrisation); make that permanent first, with subnetact.insertion.fold_(model)"
+        )
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
     if any(hooks) or module._backward_pre_hooks:
         return "has hooks, which subnets would run as well; remove them first"

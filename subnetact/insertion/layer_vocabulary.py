@@ -22,6 +22,7 @@ __all__ = [
     "SKIPPED",
     "LayerConfigs",
     "LayerVocabulary",
+    "embedding_of",
     "layer_stacks",
     "number_of",
     "vocabulary_of",
@@ -108,6 +109,15 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
             return None
         stated[axis] = fitting[0]
     return LayerVocabulary(stacks[0], int(config.num_hidden_layers), stated)
+
+
+def embedding_of(model: nn.Module) -> nn.Module | None:
+    """Return the token embeddings of a model of transformers; None if it has none, as one for images."""
+    try:
+        found: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, nn.Embedding) else None
 
 
 def number_of(config: Any, field: str) -> int:

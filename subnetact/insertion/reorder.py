@@ -55,6 +55,7 @@ def reorder_(
     *,
     batches: Iterable[tuple[Any, Any]] | None = None,
     loss: Callable[[Any, Any], Tensor] = F.cross_entropy,
+    output: Callable[[Any], Any] = logits,
     dimensions: Sequence[str] | None = None,
 ) -> ReorderReport:
     """Sort the channels, heads and neurons of a supernet in place, the most important ones first.
@@ -82,7 +83,9 @@ def reorder_(
         example: a batch that the network takes, a tensor or a tuple or mapping of tensors. One input
             suffices; a sequence has several tokens. If None, the inputs of the first of `batches`.
         batches: pairs (inputs, labels); the inputs are a batch like `example`.
-        loss: maps the network's output (its logits, if there are several outputs) and labels to a scalar.
+        loss: maps the output and labels to a scalar, for "taylor".
+        output: maps what the network returns to what the loss takes. If not given, its logits, or the first
+            of several outputs.
         dimensions: the dimensions to sort. If None, all that can be sorted.
 
     Returns:
@@ -118,7 +121,9 @@ def reorder_(
     row = supernet.space.resolve(supernet.space.largest())
     trial = Trial(supernet.network, row, example)
     chosen, kept = _chosen(unit_groups(supernet, trial), dimensions)
-    scores = _scores(supernet.network, row, chosen, measure, labelled, loss)
+    scores = _scores(
+        supernet.network, row, chosen, measure, labelled, lambda y, labels: loss(output(y), labels)
+    )
     if isinstance(importance, str):
         for group, pool in _pools(supernet, chosen).items():
             scores[group] = routing_mass(supernet.network, row, pool, example)
@@ -191,7 +196,7 @@ def _scores(
                 for parameter in copied.parameters():
                     parameter.requires_grad_(parameter.is_floating_point())
                 view = bind(copied, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
-                loss(logits(call_with(view, x)), labels).backward()  # type: ignore[no-untyped-call]
+                loss(call_with(view, x), labels).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for group in groups:
                 own = [_described(group, copied, i) for i in range(group.stacks)]

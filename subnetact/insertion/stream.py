@@ -20,7 +20,7 @@ from torch import nn
 
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.layer_vocabulary import number_of
+from subnetact.insertion.layer_vocabulary import embedding_of, number_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.operators.layer_traits import traits_of
 
@@ -45,8 +45,8 @@ def stream_group(
     mixer or a feed-forward network, and `mixers` the modules whose own parameters and norms do.
     """
     config: Any = getattr(model, "config", None)
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if config is None or not isinstance(embedding, nn.Embedding) or config.is_encoder_decoder:
+    embedding: Any = embedding_of(model)
+    if config is None or embedding is None or config.is_encoder_decoder:
         return "the model is no decoder of transformers with token embeddings"
     full = embedding.embedding_dim
     if number_of(config.get_text_config(), "hidden_size") != full:

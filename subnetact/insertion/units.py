@@ -27,7 +27,7 @@ from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description_proof import disturbed_copy
-from subnetact.operators import ElasticAttribute, LayerSelect, Operator, SubnetNorm
+from subnetact.operators import ElasticAttribute, LayerSelect, Operator
 from subnetact.operators.elastic_attribute import NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
@@ -443,14 +443,11 @@ def _kept(operator: Operator, name: str, size: int, axis: int) -> dict[str, Tens
     """Return which entries of an axis belong to the first `size` of a part, in every tensor with the axis."""
     alone: Any = object.__new__(type(operator))
     alone.__dict__.update(operator.__dict__, dims={name: 0}, checks=False)
-    sliced = isinstance(operator, SubnetNorm | ElasticAttribute)
-    own = {**operator._parameters, **(operator._buffers if sliced else {})}
+    own = {**operator._parameters, **operator._buffers}
     wide = {n: tensor for n, tensor in own.items() if tensor is not None and tensor.dim() > axis}
     tags = {n: _tags(tensor, axis) for n, tensor in wide.items()}  # Numbered entries are sliced instead.
     alone.__dict__["_parameters"] = {**operator._parameters, **tags}
     made = alone.tensors(alone.sizes((size,)))
-    if isinstance(operator, ElasticAttribute):
-        made |= alone.sliced(alone.sizes((size,)), {n: tags[n] for n in operator._buffers if n in tags})
     found = {n: _line(made[n], t.dim(), axis) for n, t in wide.items() if made.get(n) is not None}
     if name != _whole(operator, name) and size:  # What the other segments keep is no part of this one.
         others = _kept(operator, name, 0, axis)

@@ -26,6 +26,7 @@ Which operator makes which module elastic:
 | Embedding | WeightSlice(out) |
 | BatchNorm1d to BatchNorm3d, SyncBatchNorm | SubnetNorm(channels) |
 | LayerNorm, RMSNorm and its relatives in transformers and timm, GroupNorm | LayerNormSlice(features) |
+| InstanceNorm1d to InstanceNorm3d, FrozenBatchNorm2d of torchvision | LayerNormSlice(features) |
 | MultiheadAttention | AttentionSlice(out, in_) |
 | parameters of a module itself: `cls_token`, `gamma`; another axis: `"scale.0"` | ElasticAttribute(name) |
 | numbers that a forward reads: `num_heads`, `"config.num_attention_heads"` | ElasticAttribute(name) |

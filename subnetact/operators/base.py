@@ -331,7 +331,11 @@ class Operator(nn.Module):
         low = None if bits == FLOAT_BITS else self.low_mixin()
         given = self.parameters_of(sizes, trainable, FLOAT_BITS if low is None else bits)
         mixin = LinearInRuns if "weight_0_0" in given else low
-        return view_module(self.shell, parameters=given, mixin=mixin, **self.attributes(sizes))
+        sliced = any(any(self.axes(name)) for name in self._buffers)
+        buffers = self.sliced(sizes, self._buffers) if sliced else None
+        return view_module(
+            self.shell, parameters=given, buffers=buffers, mixin=mixin, **self.attributes(sizes)
+        )
 
     def parameters_of(
         self, sizes: tuple[int, ...], trainable: bool, bits: int = FLOAT_BITS

@@ -83,10 +83,8 @@ class ElasticAttribute(Operator):
         return part.rpartition(".")[2] in _ROUTED
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the numbers and buffers of the subnet's module, and the objects that state numbers."""
+        """Return the numbers of the subnet's module, and the objects that state numbers."""
         found: dict[str, Any] = {}
-        if any(any(self.axes(name)) for name in self._buffers):
-            found["_buffers"] = self.sliced(sizes, self._buffers)
         for part, size in zip(self.parts, self.totals(sizes), strict=True):
             if self._is_number(part):
                 name, _, inner = part.partition(".")

@@ -1,4 +1,4 @@
-"""LayerNormSlice: norms without running statistics, over the first features."""
+"""LayerNormSlice: norms without statistics of each subnet, over the first features."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ __all__ = ["LayerNormSlice"]
 
 
 class LayerNormSlice(Operator):
-    """Slices `weight[:features]` and `bias[:features]` of a LayerNorm, an RMSNorm or a GroupNorm.
+    """Slices `weight[:features]` and `bias[:features]` of a LayerNorm, an RMSNorm, a GroupNorm and others.
 
     Means, variances and mean squares are over the features that the subnet has. A GroupNorm keeps whole
     groups, or any number of features if it has a single group. The many RMSNorm classes of transformers and
-    timm are tried: the operator runs the sliced module on random numbers, and compares it with the rule.
-    These norms have no running statistics, so subnets need no calibration for them. The gated RMSNorms of
-    Mamba-2 work in groups; every subnet has all groups, and of each the first features.
+    timm are tried: the operator runs the sliced module on random numbers, and compares it with the rule. The
+    gated RMSNorms of Mamba-2 work in groups; every subnet has all groups, and of each the first features. An
+    InstanceNorm, and torchvision's FrozenBatchNorm2d, treat every channel by itself; subnets have slices of
+    their running statistics, if there are any. There is nothing that subnets would be calibrated for.
 
     Parts:
         features: the features (channels); they may be `Segments` behind a concatenation, and are the
@@ -32,7 +33,7 @@ class LayerNormSlice(Operator):
         AutoFormer and DynaBERT slice their LayerNorms in this way.
     """
 
-    slices = ("norm",)
+    slices = ("norm", "channel norm")
     parts = ("features",)
     segmented = ("features",)
 
@@ -42,6 +43,8 @@ class LayerNormSlice(Operator):
             super().check()
             if len(getattr(self.template, "normalized_shape", (1,))) != 1:
                 raise self.refuse("it normalises over several axes; only norms over one axis can be sliced")
+            if self.segments and list(self.buffers()):
+                raise self.refuse("its running statistics can be sliced, but not in several segments")
         elif not _is_rms_norm(self):
             raise self.refuse(
                 "only GroupNorm, and LayerNorm and RMSNorm over one axis, have an affine it can slice"
@@ -60,7 +63,7 @@ class LayerNormSlice(Operator):
         if self.traits.sizes:
             return super().full(part)
         shape = getattr(self.template, "normalized_shape", None)
-        return int(shape[0]) if isinstance(shape, tuple) else self.shapes["weight"][0]
+        return int(shape[0]) if isinstance(shape, tuple) else len(self.template.weight)
 
     def group_size(self, part: str) -> int:
         """Return the features of one group; 1 if all of them are in one group."""
@@ -68,12 +71,12 @@ class LayerNormSlice(Operator):
         return self.full(part) // groups if groups > 1 else 1
 
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
-        """Return False: the mean and the variance are over all features, dropped ones included."""
-        return False
+        """Return False where the mean and the variance are over all features, dropped ones included."""
+        return self.traits.kind == "channel norm"
 
-    def axes(self, name: str) -> tuple[str, ...]:  # noqa: ARG002
+    def axes(self, name: str) -> tuple[str, ...]:
         """Return the features, also for the RMSNorms that are not in the table of layer traits."""
-        return ("features",)
+        return super().axes(name) if self.traits.axes else ("features",)
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the `normalized_shape`, or the numbers of channels and groups, of the subnet's module."""

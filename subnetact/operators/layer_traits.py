@@ -69,6 +69,13 @@ _BATCH_NORM = LayerTraits(
     fresh=True,
     finite=True,
 )
+_CHANNEL_NORM = replace(
+    _BATCH_NORM,
+    kind="channel norm",
+    axes=dict.fromkeys(_CHANNELS, ("features",)),
+    sizes={"features": "num_features"},
+    reads="features",
+)
 _PER_WIDTH_NORM = replace(_BATCH_NORM, kind="per-width batch norm")
 _NORM = LayerTraits("norm", {"weight": ("features",), "bias": ("features",)}, reads="features", finite=True)
 _LAYER_NORM = LayerTraits("norm", _NORM.axes, reads="features", finite=True, transparent=True)
@@ -92,6 +99,8 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     "subnetact.operators.per_width_norm.PerWidthBatchNorm2d": _PER_WIDTH_NORM,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _LAYER_NORM),
     nn.GroupNorm: replace(_NORM, sizes={"features": "num_channels"}),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _CHANNEL_NORM),
+    "torchvision.ops.misc.FrozenBatchNorm2d": replace(_CHANNEL_NORM, sizes={}),
     **dict.fromkeys((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU), _PLAIN_ACTIVATION),
     **dict.fromkeys(
         (

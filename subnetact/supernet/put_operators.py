@@ -35,11 +35,13 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
             close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
             raise InsertError(f"the network has no module {path!r}; did you mean {', '.join(close)}?")
         weight = getattr(modules[path], "weight", None)
-        if isinstance(weight, Tensor) and "weight" not in modules[path]._parameters:
+        if isinstance(weight, Tensor) and "weight" not in {
+            *modules[path]._parameters,
+            *modules[path]._buffers,
+        }:
             raise InsertError(
-                f"{path}: its weight is computed from other parameters (a parametrization, pruning, or a "
-                "weight or spectral norm); make it permanent first, with remove_parametrizations or "
-                "prune.remove for example"
+                f"{path}: its weight is computed from other parameters (a weight or spectral norm, pruning "
+                "or another parametrisation); make it permanent first, with subnetact.insertion.fold_(model)"
             )
         operators[modules[path]] = _operator(modules[path], path, entry, space)
     norms = [path for path, m in modules.items() if is_batch_norm(m) and m.running_mean is not None]

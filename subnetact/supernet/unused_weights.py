@@ -48,11 +48,9 @@ def fill_unused_(copy: nn.Module, network: nn.Module, row: SizeRow, value: float
         for parameter in copy.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.fill_(value)
-        for norm in copy.modules():
-            if isinstance(norm, SubnetNorm):
-                for buffer in norm._buffers.values():
-                    if buffer is not None and buffer.is_floating_point():
-                        buffer.fill_(value)
+        for operator in operators_in(copy):
+            for buffer in _sliced_buffers(operator).values():
+                buffer.fill_(value)
         _restore(copy, network, row, set())
     for operator in operators_in(copy):
         operator.forget()
@@ -91,6 +89,22 @@ def _restore_slices(copy: Operator, operator: Operator, row: SizeRow) -> None:
             parameter.copy_(torch.where(used, operator.get_parameter(name), parameter))
     if isinstance(operator, SubnetNorm) and isinstance(copy, SubnetNorm):
         copy.write_statistics(row, *operator.shared_statistics(row))
+    elif _sliced_buffers(operator):
+        mine, originals = (each.sliced(sizes, _sliced_buffers(each)) for each in (copy, operator))
+        for name, slice_ in mine.items():
+            slice_.copy_(originals[name])
+
+
+def _sliced_buffers(operator: Operator) -> dict[str, Any]:
+    """Return the buffers of numbers of which subnets have slices that share their storage."""
+    of_norm, whole = isinstance(operator, SubnetNorm), not operator.segments
+    return {
+        name: buffer
+        for name, buffer in operator._buffers.items()
+        if buffer is not None
+        and buffer.is_floating_point()
+        and (of_norm or (whole and any(operator.axes(name))))
+    }
 
 
 def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:

@@ -182,8 +182,6 @@ def distill_(
     budget = {"steps": steps, "minutes": minutes, "save_every_s": save_every_s}
     _check_numbers({**settings, **names, **budget, "calibration": calibration})
     _check_names(task, autocast, teacher)
-    if output is not None and importance == "taylor":
-        raise TrainingError('output: "taylor" does not use it; call reorder_ first, and give importance=None')
     stateful = hasattr(metric, "update") and hasattr(metric, "compute")
     functions = {
         "divergence": divergence,
@@ -367,16 +365,16 @@ def _sort(supernet: Supernet, importance: Any, first: Sequence[tuple[Any, Any]],
     if importance is None or (importance == AUTO and supernet.origin is not None):
         return "kept as it was"
 
-    def loss(scores: Any, given: tuple[Any, Any]) -> Tensor:
+    def loss(found: Any, given: tuple[Any, Any]) -> Tensor:
         x, labels = given
-        return task.loss(task.output(scores, x), labels)
+        return task.loss(task.output(found, x), labels)
 
     measure = "l1" if importance == AUTO else importance
     try:
         with warnings.catch_warnings():  # The statistics that it drops are made again.
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
             batches = [(x, (x, labels)) for x, labels in first]
-            report = reorder_(supernet, measure, batches=batches, loss=loss)
+            report = reorder_(supernet, measure, batches=batches, loss=loss, output=lambda found: found)
     except InsertError as error:
         if importance != AUTO:
             raise

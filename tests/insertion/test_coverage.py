@@ -18,7 +18,12 @@ MODELS: dict[str, dict[str, Any]] = RESULTS["models"]
 
 
 @pytest.mark.parametrize(
-    ("source", "count", "share"), [("torchvision", 80, 0.9), ("timm", 80, 0.7), ("transformers", 20, 0.9)]
+    ("source", "count", "share"),
+    [
+        *(("torchvision", 80, 0.9), ("timm", 80, 0.7), ("transformers", 51, 0.9), ("detection", 11, 0.9)),
+        *(("segmentation", 6, 0.9), ("smp", 12, 0.9), ("yolo", 3, 0.9), ("diffusers", 2, 0.9)),
+        ("audio", 2, 0.9),
+    ],
 )
 def test_enough_models_are_elastic_in_two_axes_and_none_is_wrong(
     source: str, count: int, share: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import sys
@@ -351,7 +352,10 @@ def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
         "lazy": (lambda: nn.LazyConv2d(4, 3).eval(), "LazyConv2d has no weights yet; run the model once"),
         "caching": (lambda: Caching().eval(), r"keeps tensors between calls, in 'cache'"),
         "counting": (lambda: Counting().eval(), "its forward changes attributes of the model"),
-        "parametrised": (parametrised, "Hidden.second has parametrised weights"),
+        "parametrised": (
+            parametrised,
+            r"Hidden.second computes its weight .* with subnetact.insertion.fold_",
+        ),
         "inserted": (inserted, "already has operators"),
         "quantised": (quantised, "is quantised"),
         "parallel": (lambda: nn.DataParallel(plain()).eval(), r"give the model inside, .module"),
@@ -375,6 +379,35 @@ def test_models_that_are_refused_stay_as_they_are(case: str) -> None:
         subnetact.insert_(model, example=X)
     if before:
         assert dict(model.named_modules()) == before
+
+
+@pytest.mark.filterwarnings("ignore")  # torch advises against the old functions
+@pytest.mark.parametrize(
+    "norm",
+    [
+        *(nn.utils.weight_norm, nn.utils.spectral_norm),
+        *(nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm),
+        lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.3),
+    ],
+)
+def test_norms_of_weights_are_made_permanent_on_request(norm: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    model = Hidden(torch.relu).eval()
+    for layer in (model.first, model.second):
+        norm(layer)
+    expected, state = outputs_of(model, X)[0], list(model.state_dict())
+    with pytest.raises(InsertError, match=r"Hidden.first computes its weight .* subnetact.insertion.fold_"):
+        subnetact.insert_(model, example=X)
+    with pytest.raises(InsertError, match=r"Hidden.first is in training mode"):
+        subnetact.insertion.fold_(model.train())
+    assert list(model.eval().state_dict()) == state
+    assert subnetact.insertion.fold_(model) == ("first.weight", "second.weight")
+    assert subnetact.insertion.fold_(model) == ()
+    assert set(model.state_dict()) == set(Hidden(torch.relu).state_dict())
+    assert type(model.first) is nn.Conv2d
+    supernet = subnetact.insert_(model, example=X)
+    torch.testing.assert_close(outputs_of(supernet, X)[0], expected, rtol=5e-5, atol=5e-5)
+    assert set(supernet.description.groups) == {"first.width", "second.width"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -741,6 +774,98 @@ def test_a_norm_that_compares_channels_keeps_them_and_is_a_part_of_its_block() -
     assert {name: set(stage.blocks) for name, stage in description.stages.items()} == {
         "1.depth": {"1.0", "1.1", "1.2"}
     }
+
+
+def channel_norm(kind: str, dims: int, channels: int) -> nn.Module:
+    """Return a norm that treats every channel by itself, with random numbers in all of its tensors."""
+    if kind == "frozen":
+        norm: nn.Module = torchvision.ops.FrozenBatchNorm2d(channels)
+    else:
+        options = {"affine": "affine" in kind, "track_running_stats": "statistics" in kind}
+        norm = getattr(nn, f"InstanceNorm{dims}d")(channels, **options)
+    for tensor in norm.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.5, 1.5)
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("plain", 1), ("affine", 2), ("affine", 3), ("statistics", 2), ("affine statistics", 2), ("frozen", 2)],
+)
+def test_a_norm_of_each_channel_is_narrow_as_in_a_pruned_network(kind: str, dims: int) -> None:
+    torch.manual_seed(0)
+    conv = getattr(nn, f"Conv{dims}d")
+
+    def network(channels: int) -> nn.Module:
+        hidden = conv(3, channels, 3), channel_norm(kind, dims, channels), nn.ReLU(), conv(channels, 4, 1)
+        return nn.Sequential(*hidden, nn.Flatten()).eval()
+
+    model, pruned = network(16), network(8)
+    x = torch.randn(2, 3, *(5,) * dims)
+    before = model.state_dict()
+    numbers = torch.arange(16).float()
+
+    def prune(order: torch.Tensor) -> torch.Tensor:
+        for name, tensor in pruned.state_dict().items():
+            full = before[name].index_select(1, order) if name == "3.weight" else before[name]
+            tensor.copy_(full if full.shape == tensor.shape or name == "3.weight" else full[order])
+        return outputs_of(pruned, x)[0]
+
+    first, last = prune(torch.arange(8)), prune(torch.arange(15, 7, -1))
+    supernet = subnetact.insert_(model, example=x)
+    small = supernet.space.smallest()
+    assert supernet.space.resolve(small)[0] == 8
+    for network_of_eight in (supernet.subnet(small), supernet.extract(small)):
+        torch.testing.assert_close(outputs_of(network_of_eight, x)[0], first, rtol=5e-5, atol=5e-5)
+    assert supernet.check(x).ran
+    assert subnetact.reorder_(supernet, lambda _: numbers, x).reordered == {"0.out": 16}
+    torch.testing.assert_close(outputs_of(supernet.subnet(small), x)[0], last, rtol=5e-5, atol=5e-5)
+
+
+class Levels(nn.Module):
+    """The backbone of a detector: two levels of features, behind norms that are frozen."""
+
+    out_channels = (16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, 4, 1), channel_norm("frozen", 2, 16)
+        self.fine, self.coarse = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.fine(self.norm(self.first(x)).relu()).relu()
+        return {"fine": x, "coarse": self.coarse(x).relu()}
+
+
+def test_a_detector_is_inserted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    detection = torchvision.models.detection
+    best = lambda boxes, scores, *_: scores.argsort(descending=True)  # noqa: E731
+    monkeypatch.setattr(torchvision.ops.boxes, "batched_nms", best)  # its operator is missing here
+    torch.manual_seed(0)
+    anchors = detection.anchor_utils.DefaultBoxGenerator([[2], [2]])
+    options = {"score_thresh": 0.0, "topk_candidates": 10, "detections_per_img": 5}
+    model = detection.ssd.SSD(Levels(), anchors, (32, 32), 3, **options).eval()
+    images = [torch.rand(3, 32, 24)]
+    zeroed = copy.deepcopy(model)
+    supernet = subnetact.insert_(model, example=(images,))
+    groups = {"backbone.first.width", "backbone.fine.width", "backbone.coarse.width"}
+    assert set(supernet.description.groups) == groups
+    with torch.no_grad():
+        for name in ("first", "fine", "coarse"):
+            layer = zeroed.backbone.get_submodule(name)
+            layer.weight[8:], layer.bias[8:] = 0, 0
+        zeroed.backbone.norm.weight[8:], zeroed.backbone.norm.bias[8:] = 0, 0
+        small = supernet.extract(supernet.space.smallest())
+        assert small.backbone.norm.running_var.shape == (8,)
+        features = [network.backbone(images[0][None]) for network in (small, zeroed)]
+        for ours, theirs in zip(*(network.values() for network in features), strict=True):
+            torch.testing.assert_close(ours, theirs[:, :8], rtol=5e-5, atol=5e-5)
+        heads = small.head(list(features[0].values())), zeroed.head(list(features[1].values()))
+        torch.testing.assert_close(*heads, rtol=5e-5, atol=5e-5)
+        found, expected = supernet(images, subnet=supernet.space.smallest()), zeroed(images)
+    assert [len(boxes["boxes"]) for boxes in found] == [5]
+    torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)
 
 
 class Standardised(nn.Module):

@@ -73,8 +73,17 @@ def test_subnets_of_a_forward_that_looks_at_shapes_equal_a_network_made_with_few
     assert "does not run on the example, so it stays whole" in supernet.description.refused["large"]
 
 
-@pytest.mark.parametrize("name", ["roll", "flip", "cumsum", "var", "linspace"])
-def test_functions_that_mix_channels_are_named_in_the_reason(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("roll", "shifts"),
+        ("flip", "reverses the order of"),
+        ("cumsum", "moves or mixes"),
+        ("var", "takes the variance over"),
+        ("linspace", "spreads numbers over"),
+    ],
+)
+def test_functions_that_mix_channels_are_named_in_the_reason(name: str, what: str) -> None:
     between = {
         "roll": lambda t: torch.roll(t, 1, 1),
         "flip": lambda t: t.flip(1),
@@ -82,9 +91,12 @@ def test_functions_that_mix_channels_are_named_in_the_reason(name: str) -> None:
         "var": lambda t: t / t.var(1, keepdim=True),
         "linspace": lambda t: t * torch.linspace(0, 1, t.shape[1]).view(1, -1, 1, 1),
     }[name]
-    description = describe(Looking(between).eval(), X, proof=False)
-    assert description.refused["first"] == f"the forward moves or mixes its outputs, at {name}"
-    assert list(description.groups) == ["second.width"]
+    description = describe(nn.Sequential(Looking(between)).eval(), X, proof=False)
+    assert description.refused["0.first"] == (
+        f"the forward {what} its outputs, with {name} in 0 (Looking): the first ones alone would give "
+        "something else; it stays whole, unless the forward treats each output by itself"
+    )
+    assert list(description.groups) == ["0.second.width"]
 
 
 class Routed(nn.Module):

@@ -203,19 +203,21 @@ def test_batch_norm_scales_give_the_order() -> None:
     assert torch.equal(state["stem.weight"], original.stem.weight)
 
 
-def test_taylor_scores_are_weights_times_gradients() -> None:
+@pytest.mark.parametrize("output", [{}, {"output": lambda scores: 3.0 * scores.flip(1)}])
+def test_taylor_scores_are_weights_times_gradients(output: dict[str, Any]) -> None:
+    read = output.get("output", lambda scores: scores)
     original, supernet = convs()
     batches = [(IMAGES, torch.tensor([0, 1, 2])), (IMAGES.flip(0), torch.tensor([3, 1, 0]))]
     totals = [torch.zeros(8), torch.zeros(8)]
     for x, labels in batches:
         original.zero_grad()
-        F.cross_entropy(original(x), labels).backward()
+        F.cross_entropy(read(original(x)), labels).backward()
         for total, block in zip(totals, original.blocks, strict=True):
             total += (block.conv1.weight * block.conv1.weight.grad).sum((1, 2, 3)).abs()
             total += (block.conv2.weight * block.conv2.weight.grad).sum((0, 2, 3)).abs()
             for parameter in (block.bn1.weight, block.bn1.bias):
                 total += (parameter * parameter.grad).abs()
-    reorder_(supernet, "taylor", batches=batches)
+    reorder_(supernet, "taylor", batches=batches, **output)
     for i, total in enumerate(totals):
         order = total.argsort(descending=True)
         moved = supernet.state_dict()[f"blocks.{i}.conv1.weight"]
