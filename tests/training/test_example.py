@@ -107,6 +107,10 @@ def test_a_short_run_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def measured_shortly(*arguments: Any, **options: Any) -> subnetact.LatencyTable:
         return subnetact.profile_latency(*arguments, **{**options, **quick})
 
+    training, held_out = example.undistorted_digits()
+    few = (example.Digits(part.images[:200], part.labels[:200]) for part in (training, held_out))
+    monkeypatch.setattr(example, "undistorted_digits", lambda: tuple(few))
+    monkeypatch.setattr(example, "COPIES", 1)
     monkeypatch.setattr(example, "profile_latency", measured_shortly)
     example.main()
     result = json.loads((tmp_path / "result.json").read_text())
