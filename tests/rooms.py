@@ -14,8 +14,9 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("subnetact", "ofa_adapters")
@@ -55,9 +56,15 @@ def modules() -> dict[str, Path]:
     }
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file, its module first."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Yield the modules of the packages that a file imports, wherever in the file that happens."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Call) and (name := name_imported(node)) in known:
             yield str(name)
         elif isinstance(node, ast.Import):
@@ -168,8 +175,9 @@ def sizes() -> dict[str, Size]:
     for name, path in modules().items():
         if name == "subnetact":
             continue
-        tree, text = ast.parse(path.read_text()), path.read_text().splitlines()
-        docs = {number for node in ast.walk(tree) for number in docstring_lines(node)}
+        tree: Any = nodes(path)[0]
+        text = path.read_text().splitlines()
+        docs = {number for node in nodes(path) for number in docstring_lines(node)}
         code = {
             number
             for number, line in enumerate(text, 1)

@@ -60,7 +60,7 @@ def test_imports_by_name_are_seen(rooms: ModuleType) -> None:
         name
         for name, path in known.items()
         if name != "subnetact"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in rooms.nodes(path)
         if isinstance(node, ast.Call) and rooms.name_imported(node) == ""
     }
     assert computed == set(rooms.BY_COMPUTED_NAME)
@@ -107,10 +107,10 @@ def test_every_module_is_imported_or_started(rooms: ModuleType) -> None:
     assert not idle
 
 
-def test_the_rooms_without_torch_never_import_it() -> None:
+def test_the_rooms_without_torch_never_import_it(rooms: ModuleType) -> None:
     for room in ("serving", "latency"):
         for path in (ROOT / "subnetact" / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in rooms.nodes(path):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 assert not any(n.split(".")[0] == "torch" for n in names), path

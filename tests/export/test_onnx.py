@@ -77,15 +77,14 @@ class Returning(nn.Module):
 @pytest.mark.parametrize(
     ("output_of", "names"),
     [
-        (lambda x: x, ["output"]),
-        (lambda x: {"a": x, "b": x + 1}, ["a", "b"]),
         (lambda x: {"a": (x, x + 1), "b": x + 2}, ["output_0", "output_1", "output_2"]),
         (lambda x: {"a": None, "b": x}, ["output_0"]),
         (lambda x: {"input": x}, ["output_0"]),
-        (lambda x: (None, x), ["output_0"]),
     ],
 )
-def test_outputs_are_named_once_each(output_of: Any, names: list[str], tmp_path: Path) -> None:
+def test_outputs_without_a_name_of_their_own_are_numbered(
+    output_of: Any, names: list[str], tmp_path: Path
+) -> None:
     space = SubnetSpace("own", [Axis.uniform("w", ["all"], [2, 4])], lambda v: {"w": v["w"][0]})
     network = Returning(output_of).eval()
     supernet = subnetact.insert_(network, space, {"wide": subnetact.WeightSlice.on(out="w")})

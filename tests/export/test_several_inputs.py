@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from small_families import small_inputs, small_supernet
-from torch import Tensor
+from small_families import small_constructor, small_inputs
+from torch import Tensor, nn
 
-from subnetact import Engine
+from ofa_adapters import load
+from subnetact import Axis, Engine, SubnetSpace, WeightSlice, insert_
 from subnetact.errors import ExportError, InvalidRequest
-from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript, to_triton
+from subnetact.export import (
+    ExportedEngine,
+    load_exported,
+    to_exported_programs,
+    to_onnx,
+    to_torchscript,
+    to_triton,
+)
 
 
 def batch(n: int) -> dict[str, Tensor]:
@@ -24,21 +32,39 @@ def batch(n: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    supernet = small_supernet("dynabert")
+    supernet = load("dynabert", None, **{**small_constructor("dynabert"), "num_hidden_layers": 2}).eval()
     example = {name: part[:1] for name, part in small_inputs("dynabert").items()}
     return Engine(supernet, [supernet.space.smallest(), supernet.space.largest()], example=example)
 
 
 @pytest.fixture(scope="module")
+def exported(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> ExportedEngine:
+    folder = tmp_path_factory.mktemp("named") / "programs"
+    to_exported_programs(engine, folder, progress=False)
+    return load_exported(folder, progress=False, trusted=True)
+
+
+class Masked(nn.Module):
+    """A network that adds up what the mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.last = nn.Embedding(90, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.last((self.inner(self.embed(ids)).relu() * mask[..., None]).sum(1))
+
+
+@pytest.fixture(scope="module")
 def paired() -> Engine:
-    supernet = small_supernet("dynabert")
+    space = SubnetSpace("masked", [Axis.uniform("w", ["all"], [4, 8])], lambda v: {"w": v["w"][0]})
+    elastic = {"inner": WeightSlice.on(out="w"), "last": WeightSlice.on(in_="w")}
+    supernet = insert_(Masked().eval(), space, elastic)
     ids, mask = (part[:1] for part in small_inputs("dynabert").values())
-    return Engine(supernet, [supernet.space.smallest()], example=(ids, mask))
+    return Engine(supernet, [space.smallest()], example=(ids, mask))
 
 
-def test_graph_programs_take_named_inputs(engine: Engine, tmp_path: Path) -> None:
-    to_exported_programs(engine, tmp_path / "programs", progress=False)
-    exported = load_exported(tmp_path / "programs", progress=False, trusted=True)
+def test_graph_programs_take_named_inputs(engine: Engine, exported: ExportedEngine) -> None:
     for n in (1, 4):
         x = batch(n)
         for subnet in engine.ids:
@@ -58,9 +84,7 @@ def test_graph_programs_take_positional_inputs(paired: Engine, tmp_path: Path) -
     torch.testing.assert_close(exported(x, 0), paired(x, 0), rtol=5e-5, atol=5e-5)
 
 
-def test_wrong_batches_are_refused(engine: Engine, tmp_path: Path) -> None:
-    to_exported_programs(engine, tmp_path / "programs", subnets=engine.specs[:1], progress=False)
-    exported = load_exported(tmp_path / "programs", progress=False, trusted=True)
+def test_wrong_batches_are_refused(exported: ExportedEngine) -> None:
     x = batch(3)
     wrong: list[Any] = [
         x["input_ids"],
@@ -79,8 +103,8 @@ def test_onnx_names_its_inputs(engine: Engine, paired: Engine, tmp_path: Path) -
     to_onnx(engine, tmp_path / "named", subnets=engine.specs[:1], progress=False)
     to_onnx(paired, tmp_path / "paired", progress=False)
     x = batch(3)
-    expected = engine(x, 0)
     for folder, names in (("named", list(x)), ("paired", ["input_0", "input_1"])):
+        expected = engine(x, 0) if folder == "named" else paired(tuple(x.values()), 0)
         session = onnxruntime.InferenceSession(str(tmp_path / folder / "subnet-0.onnx"))
         assert sorted(i.name for i in session.get_inputs()) == sorted(names)
         given = {name: part.numpy() for name, part in zip(names, x.values(), strict=True)}

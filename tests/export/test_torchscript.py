@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import subnetact
-from ofa_adapters import load
 from subnetact import (
     Axis,
     LayerSelect,
@@ -44,19 +43,19 @@ from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
-MANY = 12
+MANY = 6
 DIGIT = torch.zeros(1, 1, 16, 16)
 COUNTS = {
     "ofa_resnet50": MANY,
     "ofa_mbv3": MANY,
     "autoformer": MANY,
     "dynabert": MANY,
-    "attentivenas": 5,
-    "ofa_proxyless": 5,
-    "compofa_mbv3": 5,
-    "slimmable_resnet50": 5,
-    "us_mobilenet_v2": 5,
-    "hydravit": 5,
+    "attentivenas": 4,
+    "ofa_proxyless": 4,
+    "compofa_mbv3": 4,
+    "slimmable_resnet50": 4,
+    "us_mobilenet_v2": 4,
+    "hydravit": 4,
 }
 
 
@@ -315,10 +314,10 @@ def test_all_subnets_of_an_own_network(tmp_path: Path) -> None:
     assert differing(scripted, supernet, specs, {"x": x}) == []
 
 
-def test_one_file_runs_hundreds_of_subnets(digits: Supernet, tmp_path: Path) -> None:
-    specs, x = list(digits.space.enumerate())[::5], torch.randn(2, 1, 16, 16)
+def test_one_file_runs_a_hundred_subnets(digits: Supernet, tmp_path: Path) -> None:
+    specs, x = list(digits.space.enumerate())[::8], torch.randn(2, 1, 16, 16)
     scripted: Any = to_torchscript(plain_engine(digits, specs, x), tmp_path / "m.pt", progress=False)
-    assert scripted.num_subnets() == len(specs)
+    assert scripted.num_subnets() == len(specs) > 100
     assert differing(torch.jit.load(tmp_path / "m.pt"), digits, specs, {"x": x}) == []
 
 
@@ -343,17 +342,17 @@ def test_inserted_torchvision_and_timm_models(tmp_path: Path) -> None:
         elastic[f"{name}.conv2"] = WeightSlice.on(in_=name)
     vision = subnetact.insert_(resnet18().eval(), space, elastic)
 
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3).eval()
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=3).eval()
     mlps = SubnetSpace(
         "vit",
         [
-            Axis.uniform("mlp", [str(i) for i in range(12)], [0.5, 1.0]),
+            Axis.uniform("mlp", [str(i) for i in range(3)], [0.5, 1.0]),
             Axis.uniform("keep", ["last"], [0, 1]),
         ],
         lambda v: {**{f"mlp{i}": int(768 * m) for i, m in enumerate(v["mlp"])}, "keep": v["keep"][0]},
     )
-    described = {"blocks": LayerSelect.on(**{"11": "keep"})}
-    for i in range(12):
+    described = {"blocks": LayerSelect.on(**{"2": "keep"})}
+    for i in range(3):
         described[f"blocks.{i}.mlp.fc1"] = WeightSlice.on(out=f"mlp{i}")
         described[f"blocks.{i}.mlp.fc2"] = WeightSlice.on(in_=f"mlp{i}")
     transformer = subnetact.insert_(vit, mlps, described)
@@ -556,14 +555,23 @@ print(resident() - before)
 """
 
 
-def test_the_full_size_file_holds_the_weights_once(tmp_path: Path, digits: Supernet) -> None:
-    torch.manual_seed(0)
-    supernet = load("ofa_resnet50")
-    specs = supernet.space.sample(0, 2)
+def test_a_large_file_holds_the_weights_once(tmp_path: Path, digits: Supernet) -> None:
+    """They are 64 MiB, of which every subnet uses a part."""
+    space = SubnetSpace(
+        "wide", [Axis.uniform("width", ["all"], [2048, 4096, 8192])], lambda v: {"width": v["width"][0]}
+    )
+    network = nn.Sequential(nn.Linear(1024, 8192), nn.BatchNorm1d(8192), nn.Linear(8192, 1024)).eval()
+    elastic = {
+        "0": WeightSlice.on(out="width"),
+        "1": SubnetNorm.on(channels="width"),
+        "2": WeightSlice.on(in_="width"),
+    }
+    supernet = subnetact.insert_(network, space, elastic)
+    specs = list(space.enumerate())
     calibrated(supernet, specs)
-    x = torch.randn(1, 3, 64, 64)
+    x = torch.randn(2, 1024)
     scripted = to_torchscript(plain_engine(supernet, specs, x), tmp_path / "m.pt")
-    assert differing(scripted, supernet, specs, {"x": x}) == []
+    assert differing(scripted, supernet, specs, {"input": x}) == []
     size = (tmp_path / "m.pt").stat().st_size
     assert size <= 1.05 * held_bytes(supernet, specs)
     warm = [digits.space.smallest()]
