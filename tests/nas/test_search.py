@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def law(supernet: Supernet) -> tuple[Callable[[SubnetSpec], float], Callable[[Su
         depth, expand = (sum(float(v or 0) for v in spec[axis]) for axis in ("depth", "expand"))
         return 40 + 3 * depth + 8 * expand + 20 * float(spec["width"][0] or 0)
 
-    return accuracy, lambda spec: model(spec).macs / 1e6
+    return accuracy, cache(lambda spec: model(spec).macs / 1e6)
 
 
 @pytest.fixture(scope="module")
