@@ -18,7 +18,7 @@ import numpy.typing as npt
 from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["TABLE", "AddressRunner", "CommandRunner", "FusedRunner", "command", "crash"]
+__all__ = ["TABLE", "CommandRunner", "TellingRunner", "command", "crash"]
 
 TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
 KINDS = ("double", "crash", "hang", "raise", "memory", "exit", "pid", "unpicklable", "unprintable")
@@ -100,28 +100,8 @@ class CommandRunner:
         return outputs
 
 
-class AddressRunner:
-    """Tells how many weights and statistics rows an engine has, and how many are in shared memory."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.keys = engine.keys
-
-    def check(self, x: Any, finite: bool = False) -> None:
-        """Accept everything."""
-
-    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[tuple[int, int]]:
-        """Run the batch, so that every weight is used, and return both numbers per input."""
-        self.engine.run(subnet, inputs, batch_size)
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        spans = [line.split()[0].split("-") for line in lines if "memfd:subnetact" in line]
-        addresses = [tensor.data_ptr() for tensor in self.engine.supernet.tensors()]
-        inside = [any(int(a, 16) <= at < int(b, 16) for a, b in spans) for at in addresses]
-        return [(sum(inside), len(inside)) for _ in inputs]
-
-
-class FusedRunner:
-    """Runs an engine, and tells whether the engine of this process runs the subnet as a fused program.
+class TellingRunner:
+    """Runs an engine, and tells facts about it and its weights in this process.
 
     Args:
         engine: the engine.
@@ -135,7 +115,15 @@ class FusedRunner:
         """Accept everything."""
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
-        """Return the output, whether the subnet is fused, and whether it is pinned, per input."""
+        """Return per input the output and four facts.
+
+        They are how many weights and statistics rows are in shared memory and how many there are, whether the
+        subnet is a fused program, and whether it is pinned.
+        """
         outputs = self.engine.run(subnet, inputs, batch_size)
-        fused, pinned = self.engine.is_fused(subnet), subnet in self.engine.pinned
-        return [(output, np.array([fused, pinned])) for output in outputs]
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        spans = [line.split()[0].split("-") for line in lines if "memfd:subnetact" in line]
+        addresses = [tensor.data_ptr() for tensor in self.engine.supernet.tensors()]
+        inside = sum(any(int(a, 16) <= at < int(b, 16) for a, b in spans) for at in addresses)
+        state = self.engine.is_fused(subnet), subnet in self.engine.pinned
+        return [(output, np.array([inside, len(addresses), *state])) for output in outputs]

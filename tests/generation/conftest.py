@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -37,9 +38,12 @@ def llama() -> Supernet:
     )
     model = transformers.LlamaForCausalLM(config).eval()
     choices = {"ffn": WIDTHS}
-    return subnetact.insert_(
+    supernet = subnetact.insert_(
         model, example=torch.arange(12).view(2, 6), axes=("depth", "ffn"), choices=choices
     )
+    gc.collect()
+    gc.freeze()  # transformers collects garbage at the end of every generator: not through all modules again
+    return supernet
 
 
 @pytest.fixture(scope="session")

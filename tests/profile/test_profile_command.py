@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -45,7 +46,6 @@ from subnetact.supernet.supernet import Supernet
 QUICK = ["--device", "cpu", "--threads", "1", "--min-time-ms", "3", "--warmup-ms", "0", "--windows", "3",
          "--max-windows", "3"]  # fmt: skip
 FACTORY = "profile_factory"
-COMMAND = [sys.executable, "-m", "subnetact.profile"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +57,15 @@ def run(tmp_path: Path, *arguments: Any) -> int:
     return main([*QUICK, "--out", str(tmp_path / "t.json"), *map(str, arguments)])
 
 
-def interrupt_after(windows: int, patch: pytest.MonkeyPatch) -> None:
-    """Raise KeyboardInterrupt instead of recording the next window of a sweep."""
+def interrupt_after(windows: int, patch: pytest.MonkeyPatch, sent: signal.Signals | None = None) -> None:
+    """Send a signal, or raise KeyboardInterrupt, instead of recording the next window of a sweep."""
     append, left = Journal.append, iter(range(windows))
 
     def interrupted(journal: Journal, record: str, **facts: Any) -> None:
         if record == "window" and next(left, None) is None:
-            raise KeyboardInterrupt
+            if sent is None:
+                raise KeyboardInterrupt
+            signal.raise_signal(sent)
         append(journal, record, **facts)
 
     patch.setattr(Journal, "append", interrupted)
@@ -493,9 +495,24 @@ def options_for(folder: Path, *more: str) -> list[str]:
     return [*QUICK, *arguments, *more]
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [*COMMAND, *options_for(folder, *more)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+FORKS = """
+import os, sys
+from subnetact.profile.cli import main
+while sys.stdin.readline():
+    process = os.fork()
+    if not process:
+        os._exit(main(sys.argv[1:]))
+    print(process, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+
+
+def exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bundle(
@@ -504,19 +521,26 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(
     assert main(options_for(tmp_path / "whole")) == 0
     folder, journal = tmp_path / "killed", tmp_path / "killed" / "t.json.work" / "journal.jsonl"
     rng, kills = random.Random(0), 0
-    for _ in range(2):
-        process = start(folder, "--resume")
-        lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
-        more = rng.randint(1, 14)
-        while process.poll() is None and (
-            not journal.exists() or journal.read_bytes().count(b"\n") < lines + more
-        ):
-            time.sleep(0.001)
-        kept = journal.read_bytes()
-        process.kill()
-        process.communicate(timeout=60)
-        kills += process.returncode == -signal.SIGKILL
-        assert journal.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    command = [sys.executable, "-c", FORKS, *options_for(folder, "--resume")]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as forks:
+        assert forks.stdin is not None
+        assert forks.stdout is not None
+        for _ in range(3):
+            lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
+            more = rng.randint(1, 10)
+            print(file=forks.stdin, flush=True)
+            process = int(forks.stdout.readline())
+            while exists(process) and (
+                not journal.exists() or journal.read_bytes().count(b"\n") < lines + more
+            ):
+                time.sleep(0.001)
+            kept = journal.read_bytes()
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            kills += int(forks.stdout.readline()) == -signal.SIGKILL
+            assert journal.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+        forks.stdin.close()
     assert kills
     capsys.readouterr()
     assert main(options_for(folder, "--resume")) == 0
@@ -536,19 +560,17 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(
     assert engines[1].tables["measured"] == tables[1]
 
 
-def test_a_terminated_run_leaves_what_was_measured(tmp_path: Path) -> None:
-    folder, journal = tmp_path, tmp_path / "t.json.work" / "journal.jsonl"
-    process = start(folder, "--min-time-ms", "3000")
-    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
-        time.sleep(0.01)
-    process.terminate()
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, errors
-    assert b"interrupted" in errors
-    assert b"Traceback" not in errors
-    assert not (folder / "t.json").exists()
-    records = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
-    assert [record["record"] for record in records[:2]] == ["chosen", "window"]
+def test_a_terminated_run_leaves_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(1, monkeypatch, signal.SIGTERM)
+    assert main(options_for(tmp_path)) == 130
+    errors = capsys.readouterr().err
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "t.json").exists()
+    records = map(json.loads, (tmp_path / "t.json.work" / "journal.jsonl").read_text().splitlines()[1:])
+    assert [record["record"] for record in records] == ["chosen", "window"]
 
 
 def test_the_command_and_the_functions_have_the_same_defaults() -> None:

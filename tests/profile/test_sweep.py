@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,6 +29,9 @@ EXAMPLE = torch.zeros(1, 16, 16)
 CPU_OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
 
 
+_digits = cache(new_digits_supernet)  # nobody runs or changes it
+
+
 class FakeRunner:
     """A runner whose cells have made-up times: `times(subnet, batch size, visit)` in ms."""
 
@@ -38,7 +42,7 @@ class FakeRunner:
             ready=lambda subnet: SimpleNamespace(bound=None, spec=f"subnet {subnet}"),
             ids=tuple(range(subnets)),
             keys=tuple(f"s{i}" for i in range(subnets)),
-            supernet=new_digits_supernet(),
+            supernet=_digits(),
             device=torch.device("cpu"),
             fingerprint="made up",
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -47,10 +46,10 @@ if __name__ == "__main__":
 """
 
 
-def test_the_bundle_of_an_own_network_is_served(tmp_path, start, capsys):
+def test_the_bundle_of_an_own_network_is_served(tmp_path, start, capsys, monkeypatch):
     (tmp_path / "own_network.py").write_text(OWN)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    subprocess.run([sys.executable, "own_network.py"], cwd=tmp_path, env=environment, check=True, timeout=60)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("own_network.py", run_name="__main__")
     bundle = str(tmp_path / "bundle")
     assert main(["--bundle", bundle]) == 2
     assert "--model" in capsys.readouterr().err  # the advice names an option of this command

@@ -169,8 +169,7 @@ def test_a_whole_head_beyond_its_limit_is_refused(parser, size):
 
 def test_bodies_of_15_mb_beside_others(server):
     """Two clients send JSON of 15 MB again and again, another one asks for digits."""
-    numbers = ",".join(f"{i % 1000 / 1000:.3f}" for i in range(2_500_000))
-    large = f'{{"input": [{numbers}]}}'.encode()
+    large = b'{"input": [' + b"0.123," * 2_500_000 + b"0.123]}"
     assert len(large) > 14e6
     stop = threading.Event()
     seen = []
@@ -184,7 +183,7 @@ def test_bodies_of_15_mb_beside_others(server):
         thread.start()
     answered = 0
     try:
-        while answered < 10 or not seen:
+        while answered < 4 or not seen:
             assert server.call("POST", "/infer", GOOD)[0] == 200
             answered += 1
     finally:
@@ -199,36 +198,39 @@ def test_bodies_of_15_mb_beside_others(server):
 SMUGGLED = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    ("first", "allowed"),
-    [
-        # What is behind such a head may be read as a body or not at all, but never as a request.
-        (head("/nothing", f"Content-Length: {len(SMUGGLED)}"), [404]),
-        (head("/infer", f"Content-Length: {len(SMUGGLED)}"), [400]),
-        (head("/infer", f"Content-Length: {len(SMUGGLED)}", method="GET"), [405]),
-        (head("/healthz", f"Content-Length: {len(SMUGGLED)}", method="GET"), [200]),
-        (head("/infer", "Content-Length: 0", "Transfer-Encoding: chunked") + b"0\r\n\r\n", [400]),
-        (
-            head("/healthz", "Content-Length: 4", "Transfer-Encoding: chunked", method="GET") + b"0\r\n\r\n",
-            [400],
-        ),
-        (head("/infer", "Content-Length: 0", f"Content-Length: {len(SMUGGLED)}"), [400]),
-        (head("/healthz", "Content-Length: 0", f"Content-Length: {len(SMUGGLED)}", method="GET"), [400]),
-        (head("/infer", "Content-Length: +0"), [400]),
-        (head("/infer", "Content-Length : 0"), [400]),
-        (head("/infer", "Transfer-Encoding: xchunked"), [400, 501]),
-        (head("/infer", "Transfer-Encoding: chunked", "Transfer-Encoding: identity"), [400, 501]),
-        (head("/infer", "Transfer-Encoding:\x0bchunked"), [400, 501]),
-    ],
-)
-def test_no_request_is_smuggled(parser, first, allowed):
-    with connected(parser) as connection:
-        connection.sendall(first + SMUGGLED)
-        received = read_all(connection)
-        found = statuses(received)
-    assert len(found) == 1
-    assert found[0] in allowed
-    assert received.count(b'"status":"ok"') == (found == [200])
+HEADS = [
+    # What is behind such a head may be read as a body or not at all, but never as a request.
+    (head("/nothing", f"Content-Length: {len(SMUGGLED)}"), [404]),
+    (head("/infer", f"Content-Length: {len(SMUGGLED)}"), [400]),
+    (head("/infer", f"Content-Length: {len(SMUGGLED)}", method="GET"), [405]),
+    (head("/healthz", f"Content-Length: {len(SMUGGLED)}", method="GET"), [200]),
+    (head("/infer", "Content-Length: 0", "Transfer-Encoding: chunked") + b"0\r\n\r\n", [400]),
+    (
+        head("/healthz", "Content-Length: 4", "Transfer-Encoding: chunked", method="GET") + b"0\r\n\r\n",
+        [400],
+    ),
+    (head("/infer", "Content-Length: 0", f"Content-Length: {len(SMUGGLED)}"), [400]),
+    (head("/healthz", "Content-Length: 0", f"Content-Length: {len(SMUGGLED)}", method="GET"), [400]),
+    (head("/infer", "Content-Length: +0"), [400]),
+    (head("/infer", "Content-Length : 0"), [400]),
+    (head("/infer", "Transfer-Encoding: xchunked"), [400, 501]),
+    (head("/infer", "Transfer-Encoding: chunked", "Transfer-Encoding: identity"), [400, 501]),
+    (head("/infer", "Transfer-Encoding:\x0bchunked"), [400, 501]),
+]
+"""The first of two requests in one, and the statuses that it may have."""
+
+
+def test_no_request_is_smuggled(parser):
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connected(parser)) for _ in HEADS]  # all wait at the same time
+        for connection, (first, _) in zip(connections, HEADS, strict=True):
+            connection.sendall(first + SMUGGLED)
+        for connection, (first, allowed) in zip(connections, HEADS, strict=True):
+            received = read_all(connection)
+            found = statuses(received)
+            assert len(found) == 1, first
+            assert found[0] in allowed, first
+            assert received.count(b'"status":"ok"') == (found == [200]), first
 
 
 def test_pipelined_requests_are_answered_in_order(parser):
@@ -257,62 +259,54 @@ def test_malformed_heads_are_refused(parser):
 # -- too slow ------------------------------------------------------------------------------------
 
 
-def cut_off(server, count, first, drip, seconds):
-    """Open connections, send a first part and then bytes now and then; how many the server closed in time."""
-    connections = []
-    for _ in range(count):
-        connection = socket.create_connection(server.address, timeout=30)
-        connection.setblocking(True)
-        with contextlib.suppress(OSError):
-            connection.sendall(first)
-        connections.append(connection)
+def cut_off(server, count, clients, seconds):
+    """Open connections, send a first part and then bytes now and then; how many the server left open."""
+    drips = {}
+    for first, drip in clients:
+        for _ in range(count):
+            connection = socket.create_connection(server.address, timeout=30)
+            connection.setblocking(True)
+            with contextlib.suppress(OSError):
+                connection.sendall(first)
+            drips[connection] = drip
     end = time.monotonic() + seconds
-    open_ = set(connections)
+    open_ = set(drips)
     while open_ and time.monotonic() < end:
         time.sleep(0.1)
         for connection in list(open_):
             connection.settimeout(0)
             try:
-                if drip:
-                    connection.send(drip)
+                if drips[connection]:
+                    connection.send(drips[connection])
                 if connection.recv(65536) == b"":
                     open_.discard(connection)
             except BlockingIOError:
                 pass
             except OSError:
                 open_.discard(connection)
-    for connection in connections:
+    for connection in drips:
         connection.close()
-    return count - len(open_)
+    return len(open_)
 
 
-@pytest.mark.parametrize(
-    ("first", "drip"),
-    [
-        (head("/infer", "Content-Length: 1000"), b"x"),
-        (head("/infer", "Transfer-Encoding: chunked"), b"1\r\nx\r\n"),
-        (SMUGGLED, b""),
-    ],
-    ids=["slow body", "slow chunks", "idle after an answer"],
-)
-def test_slow_and_idle_clients_are_cut_off(strict, first, drip):
-    assert cut_off(strict, 30, first, drip, 60) == 30
+def test_slow_and_idle_clients_are_cut_off(strict):
+    slow_body = head("/infer", "Content-Length: 1000"), b"x"
+    slow_chunks = head("/infer", "Transfer-Encoding: chunked"), b"1\r\nx\r\n"
+    idle_after_an_answer = SMUGGLED, b""
+    assert cut_off(strict, 30, [slow_body, slow_chunks, idle_after_an_answer], 60) == 0
 
 
-@pytest.mark.parametrize(
-    ("first", "drip"),
-    [(b"", b""), (b"POST /infer HTTP/1.1\r\n", b"x: y\r\n"), (SMUGGLED, b"")],
-    ids=["silent", "slow head", "idle after an answer"],
-)
-def test_the_proxy_cuts_off_whom_the_server_waits_for(behind, first, drip):
-    assert cut_off(behind[0], 30, first, drip, 60) == 30
+def test_the_proxy_cuts_off_whom_the_server_waits_for(behind):
+    silent, slow_head = (b"", b""), (b"POST /infer HTTP/1.1\r\n", b"x: y\r\n")
+    idle_after_an_answer = SMUGGLED, b""
+    assert cut_off(behind[0], 30, [silent, slow_head, idle_after_an_answer], 60) == 0
 
 
 def test_a_thousand_slow_clients_do_not_lock_others_out_of_the_proxy(behind):
     proxy, done = behind[0], []
 
     def attack():
-        done.append(cut_off(proxy, 1000, b"POST /infer HTTP/1.1\r\n", b"", 120))
+        done.append(cut_off(proxy, 1000, [(b"POST /infer HTTP/1.1\r\n", b"")], 120))
 
     thread = threading.Thread(target=attack)
     thread.start()
@@ -321,7 +315,7 @@ def test_a_thousand_slow_clients_do_not_lock_others_out_of_the_proxy(behind):
         assert proxy.call("POST", "/infer", GOOD)[0] == 200
         answered += 1
     thread.join()
-    assert done == [1000]
+    assert done == [0]
     assert answered
 
 
@@ -443,6 +437,6 @@ def malformed_bodies(server, numpy_file, count, seed=0):
 
 
 def test_malformed_bodies_are_only_refused_and_cost_no_memory(server, numpy_file):
-    found, grown_mb = malformed_bodies(server, numpy_file, 3000)
+    found, grown_mb = malformed_bodies(server, numpy_file, 2000)
     assert found <= {200, 400, 413, 415}
     assert grown_mb < 10

@@ -17,7 +17,7 @@ def test_the_command_reports_what_came_of_a_trace(server, tmp_path, capsys, body
     np.save(tmp_path / "labels.npy", np.zeros(len(images), int))
     out, figure = tmp_path / "report.json", tmp_path / "figure.png"
     options = (
-        f"--trace servegen --rate 60 --seconds 1 --slo-ms 60000 --body {body} --out {out} --plot {figure}"
+        f"--trace servegen --rate 120 --seconds 0.5 --slo-ms 60000 --body {body} --out {out} --plot {figure}"
     )
     files = ["--inputs", str(tmp_path / "inputs.npy"), "--labels", str(tmp_path / "labels.npy")]
     assert main([server.url, *options.split(), *files]) == 0
@@ -34,7 +34,7 @@ def test_the_command_reports_what_came_of_a_trace(server, tmp_path, capsys, body
 def test_digits_come_with_their_labels(server, tmp_path):
     pytest.importorskip("sklearn")
     out = tmp_path / "report.json"
-    options = f"--trace poisson --rate 60 --seconds 1 --slo-ms 60000 --min-accuracy 82 --out {out}"
+    options = f"--trace poisson --rate 120 --seconds 0.5 --slo-ms 60000 --min-accuracy 82 --out {out}"
     assert main([server.url, *options.split()]) == 0
     report = json.loads(out.read_text())
     assert set(report["subnets"]) == {"2"}

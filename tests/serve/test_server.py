@@ -243,27 +243,12 @@ def test_the_status_page_gets_the_counts_of_the_batcher(server):
     assert now["served_by"]["2"] == before["served_by"].get("2", 0) + 1
 
 
-def test_shutting_down_finishes_what_was_accepted(start, digits, wait_for):
-    """Health turns to 503 while answers still come, then the process ends.
-
-    The grace period is endless here; a second signal ends it.
-    """
-    server = start("--bundle", str(digits[1]), "--grace-s", "10000")
-    server.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: server.call("GET", "/healthz")[0] != 200)
-    for path in ("/healthz", "/readyz", "/v2/health/ready"):
-        assert server.call("GET", path)[0] == 503
-    assert server.infer(torch.zeros(256))[0] == 200
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) in (0, -signal.SIGTERM)
-    with pytest.raises(ConnectionRefusedError):
-        server.call("GET", "/healthz")
-    assert server.stop() == ""
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
-def test_worker_processes_and_their_memory_end_with_the_server(start, digits, images):
-    """SIGTERM in the middle of requests: all are answered, and no process and no shared memory is left."""
+def test_worker_processes_and_their_memory_end_with_the_server(start, digits, images, wait_for):
+    """SIGTERM in the middle of requests: all are answered, and no process and no shared memory is left.
+
+    Health turns to 503 while answers still come. The grace period is endless here; a second signal ends it.
+    """
     engine, bundle = digits
     server = start("--bundle", str(bundle), "--worker-processes", "--grace-s", "10000")
     status, answer = server.infer(images[0], min_accuracy=82, output="values")
@@ -277,8 +262,14 @@ def test_worker_processes_and_their_memory_end_with_the_server(start, digits, im
         held = shared_memory_of([server.process.pid, *workers])
         server.process.send_signal(signal.SIGTERM)
         assert {one.result(60)[0] for one in asked} == {200}
+    wait_for(lambda: server.call("GET", "/healthz")[0] != 200)
+    for path in ("/healthz", "/readyz", "/v2/health/ready"):
+        assert server.call("GET", path)[0] == 503
+    assert server.infer(torch.zeros(256))[0] == 200
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) in (0, -signal.SIGTERM)
+    with pytest.raises(ConnectionRefusedError):
+        server.call("GET", "/healthz")
     assert "Traceback" not in server.stop()
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     assert not [path for path in held if path.exists()]

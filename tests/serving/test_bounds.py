@@ -90,7 +90,7 @@ def test_the_fluid_bound_of_a_steady_load_is_the_hull_there(a40):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_policy_exceeds_the_fluid_bound(a40, seed):
-    for trace in (bursty(3000, 9800, 8, 4, seed), poisson(21_000, 2, seed)):
+    for trace in (bursty(3000, 9800, 8, 1, seed), poisson(21_000, 0.5, seed)):
         bound = fluid_bound(trace, a40, slo_ms=36.0, workers=8)
         assert bound <= fluid_bound(trace, a40, step_ms=7.0, slo_ms=36.0, workers=8) + 1e-9
         for name in ("hullfit", "slackfit:4", "maxbatch", "fixed:0"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -87,11 +86,9 @@ def test_each_loop_gets_its_own_and_one_that_is_closed_keeps_nothing() -> None:
         settle([lost, mine] if mine[0].future else [lost])
         assert not b.done()
         del lost, b
-        gc.collect()
         assert seen() is None
         open_loop.look()
     assert a.done()
     gone = weakref.ref(closed)
     del closed
-    gc.collect()
     assert gone() is None

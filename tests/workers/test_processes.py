@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_runners import TABLE, AddressRunner, CommandRunner, FusedRunner, command
+from process_runners import TABLE, CommandRunner, TellingRunner, command
 from shared_memory import shared_memory_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -97,8 +97,8 @@ def workers_of(pid: int) -> set[int]:
 def test_faults_stay_with_their_request_and_the_process_is_replaced(
     opened: Callable[..., Batcher], wait_for: Any
 ) -> None:
-    """A crash in native code, an exit, a signal and a hang cost a retry; errors arrive as they are."""
-    batcher = opened(watchdog_ms=1500.0)
+    """A crash in native code, an exit and a hang cost a retry; errors arrive as they are."""
+    batcher = opened(spares=0, watchdog_ms=3000.0)
     first = pid_of(batcher)
     assert first != os.getpid()
     assert ask(batcher, "double", 21.0).result(60).output == np.array([42.0])
@@ -109,9 +109,6 @@ def test_faults_stay_with_their_request_and_the_process_is_replaced(
     assert (batcher.stats().died, batcher.stats().retried) == (1, 1)
 
     assert ask(batcher, "exit", 2.0).result(60).output == np.array([4.0])
-    os.kill(pid_of(batcher), signal.SIGKILL)  # It has nothing to do; the next batch may meet it or a spare.
-    assert ask(batcher, "double", 3.0).result(60).output == np.array([6.0])
-
     assert ask(batcher, "hang", 4.0).result(60).output == np.array([8.0])
     assert batcher.stats().hung >= 1  # a busy machine may be slower than the watchdog, too
 
@@ -123,16 +120,9 @@ def test_faults_stay_with_their_request_and_the_process_is_replaced(
         ask(batcher, "unpicklable").result(60)
     with pytest.raises(BatchFailed, match=r"Unprintable \(its __str__ raised\)"):
         ask(batcher, "unprintable").result(60)
-    assert batcher.stats().died in (2, 3)
+    assert batcher.stats().died == 2
     assert batcher.stats().met == batcher.stats().submitted - 3
-    mine = workers_of(os.getpid())
-    assert mine
-    batcher.close()
-    assert not any(map(alive, mine))
 
-
-def test_a_request_that_kills_twice_fails_alone(opened: Callable[..., Batcher]) -> None:
-    batcher = opened(spares=0)
     gate = [ask(batcher, "double", float(i)) for i in range(8)]
     killer = ask(batcher, "crash", -1.0)
     others = [ask(batcher, "double", float(i)) for i in range(8)]
@@ -141,7 +131,18 @@ def test_a_request_that_kills_twice_fails_alone(opened: Callable[..., Batcher]) 
     assert [f.result(60).output[0] for f in gate + others] == [2.0 * (i % 8) for i in range(16)]
     stats = batcher.stats()
     assert stats.submitted == stats.met + stats.late + stats.failed
-    assert stats.failed == 1
+    assert stats.failed == 4, "a request that kills twice fails alone"
+
+    blocked = ask(batcher, "double")
+    futures = [ask(batcher, "memory", float(i)) for i in range(12)]
+    assert [future.result(60).output[0] for future in futures] == [2.0 * i for i in range(12)]
+    blocked.result(60)
+    assert batcher.stats().out_of_memory >= 1, "and half of the batch is tried"
+    assert batcher.stats().batch_limits[0] < 4
+    mine = workers_of(os.getpid())
+    assert mine
+    batcher.close()
+    assert not any(map(alive, mine))
 
 
 def test_while_no_process_lives_nobody_is_up_and_requests_end_at_their_deadline(
@@ -176,8 +177,8 @@ def test_while_no_process_lives_nobody_is_up_and_requests_end_at_their_deadline(
     assert ask(batcher, "double", 4.0).result(60).output == np.array([8.0])
 
 
-def test_spares_start_after_the_processes_that_are_waited_for(tmp_path: Path, wait_for: Any) -> None:
-    pool = ProcessPool(CommandRunner(tmp_path), 1, threads=1, batch_sizes=(1,), spares=1)
+def test_spares_start_after_what_is_waited_for_and_take_over(tmp_path: Path, wait_for: Any) -> None:
+    pool = ProcessPool(CommandRunner(tmp_path), 1, threads=1, batch_sizes=(1,), spares=0)
     started: list[int] = []
     start = WorkerProcess.__init__
 
@@ -187,32 +188,28 @@ def test_spares_start_after_the_processes_that_are_waited_for(tmp_path: Path, wa
         start(self, *arguments)
 
     try:
-        wait_for(pool.has_spare, 60)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ProcessPool, "_start_missing", lambda pool: None)
-            first, spare = pool.runners[0].process, pool._ready[0]
-            assert first is not None
-            for process in (first, spare):
-                process.kill()
-            wait_for(lambda: not pool._serving and not pool._ready)
+            process = pool.runners[0].process
+            assert process is not None
+            process.kill()
+            wait_for(lambda: not pool._serving)
             assert not pool.runners[0].is_ready
+            pool._spares = 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(WorkerProcess, "__init__", note)
             pool.runners[0].enter_worker(None)
             wait_for(pool.has_spare, 60)
         assert started == [0, NICENESS], "only a spare gives way to others"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ProcessPool, "_start_missing", lambda pool: None)
+            process = pool.runners[0].process
+            assert process is not None
+            process.kill()
+            wait_for(lambda: process.ended is not None)
+            assert pool.runners[0].run(0, [command("double", 4.0)], 1) == [8.0], "the spare takes over"
     finally:
         pool.close()
-
-
-def test_out_of_memory_halves_the_batch(opened: Callable[..., Batcher]) -> None:
-    batcher = opened(spares=0)
-    blocked = ask(batcher, "double")
-    futures = [ask(batcher, "memory", float(i)) for i in range(12)]
-    assert [future.result(60).output[0] for future in futures] == [2.0 * i for i in range(12)]
-    blocked.result(60)
-    assert batcher.stats().out_of_memory >= 1
-    assert batcher.stats().batch_limits[0] < 4
 
 
 def test_close_ends_although_a_batch_hangs_forever(opened: Callable[..., Batcher]) -> None:
@@ -237,6 +234,35 @@ def same(pool: ProcessPool, engine: Engine, subnet: int) -> bool:
     theirs = pool.runners[0].run(subnet, list(IMAGES), len(IMAGES))
     ours = engine.run(subnet, list(IMAGES), len(IMAGES))
     return all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def see_no_mixture(digits: Supernet, runner: Any) -> None:
+    """Run batches while another thread loads weights: they see the former ones or the new ones."""
+    former = {name: tensor.clone() for name, tensor in digits.state_dict().items()}
+    states = [former, {name: tensor * 1.5 for name, tensor in former.items()}]
+    allowed = []
+    for state in states:
+        digits.load_state_dict(state, norms=digits.norms)
+        allowed.append(torch.stack(runner.run(0, list(IMAGES), 12)))
+    assert not torch.equal(*allowed)
+    stop = threading.Event()
+
+    def load() -> None:
+        i = 0
+        while not stop.is_set():
+            i += 1
+            digits.load_state_dict(states[i % 2], norms=digits.norms)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    try:
+        for _ in range(15):
+            output = torch.stack(runner.run(0, list(IMAGES), 12))
+            assert any(torch.equal(output, one) for one in allowed)
+    finally:
+        stop.set()
+        loader.join()
+    digits.load_state_dict(former, norms=digits.norms)
 
 
 def test_processes_answer_as_threads_and_follow_every_change(digits: Supernet) -> None:
@@ -276,6 +302,8 @@ def test_processes_answer_as_threads_and_follow_every_change(digits: Supernet) -
         assert not torch.equal(engine(IMAGES, subnet=0), before)
         assert same(pool, engine, 0)
 
+        see_no_mixture(digits, runner)
+
         row = digits.norms.get(engine.specs[0])
         assert row is not None
         digits.norms.update({engine.specs[0]: row.map(lambda flat: flat + 0.1)})
@@ -287,62 +315,6 @@ def test_processes_answer_as_threads_and_follow_every_change(digits: Supernet) -
     finally:
         pool.close()
     assert not workers_of(os.getpid())
-
-
-def test_processes_follow_pin_and_unpin(digits: Supernet) -> None:
-    engine = engine_of(digits, memory_budget_mb=64)
-    runner = FusedRunner(engine)
-    pool = ProcessPool(runner, 1, threads=1, batch_sizes=(1,), spares=0)
-
-    def theirs(subnet: int) -> tuple[torch.Tensor, list[bool]]:
-        answers = pool.runners[0].run(subnet, list(IMAGES), len(IMAGES))
-        assert all((facts == answers[0][1]).all() for _, facts in answers)
-        return torch.stack([output for output, _ in answers]), answers[0][1].tolist()
-
-    try:
-        for pin in (True, False):
-            if pin:
-                assert engine.pin(1)
-            else:
-                engine.unpin(1)
-            output, (fused, pinned) = theirs(1)
-            assert (fused, pinned) == (True, pin)  # a program that nobody needs the room of stays
-            assert torch.allclose(output, engine(IMAGES, subnet=1), atol=5e-5)
-            assert theirs(0)[1][1] is False
-    finally:
-        pool.close()
-
-
-def test_batches_see_former_or_new_weights_and_no_mixture(digits: Supernet) -> None:
-    engine = engine_of(digits)
-    states = [
-        {name: tensor.clone() for name, tensor in digits.state_dict().items()},
-        {name: tensor * 1.5 for name, tensor in digits.state_dict().items()},
-    ]
-    pool = ProcessPool(engine, 1, threads=1, batch_sizes=(1,), spares=0)
-    try:
-        allowed = []
-        for state in states:
-            digits.load_state_dict(state, norms=digits.norms)
-            allowed.append(torch.stack(pool.runners[0].run(0, list(IMAGES), 12)))
-        assert not torch.equal(*allowed)
-        stop = threading.Event()
-
-        def load() -> None:
-            i = 0
-            while not stop.is_set():
-                i += 1
-                digits.load_state_dict(states[i % 2], norms=digits.norms)
-
-        loader = threading.Thread(target=load)
-        loader.start()
-        for _ in range(25):
-            output = torch.stack(pool.runners[0].run(0, list(IMAGES), 12))
-            assert any(torch.equal(output, one) for one in allowed)
-        stop.set()
-        loader.join()
-    finally:
-        pool.close()
 
 
 def shared_bytes(pid: int) -> dict[str, int]:
@@ -357,19 +329,34 @@ def shared_bytes(pid: int) -> dict[str, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
-def test_the_weights_exist_once_for_all_processes(digits: Supernet) -> None:
-    engine = engine_of(digits)
+def test_processes_share_the_weights_and_follow_pin_and_unpin(digits: Supernet) -> None:
+    engine = engine_of(digits, memory_budget_mb=64)
     weights = engine.stats().weights + engine.stats().norm_table
-    pool = ProcessPool(AddressRunner(engine), 2, threads=1, batch_sizes=(1,), spares=0)
+    pool = ProcessPool(TellingRunner(engine), 2, threads=1, batch_sizes=(1,), spares=0)
+
+    def theirs(subnet: int) -> tuple[Tensor, list[int]]:
+        answers = pool.runners[0].run(subnet, list(IMAGES), len(IMAGES))
+        assert all((facts == answers[0][1]).all() for _, facts in answers)
+        return torch.stack([output for output, _ in answers]), answers[0][1].tolist()
+
     try:
         for runner in pool.runners:
-            [[shared, total]] = runner.run(0, [EXAMPLE], 1)
+            [[_, (shared, total, _, _)]] = runner.run(0, [EXAMPLE], 1)
             assert shared == total == len(digits.tensors())
         first, second = map(shared_bytes, workers_of(os.getpid()))
         here = shared_bytes(os.getpid())
         both = first.keys() & second.keys() & here.keys()
         total = sum(sizes[inode] for inode in both for sizes in (first, second, here))
         assert weights <= total < 1.1 * weights
+        for pin in (True, False):
+            if pin:
+                assert engine.pin(1)
+            else:
+                engine.unpin(1)
+            output, (_, _, fused, pinned) = theirs(1)
+            assert (fused, pinned) == (1, pin)  # a program that nobody needs the room of stays
+            assert torch.allclose(output, engine(IMAGES, subnet=1), atol=5e-5)
+            assert theirs(0)[1][3] == 0
     finally:
         pool.close()
 
@@ -407,7 +394,6 @@ time.sleep(60)
     ("how", "sent"),
     [
         pytest.param("fork", signal.SIGKILL, id="kill -9 after a fork"),
-        pytest.param("term", signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
         pytest.param("interrupt", signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),
     ],
 )
