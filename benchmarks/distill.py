@@ -14,12 +14,15 @@ scikit-learn. `--report` writes the page.
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import json
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +214,53 @@ def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
 # -- SmolLM2 -------------------------------------------------------------------------------------------
 
 
+def docstrings(folder: Path) -> list[str]:
+    """Return the long docstrings below a folder, always in the same order."""
+    found: list[str] = []
+    for path in sorted(folder.rglob("*.py")):
+        with warnings.catch_warnings(), suppress(SyntaxError, ValueError):
+            warnings.simplefilter("ignore")  # of invalid escapes
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
+                if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                    text = ast.get_docstring(node) or ""
+                    if len(text) > 400:
+                        found.append(text)
+    return list(dict.fromkeys(found))
+
+
+def package_folder(name: str) -> Path:
+    """Return the folder of an installed package, without importing it."""
+    import importlib.util
+
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"the texts need the package {name}")
+    return Path(spec.origin).parent
+
+
+def texts(tokenizer: Any, tokens: int) -> dict[str, Tensor]:
+    """Return chunks (N, LENGTH): `training`, and `docstrings` and `other` to measure on."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import elastic_smollm2
+
+    def chunks(text: str) -> Tensor:
+        ids = torch.tensor(tokenizer(text)["input_ids"])
+        return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+
+    known = chunks(elastic_smollm2.text())
+    known = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(0))]
+    parts, count = [known[32:]], len(known[32:]) * LENGTH
+    for name in PACKAGES:
+        found = docstrings(package_folder(name)) if count < tokens else []
+        for i in range(0, len(found), 200):
+            if count < tokens:
+                parts.append(chunks("\n\n".join(found[i : i + 200])))
+                count += parts[-1].numel()
+    descriptions = sorted((package_folder("sklearn") / "datasets" / "descr").glob("*.rst"))
+    other = chunks("\n\n".join(path.read_text(encoding="utf-8") for path in descriptions))
+    return {"training": torch.cat(parts), "docstrings": known[:16], "other": other[:16]}
+
+
 class Chunks:
     """Batches of chunks, in another order in every epoch."""
 
@@ -226,13 +276,12 @@ class Chunks:
 def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
     """Distil SmolLM2 with elastic feed-forward widths, or (`--control`) its half alone."""
     import_torchvision()  # transformers imports it
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import elastic_smollm2
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = elastic_smollm2.model_file()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    given = elastic_smollm2.texts(tokenizer, PACKAGES)
+    given = texts(tokenizer, args.tokens)
 
     def model() -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -410,6 +459,8 @@ def page(known: dict[str, Any]) -> str:
         lines += timm_section(known["timm"])
     if {"elastic", "control"} <= set(known.get("smollm2", {})):
         lines += smollm2_lines(**known["smollm2"])
+    front = Path(__file__).parents[1] / "examples" / "elastic_smollm2.json"
+    lines += front_lines(json.loads(front.read_text()))
     return "\n".join(lines) + "\n"
 
 
@@ -451,6 +502,33 @@ def smollm2_lines(elastic: dict[str, Any], control: dict[str, Any]) -> list[str]
     ]
 
 
+def front_lines(front: dict[str, Any]) -> list[str]:
+    """Return the part of the page on SmolLM2 with four elastic axes."""
+    trained, place = front["training"], front["machine"]
+    exact, short = ([r for r in front["rows"] if r["precision"] == p] for p in ("float32", "int8"))
+    largest, smallest = trained["before"]
+    lines = [
+        "",
+        "## SmolLM2-135M, elastic in four axes and two precisions",
+        "",
+        "`smollm2.py` begins with the model above, whose FFN alone is trained, makes FFN, heads, stream and",
+        f"depth elastic in one supernet, sorts, and trains all: {trained['steps']} steps of 4 x {LENGTH}",
+        f"tokens in {trained['minutes']:.0f} minutes, one thread of an {place['device_name']}",
+        f"({place['instructions']}) that other programs kept busy, bfloat16.",
+        "This is very little, and what drops several things at once stays bad. Before these steps, the",
+        f"smallest subnet had a perplexity of {smallest:,.0f}, the largest {largest:.1f}. Perplexity of",
+        "2,048 tokens each; tokens per second of greedy generation, one sequence, one thread, medians of passes in",
+        "turns on the idle machine.",
+        "",
+        "| subnet | docstrings | int8 | descriptions | int8 | tokens/s | int8 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for a, b in zip(exact, short, strict=True):
+        cells = [pair[part] for part in ("docstrings", "other", "tokens_per_s") for pair in (a, b)]
+        lines.append(f"| {a['subnet']} | " + " | ".join(f"{cell:,.1f}" for cell in cells) + " |")
+    return [*lines, "", "`examples/elastic_smollm2.png` draws the table."]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--digits", action="store_true")
@@ -460,6 +538,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write the page")
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--steps", type=int, help="instead of minutes")
+    parser.add_argument("--tokens", type=int, default=2_000_000, help="training tokens that are read")
     parser.add_argument("--batch", type=int, default=4, help=f"chunks of {LENGTH} tokens per step")
     parser.add_argument("--chunks", type=int, default=16, help="chunks that are measured")
     parser.add_argument("--rate", type=float, default=3e-4)
@@ -478,6 +557,7 @@ def main() -> None:
         import_torchvision()
         timm_model(known, (*TIMM_OPTIONS, LOOP, LONGER_LOOP, SEPARATE))
     if args.smollm2 or args.control:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
         smollm2(known, args)
     if args.report:
         (RESULTS / "distill.md").write_text(page(known))
