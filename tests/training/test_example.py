@@ -9,9 +9,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import subnetact
+from subnetact.operators.kernel_table import why_not
 
 for package in ("timm", "torchvision", "torch_kirigami", "sklearn", "matplotlib", "scipy"):
     pytest.importorskip(package)
@@ -78,4 +80,6 @@ def test_a_short_distillation_of_an_embedder(
     options = f"--training json --held-out email --minutes 0.001 --state {tmp_path / 'state.safetensors'}"
     monkeypatch.setattr(sys, "argv", [str(path), *options.split()])
     runpy.run_path(str(path), run_name="__main__")
-    assert "100.0 % of the ten nearest texts are found by depth=1.0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "100.0 % of the ten nearest texts in" in shown
+    assert ("precision=bfloat16" in shown) == (why_not("bfloat16", torch.device("cpu")) is None)
