@@ -19,7 +19,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -77,11 +77,11 @@ def paragraphs(work: Path) -> Any:
                 seen.update(parts)
     kept = [docs for _, docs in sorted(found.items()) if sum(map(len, docs)) >= LEAST]
     rows: list[tuple[str, int, int]] = []
-    for label, docs in enumerate(kept):
+    for number, docs in enumerate(kept):
         drawn = list(range(len(docs)))
         random.Random(0).shuffle(drawn)
-        order = sorted(range(len(docs)), key=lambda d, drawn=drawn: drawn[d])
-        rows += [(text, label, 100_000 * label + d) for d in order for text in docs[d]][:MOST]
+        order = sorted(range(len(docs)), key=drawn.__getitem__)
+        rows += [(text, number, 100_000 * number + d) for d in order for text in docs[d]][:MOST]
     texts, labels, origin = zip(*rows, strict=True)
     tokens = embedder()[0](list(texts), truncation=True, max_length=TOKENS)["input_ids"]
     cache.write_text(json.dumps([tokens, labels, origin]))
@@ -90,9 +90,11 @@ def paragraphs(work: Path) -> Any:
 
 def classifier(classes: int) -> tuple[Supernet, list[SubnetSpec]]:
     """Return the elastic classifier, and ten subnets."""
-    choices, example = {"depth": [2, 3, 4, 5, 6], "ffn": [0.5, 1.0]}, padded([[5, 6, 7, 8], [9, 10]])
+    choices: dict[str, Any] = {"depth": [2, 3, 4, 5, 6], "ffn": [0.5, 1.0]}
+    example = padded([[5, 6, 7, 8], [9, 10]])
     supernet = insert_(Classifier(classes).eval(), example=example, axes=tuple(choices), choices=choices)
-    return supernet, [supernet.space.spec(depth=d, ffn=f) for d, f in product(*choices.values())]
+    sizes = product(choices["depth"], choices["ffn"])
+    return supernet, [supernet.space.spec(depth=d, ffn=f) for d, f in sizes]
 
 
 def train(seed: int, work: Path, steps: int) -> dict[str, Tensor]:
@@ -135,7 +137,8 @@ def digits(seed: int) -> tuple[Supernet, list[SubnetSpec], Tensor, dict[str, Ten
     axes = product((1, 2, 3), (0.25, 0.5), (0.125, 0.25, 0.5, 1.0))
     specs = [supernet.space.spec(depth=d, expand=e, width=w) for d, e, w in axes]
     generator = torch.Generator().manual_seed(100 + seed)
-    calibrate(supernet, specs, [distort(x, generator) for x in training.images.split(200)], progress=False)
+    batches = [distort(x, generator) for x in torch.split(training.images, 200)]
+    calibrate(supernet, specs, batches, progress=False)
     group = torch.arange(len(held_out.labels)).repeat(3)
     images = distort(held_out.images[group], generator)
     return supernet, specs, images, {"labels": held_out.labels[group], "group": group}
@@ -169,7 +172,7 @@ def cascade(x: Any, threshold: float, small: Any, large: Any) -> tuple[Tensor, i
     return logits, len(chosen)
 
 
-def median_ms(calls: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
+def median_ms(calls: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
     """Return the median time of each call; they are measured in turns, in another order in each round."""
     clock = time.thread_time if CPU_TIME else time.perf_counter
     taken: dict[Any, list[float]] = {name: [] for name in calls}
@@ -221,10 +224,7 @@ def measure(network: str, work: Path, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of answers and times")
-    parser.add_argument("--digits", type=int, nargs="*", default=[], metavar="SEED", help="ask the digits")
-    parser.add_argument(
-        "--train", type=int, nargs="*", default=[], metavar="SEED", help="train the classifier"
-    )
+    parser.add_argument("--digits", type=int, nargs="*", default=[], metavar="SEED")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--measure", nargs="*", default=[], choices=("digits", "minilm"))
     parser.add_argument("--rounds", type=int, default=9)
@@ -235,7 +235,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     for seed in args.digits:
         supernet, specs, images, answers = digits(seed)
-        answers["logits"] = scores(supernet, specs, images.split(100))
+        answers["logits"] = scores(supernet, specs, torch.split(images, 100))
         torch.save(answers, args.work / f"digits_{seed}.pt")
     for seed in args.train:
         torch.save(train(seed, args.work, args.steps), args.work / f"minilm_{seed}.pt")
