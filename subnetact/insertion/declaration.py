@@ -95,8 +95,8 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
     feed_forwards = list(_feed_forwards(observed, attentions))
     settle(feed_forwards)
-    for name, variants, reason in expert_groups(observed.modules, observed.block_of):
-        settle([_Proposal(name, [], [] if reason else variants, reason)])
+    experts = expert_groups(observed.modules, observed.block_of)
+    settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
     blocks = _blocks(trials, [m.module for g in groups for m in g.members], refused)
     if stream:
         mixers = [*spaces, *attentions]
@@ -255,13 +255,8 @@ def _state_spaces(observed: _Observation) -> Iterator[_Proposal]:
     """Propose the heads of every Mamba-2 mixer."""
     for path in observed.calls:
         if is_state_space(module := observed.modules[path]):
-            found = state_space_group(path, module)
-            proposal = _Proposal(f"{path}.heads", [f"{path}.in_proj", f"{path}.out_proj"])
-            if isinstance(found, Group):
-                proposal.variants.append(found)
-            else:
-                proposal.reason = found
-            yield proposal
+            layers = [f"{path}.in_proj", f"{path}.out_proj"]
+            yield _Proposal(f"{path}.heads", layers, *state_space_group(path, module))
 
 
 def _inner(proposal: _Proposal) -> Iterator[tuple[str, str]]:
