@@ -242,7 +242,7 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         graph = traced.graph()
         known = {(m.module, m.part) for group in groups for m in group.members}
         operators = {m.module: m.operator for group in groups for m in group.members}
-        reached = _layers(model, graph)
+        reached = traced.layers()
         unseen = [n for n, m in model.named_modules() if computes_channels(m) and n not in reached]
         alike = {_without_numbers(name): name for name in unseen}
         layers = [n for n in reached if (n, "out") not in known] if axes != ("depth",) else []
@@ -297,18 +297,6 @@ def _outside_of_layers(model: nn.Module, group: Group) -> bool:
     modules, stacks = [m.module for m in group.members], layer_stacks(model)
     within = [any(f"{module}.".startswith(f"{stack}.") for stack in stacks) for module in modules]
     return not all(within) if stacks else any(model.get_submodule(m) is embedding for m in modules)
-
-
-def _layers(model: nn.Module, graph: Any) -> list[str]:
-    """Return the names of the layers that the graph calls, or whose weights it reads, in this order."""
-    modules = dict(model.named_modules())
-    called = [
-        str(node.target) if node.op == "call_module" else str(node.target).rpartition(".")[0]
-        for node in graph.nodes
-        if node.op in ("call_module", "get_attr")
-    ]
-    inside = [n for path in called for n in modules if n == path or n.startswith(f"{path}.")]
-    return [n for n in dict.fromkeys(inside) if computes_channels(modules[n])]
 
 
 def _selected(

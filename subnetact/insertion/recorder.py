@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_leaves, tree_map
+from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from subnetact.errors import InsertError
@@ -147,7 +147,8 @@ class _Recorder(TorchFunctionMode):
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add a node, and further ones for the parts of a result that is no tensor."""
-        graph, given = self.recording.graph, tree_map(self._named, (tuple(args), dict(kwargs)))
+        graph = self.recording.graph
+        given = tree_map_only(Tensor, self.node, (tuple(args), dict(kwargs)))
         node = graph.create_node(op, target, *given)
         node.meta["nn_module_stack"] = dict(self._around)
         called = self.recording.model.get_submodule(target) if op == "call_module" else nn.Module()
@@ -156,7 +157,7 @@ class _Recorder(TorchFunctionMode):
         self._note(node, result)
 
     def _note(self, node: fx.Node, result: Any) -> None:
-        self._results[node] = tree_map(_facts, result)
+        self._results[node] = tree_map_only(Tensor, _facts, result)
         if isinstance(result, Tensor):
             node.meta["tensor_meta"] = self._results[node]
             if not result.is_floating_point() and result.numel() <= MOST_KEPT_VALUES:
@@ -169,9 +170,6 @@ class _Recorder(TorchFunctionMode):
                     child.meta["nn_module_stack"] = dict(self._around)
                     self._weighted |= {child} if node in self._weighted else set()
                     self._note(child, part)
-
-    def _named(self, value: Any) -> Any:
-        return self.node(value) if isinstance(value, Tensor) else value
 
     def node(self, tensor: Tensor) -> fx.Node:
         """Return the node that stands for a tensor, which reads it if nothing has computed it."""
@@ -194,10 +192,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _facts(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return TensorFacts(value.shape, value.stride(), value.dtype, value.device)
+def _facts(tensor: Tensor) -> TensorFacts:
+    return TensorFacts(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _target(func: Any, name: str, args: Any) -> tuple[str, Any, Any]:
