@@ -44,7 +44,7 @@ from subnetact.insertion.description import AXES, DepthStage, Description, Group
 from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import layer_stacks, vocabulary_of
-from subnetact.insertion.skippable import block_influences, broken_chains, skippable_blocks, stages_of
+from subnetact.insertion.skippable import skippable_blocks, stages_of, watched_blocks
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
@@ -272,10 +272,9 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             blocks |= {path: shape for path, shape in residual if path.rpartition(".")[0] not in stacks}
     stages: list[DepthStage] = []
     if depth and blocks:
-        broken = broken_chains(model, example, blocks)
+        influence, broken = watched_blocks(model, example, blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
-        influence = block_influences(model, example, list(blocks))
         stages = (
             [DepthStage(f"{block}.depth", (block,)) for block in blocks]
             if each_block

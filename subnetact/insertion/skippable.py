@@ -7,7 +7,7 @@ to its output passes additions and otherwise nothing but activations, norms and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -23,7 +23,7 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.elementwise import ADDITIONS
 
-__all__ = ["block_influences", "broken_chains", "skippable_blocks", "stages_of"]
+__all__ = ["skippable_blocks", "stages_of", "watched_blocks"]
 
 TRANSPARENT_CALLS = (F.relu, torch.relu, F.gelu, F.silu, F.dropout, F.layer_norm, "relu", "relu_", "clone")
 """What may lie on the way from the input of a block to its output, beside additions and some layers."""
@@ -61,41 +61,35 @@ def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) 
     ]
 
 
-def block_influences(model: nn.Module, x: Any, blocks: Sequence[str]) -> dict[str, float]:
-    """Return one minus the cosine of the input and the output of every block (ShortGPT, Men et al., 2024)."""
-    found: dict[str, float] = {}
+def watched_blocks(
+    model: nn.Module, x: Any, blocks: Collection[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Run the model; return the influence of blocks, and why some of them cannot be skipped.
+
+    The influence is one minus the cosine of input and output (ShortGPT, Men et al., 2024). A block stays if
+    the model changes its input or output on the way from or to the block beside it.
+    """
+    influence: dict[str, float] = {}
 
     def measure(path: str, _: nn.Module, args: Any, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) else output
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+        if args and all(isinstance(t, Tensor) and t.shape == args[0].shape for t in (args[0], output)):
             a, b = (t.detach().float().flatten(1) for t in (args[0], output))
-            found[path] = 1.0 - float(F.cosine_similarity(a, b).mean())
+            influence[path] = 1.0 - float(F.cosine_similarity(a, b).mean())
 
     with ExitStack() as hooks, torch.no_grad():
+        stacks = sorted({path.rpartition(".")[0] for path in blocks})
+        chains = {path: Chain(path, model.get_submodule(path)._modules) for path in stacks}
+        for chain in chains.values():
+            hooks.callback(chain.close)
         for path in blocks:
             hooks.enter_context(model.get_submodule(path).register_forward_hook(partial(measure, path)))
-        call_with(model, x)
-    return found
-
-
-def broken_chains(model: nn.Module, x: Any, blocks: Iterable[str]) -> dict[str, str]:
-    """Run the model and find blocks whose input or output it changes on the way to the next block."""
-    modules = dict(model.named_modules())
-    wanted = set(blocks)
-    stacks = sorted({path.rpartition(".")[0] for path in wanted})
-    chains = {path: Chain(path, modules[path]._modules) for path in stacks}
-    try:
-        with torch.no_grad():
-            call_with(model, map_tensors(Tensor.clone, x))
-    finally:
-        for chain in chains.values():
-            chain.close()
-    found: dict[str, str] = {}
+        call_with(model, map_tensors(Tensor.clone, x))
+    broken: dict[str, str] = {}
     for path, chain in chains.items():
         for layers, what in chain.breaks():
             names = {f"{path}.{layer}" for layer in layers}
-            found |= {name: what for name in sorted(names & wanted) if name not in found}
-    return found
+            broken |= {name: what for name in sorted(names.intersection(blocks)) if name not in broken}
+    return influence, broken
 
 
 def _residual_shape(inside: list[fx.Node], modules: Mapping[str, nn.Module]) -> torch.Size | None:
