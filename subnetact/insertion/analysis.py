@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
@@ -88,11 +87,6 @@ class TracedModel:
         self._followed = 0
         self._modules = dict(model.named_modules())
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
-
-    def graph(self) -> Graph:
-        """Return a copy of the traced graph, whose nodes know their shapes."""
-        found: Graph = self._graph.fx_graph
-        return found
 
     def layers(self) -> list[str]:
         """Return the names of the layers that run, or whose weights are read, in this order."""
@@ -431,6 +425,8 @@ def _recording(example: Any) -> Iterator[None]:
             return type(module) in registry.opaque_modules or isinstance(module, nn.RNNBase)
 
         found: Any = recorded(model, example, is_leaf)
+        if found.branches:
+            raise InsertError("its forward branches on values that it computes with its weights")
         results = {node: tree_map(facts, result) for node, result in found.results.items()}
         effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
         return CaptureResult(found, results, {}, (), frozenset(), effects)

@@ -44,7 +44,7 @@ from subnetact.insertion.description import AXES, DepthStage, Description, Group
 from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import layer_stacks, vocabulary_of
-from subnetact.insertion.skippable import skippable_blocks, stages_of, watched_blocks
+from subnetact.insertion.skippable import stages_of, watched_blocks
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
@@ -239,7 +239,6 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             raise
         refused[UNTRACED] = str(error)
     else:
-        graph = traced.graph()
         known = {(m.module, m.part) for group in groups for m in group.members}
         operators = {m.module: m.operator for group in groups for m in group.members}
         reached = traced.layers()
@@ -267,9 +266,13 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
                 refused.setdefault(name, "it does not run on the example, so it stays whole")
         stacks = {block.rpartition(".")[0] for block in blocks}
         if depth:
-            residual = skippable_blocks(model, graph).items()
             stacks |= {member.module for group in groups for member in group.members}
-            blocks |= {path: shape for path, shape in residual if path.rpartition(".")[0] not in stacks}
+            blocks |= {
+                path: shape
+                for path, shape in stated.residual.items()
+                if path.rpartition(".")[0] not in stacks
+                and not any(inner.startswith(f"{path}.") for inner in stated.residual)
+            }
     stages: list[DepthStage] = []
     if depth and blocks:
         influence, broken = watched_blocks(model, example, blocks)
