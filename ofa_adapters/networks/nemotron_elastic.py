@@ -142,9 +142,8 @@ def _groups(network: Any) -> Iterator[tuple[str, Group]]:
     for i, kind in enumerate(config.layers_block_type):
         path = f"model.layers.{i}.mixer"
         if kind == "linear_attention":
-            found = state_space_group(path, network.get_submodule(path))
-            if isinstance(found, Group):
-                yield "mamba_num_heads", found
+            for group in state_space_group(path, network.get_submodule(path))[0]:
+                yield "mamba_num_heads", group
         elif kind == "full_attention":
             pairs, width = config.num_key_value_heads, config.head_dim
             queries = config.num_attention_heads // pairs * width

@@ -11,13 +11,12 @@ import math
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
@@ -88,10 +87,15 @@ class TracedModel:
         self._modules = dict(model.named_modules())
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
 
-    def graph(self) -> Graph:
-        """Return a copy of the traced graph, whose nodes know their shapes."""
-        found: Graph = self._graph.fx_graph
-        return found
+    def layers(self) -> list[str]:
+        """Return the names of the layers that run, or whose weights are read, in this order."""
+        called = [
+            str(node.target) if node.op == "call_module" else str(node.target).rpartition(".")[0]
+            for node in self._graph.fx_graph.nodes
+            if node.op in ("call_module", "get_attr")
+        ]
+        inside = [n for path in called for n in self._modules if n == path or n.startswith(f"{path}.")]
+        return [n for n in dict.fromkeys(inside) if computes_channels(self._modules[n])]
 
     def groups(self, layers: Sequence[str]) -> Iterator[Group | tuple[str, str]]:
         """Yield the groups that the outputs of layers form, and for other layers a name and a reason."""
@@ -451,6 +455,8 @@ def _recording(example: Any) -> Iterator[None]:
             return known or traits_of(module).kind == CHANNEL_NORM
 
         found: Any = recorded(model, example, is_leaf)
+        if found.branches:
+            raise InsertError("its forward branches on values that it computes with its weights")
         results = {node: tree_map(facts, result) for node, result in found.results.items()}
         effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
         return CaptureResult(found, results, {}, (), frozenset(), effects)
@@ -485,23 +491,17 @@ def _rules() -> Any:
     from torch_kirigami.dep_graph.operation import OperatorRule
     from torch_kirigami.dep_graph.registry import OperatorRegistry
 
-    class Known(OperatorRule):
-        """A rule of the package, and a trial for what it does not know."""
+    class Complete(OperatorRule):
+        """A rule of the package, if there is one, and a trial for what it does not know."""
 
         def __init__(self, inner: Any) -> None:
             super().__init__()
             self.inner = inner
 
         def build_spec(self, operation: Any) -> Any:
-            try:
-                return self.inner.build_spec(operation)
-            except Exception:  # It takes the arguments for those of another function.
-                return spec_by_trial(operation)
-
-    class Unknown(OperatorRule):
-        """A function without a rule."""
-
-        def build_spec(self, operation: Any) -> Any:
+            if self.inner is not None:
+                with suppress(Exception):  # It takes the arguments for those of another function.
+                    return self.inner.build_spec(operation)
             return spec_by_trial(operation)
 
     rules: Any = OperatorRegistry.default()
@@ -509,11 +509,7 @@ def _rules() -> Any:
     for name in ("addcmul", "addcdiv", "lerp"):
         rules.register(getattr(torch, name), pointwise, opaque=False)
         rules.register_method(name, pointwise)
-    known, unknown = rules.lookup, Unknown()
-
-    @cache
-    def complete(rule: Any) -> Any:
-        return unknown if rule is None else Known(rule)
+    known, complete = rules.lookup, cache(Complete)
 
     def found(node: Any, module: nn.Module | None) -> Any:
         frozen = module is not None and traits_of(module).kind == CHANNEL_NORM

@@ -13,29 +13,27 @@ from __future__ import annotations
 import itertools
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.description_proof import disturbed_copy
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.layer_vocabulary import number_of
+from subnetact.insertion.skippable import skippable_blocks
 from subnetact.insertion.state_space import is_state_space, state_space_group
 from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with
-from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, structure_copy
@@ -57,16 +55,17 @@ NEURON_ATTRIBUTES = (
 )  # fmt: skip
 """Names of whole numbers of feed-forward modules."""
 
-SMALLEST_RESIDUAL_COSINE = 0.5
-"""The least cosine of input and output of a residual block whose layers all return zero."""
-
 
 class Declaration(NamedTuple):
-    """Groups without choices, skippable blocks with the shapes of their inputs, and what is refused."""
+    """Groups without choices, blocks that may be skipped with the shapes of their inputs, and refusals.
+
+    `blocks` are those of stacks of transformers, and `residual` all that the graph shows to be residual.
+    """
 
     groups: tuple[Group, ...]
     blocks: Mapping[str, torch.Size]
     refused: Mapping[str, str]
+    residual: Mapping[str, torch.Size]
 
 
 def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaration:
@@ -95,9 +94,10 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
     feed_forwards = list(_feed_forwards(observed, attentions))
     settle(feed_forwards)
-    for name, variants, reason in expert_groups(observed.modules, observed.block_of):
-        settle([_Proposal(name, [], [] if reason else variants, reason)])
-    blocks = _blocks(trials, [m.module for g in groups for m in g.members], refused)
+    experts = expert_groups(observed.modules, observed.block_of)
+    settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
+    residual = skippable_blocks(model, example)
+    blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
     if stream:
         mixers = [*spaces, *attentions]
         inner = {pair for proposal in (*mixers, *feed_forwards) for pair in _inner(proposal)}
@@ -107,7 +107,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             groups.append(found)
         else:
             refused[STREAM] = found
-    return Declaration(tuple(groups), blocks, refused)
+    return Declaration(tuple(groups), blocks, refused, residual)
 
 
 # -- what one forward pass shows ---------------------------------------------------------------------
@@ -255,13 +255,8 @@ def _state_spaces(observed: _Observation) -> Iterator[_Proposal]:
     """Propose the heads of every Mamba-2 mixer."""
     for path in observed.calls:
         if is_state_space(module := observed.modules[path]):
-            found = state_space_group(path, module)
-            proposal = _Proposal(f"{path}.heads", [f"{path}.in_proj", f"{path}.out_proj"])
-            if isinstance(found, Group):
-                proposal.variants.append(found)
-            else:
-                proposal.reason = found
-            yield proposal
+            layers = [f"{path}.in_proj", f"{path}.out_proj"]
+            yield _Proposal(f"{path}.heads", layers, *state_space_group(path, module))
 
 
 def _inner(proposal: _Proposal) -> Iterator[tuple[str, str]]:
@@ -483,10 +478,11 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
     return proposal
 
 
-def _blocks(trials: _Trials, elastic: Sequence[str], refused: dict[str, str]) -> dict[str, torch.Size]:
+def _blocks(
+    observed: _Observation, residual: Collection[str], elastic: Sequence[str], refused: dict[str, str]
+) -> dict[str, torch.Size]:
     """Return the blocks that a subnet may skip, each with the shape of its input; note why others stay."""
     found: dict[str, torch.Size] = {}
-    observed = trials.observed
     stacks = list(dict.fromkeys(map(_parent, observed.blocks)))
     for stack in stacks:
         blocks = [block for block in observed.blocks if _parent(block) == stack]
@@ -495,8 +491,7 @@ def _blocks(trials: _Trials, elastic: Sequence[str], refused: dict[str, str]) ->
         transformer = checkpointed or any(m.startswith(f"{b}.") for b in blocks for m in elastic)
         if around or not transformer or not any(b in observed.calls for b in blocks):
             continue
-        reason = next(filter(None, (_unskippable(observed, block) for block in blocks)), "")
-        reason = reason or next(filter(None, map(trials.why_not_residual, blocks)), "")
+        reason = next(filter(None, (_unskippable(observed, residual, block) for block in blocks)), "")
         if reason:
             refused[f"{stack}.depth"] = reason
             continue
@@ -516,7 +511,7 @@ def _blocks(trials: _Trials, elastic: Sequence[str], refused: dict[str, str]) ->
     return found
 
 
-def _unskippable(observed: _Observation, block: str) -> str:
+def _unskippable(observed: _Observation, residual: Collection[str], block: str) -> str:
     """Return why a block cannot be the identity, or an empty string."""
     kind = type(observed.modules[block]).__name__
     call = observed.calls.get(block)
@@ -529,6 +524,8 @@ def _unskippable(observed: _Observation, block: str) -> str:
         return f"{block} ({kind}) returns a {type(call.output).__name__}, not one tensor"
     if given is None or given.shape != call.output.shape or given.dtype != call.output.dtype:
         return f"{block} ({kind}) changes the shape of its input"
+    if block not in residual:
+        return f"{kind} is not residual: without its layers, its output is another than its input"
     return ""
 
 
@@ -562,30 +559,6 @@ class _Trials:
                 return group
             why = why or reason
         return why or "it has no elastic layers"
-
-    def why_not_residual(self, block: str) -> str:
-        """Return why a block is not residual, or an empty string."""
-        module, call = self.observed.modules[block], self.observed.calls[block]
-        key = "shortcut", str(module)
-        if key not in self._known:
-            without_layers = private_copy(module)
-            with torch.no_grad():
-                for layer in without_layers.modules():
-                    stacked = any(p is not None and p.dim() == 3 for p in layer._parameters.values())
-                    if stacked or traits_of(layer).mixes:
-                        for parameter in layer.parameters():
-                            parameter.zero_()
-                try:
-                    run = _Repeated(without_layers.float(), call)
-                    given, found = (x.flatten(1) for x in run.through())
-                    alike = float(F.cosine_similarity(given.float(), found.float()).mean())
-                except Exception as error:
-                    raise_if_out_of_memory(error)
-                    return f"{block} does not run on its own: {summary(without_layers, error)}"
-            kind = type(module).__name__
-            why = f"{kind} is not residual: without its layers, its output is another than its input"
-            self._known[key] = "" if alike > SMALLEST_RESIDUAL_COSINE else why
-        return self._known[key]
 
     def _trial(self, group: Group) -> str:
         """Return why a group is wrong, or an empty string."""
@@ -639,13 +612,8 @@ class _Repeated(nn.Module):
 
     def forward(self, _: Tensor) -> Any:
         """Return what the module returns."""
-        return self.through()[1]
-
-    def through(self) -> tuple[Any, Any]:
-        """Return the first tensor that the module is given, and what it returns."""
         args, kwargs = tree_map(_fresh, (self.call.args, self.call.kwargs))
-        given = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-        return given.clone(), self.unit(*args, **kwargs)
+        return self.unit(*args, **kwargs)
 
 
 def _fresh(value: Any) -> Any:

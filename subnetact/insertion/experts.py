@@ -27,6 +27,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -95,10 +96,7 @@ def expert_groups(
 
 def _number(modules: Mapping[str, nn.Module], member: Member) -> int:
     """Return the number that a member says."""
-    found: Any = modules[member.module]
-    for name in member.part.split("."):
-        found = getattr(found, name)
-    return int(found)
+    return int(attrgetter(member.part)(modules[member.module]))
 
 
 def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:

@@ -44,7 +44,7 @@ from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
-from subnetact.insertion.skippable import block_influences, broken_chains, skippable_blocks, stages_of
+from subnetact.insertion.skippable import stages_of, watched_blocks
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
@@ -239,10 +239,9 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             raise
         refused[UNTRACED] = str(error)
     else:
-        graph = traced.graph()
         known = {(m.module, m.part) for group in groups for m in group.members}
         operators = {m.module: m.operator for group in groups for m in group.members}
-        reached = _layers(model, graph)
+        reached = traced.layers()
         unseen = [n for n, m in model.named_modules() if computes_channels(m) and n not in reached]
         alike = {_without_numbers(name): name for name in unseen}
         layers = [n for n in reached if (n, "out") not in known] if axes != ("depth",) else []
@@ -267,15 +266,18 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
                 refused.setdefault(name, "it does not run on the example, so it stays whole")
         stacks = {block.rpartition(".")[0] for block in blocks}
         if depth:
-            residual = skippable_blocks(model, graph).items()
             stacks |= {member.module for group in groups for member in group.members}
-            blocks |= {path: shape for path, shape in residual if path.rpartition(".")[0] not in stacks}
+            blocks |= {
+                path: shape
+                for path, shape in stated.residual.items()
+                if path.rpartition(".")[0] not in stacks
+                and not any(inner.startswith(f"{path}.") for inner in stated.residual)
+            }
     stages: list[DepthStage] = []
     if depth and blocks:
-        broken = broken_chains(model, example, blocks)
+        influence, broken = watched_blocks(model, example, blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
-        influence = block_influences(model, example, list(blocks))
         stages = (
             [DepthStage(f"{block}.depth", (block,)) for block in blocks]
             if each_block
@@ -297,18 +299,6 @@ def _outside_of_layers(model: nn.Module, group: Group) -> bool:
     modules, stacks = [m.module for m in group.members], layer_stacks(model)
     within = [any(f"{module}.".startswith(f"{stack}.") for stack in stacks) for module in modules]
     return not all(within) if stacks else any(model.get_submodule(m) is embedding for m in modules)
-
-
-def _layers(model: nn.Module, graph: Any) -> list[str]:
-    """Return the names of the layers that the graph calls, or whose weights it reads, in this order."""
-    modules = dict(model.named_modules())
-    called = [
-        str(node.target) if node.op == "call_module" else str(node.target).rpartition(".")[0]
-        for node in graph.nodes
-        if node.op in ("call_module", "get_attr")
-    ]
-    inside = [n for path in called for n in modules if n == path or n.startswith(f"{path}.")]
-    return [n for n in dict.fromkeys(inside) if computes_channels(modules[n])]
 
 
 def _selected(

@@ -16,10 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_leaves, tree_map
+from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from subnetact.errors import InsertError
 from subnetact.supernet.batches import call_with
 
 __all__ = ["Recording", "TensorFacts", "assigned", "recorded"]
@@ -52,6 +51,10 @@ class Recording:
         self.meta: dict[str, Any] = {}
         self.results = results
         """What every node returns, with `TensorFacts` in the place of tensors."""
+        self.branches = False
+        """Whether the forward branches on values that it computes with its weights."""
+        self.entries: dict[str, fx.Node] = {}
+        """Name of a module -> the node of the first tensor that it is given."""
         self.constants: dict[str, Tensor] = {}
         """Names in the graph of tensors that are neither parameters nor buffers nor computed."""
 
@@ -66,11 +69,7 @@ class Recording:
 
 
 def recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool]) -> Recording:
-    """Run a model, which nobody else uses, on an example and return the graph of its calls.
-
-    Raises:
-        InsertError: a branch depends on values that the model computes with its weights.
-    """
+    """Run a model, which nobody else uses, on an example and return the graph of its calls."""
     recorder = _Recorder(model)
     inputs = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
     for i, tensor in enumerate(inputs):
@@ -112,7 +111,7 @@ class _Recorder(TorchFunctionMode):
         if self._leaf is not None:
             return func(*args, **kwargs)
         if name == "__bool__" and self._nodes.get(args[0]) in self._weighted:
-            raise InsertError("its forward branches on values that it computes with its weights")
+            self.recording.branches = True
         result = func(*args, **kwargs)
         if name == "__setitem__":
             self.add("call_function", assigned, args, kwargs, args[0])
@@ -124,8 +123,11 @@ class _Recorder(TorchFunctionMode):
     def watched(self, path: str, module: nn.Module, leaf: bool) -> Iterator[None]:
         """Note the calls of a module; those of a leaf are nodes of the graph."""
 
-        def enter(*_: Any) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._around[path] = path, type(module)
+            given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+            if given is not None and given in self._nodes:
+                self.recording.entries.setdefault(path, self._nodes[given])
             if leaf and self._leaf is None:
                 self._leaf = path
 
@@ -136,7 +138,7 @@ class _Recorder(TorchFunctionMode):
             self._around.pop(path, None)
 
         handles = (
-            module.register_forward_pre_hook(enter),
+            module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, with_kwargs=True),
         )
         try:
@@ -147,7 +149,8 @@ class _Recorder(TorchFunctionMode):
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add a node, and further ones for the parts of a result that is no tensor."""
-        graph, given = self.recording.graph, tree_map(self._named, (tuple(args), dict(kwargs)))
+        graph = self.recording.graph
+        given = tree_map_only(Tensor, self.node, (tuple(args), dict(kwargs)))
         node = graph.create_node(op, target, *given)
         node.meta["nn_module_stack"] = dict(self._around)
         called = self.recording.model.get_submodule(target) if op == "call_module" else nn.Module()
@@ -156,7 +159,7 @@ class _Recorder(TorchFunctionMode):
         self._note(node, result)
 
     def _note(self, node: fx.Node, result: Any) -> None:
-        self._results[node] = tree_map(_facts, result)
+        self._results[node] = tree_map_only(Tensor, _facts, result)
         if isinstance(result, Tensor):
             node.meta["tensor_meta"] = self._results[node]
             if not result.is_floating_point() and result.numel() <= MOST_KEPT_VALUES:
@@ -169,9 +172,6 @@ class _Recorder(TorchFunctionMode):
                     child.meta["nn_module_stack"] = dict(self._around)
                     self._weighted |= {child} if node in self._weighted else set()
                     self._note(child, part)
-
-    def _named(self, value: Any) -> Any:
-        return self.node(value) if isinstance(value, Tensor) else value
 
     def node(self, tensor: Tensor) -> fx.Node:
         """Return the node that stands for a tensor, which reads it if nothing has computed it."""
@@ -194,10 +194,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _facts(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return TensorFacts(value.shape, value.stride(), value.dtype, value.device)
+def _facts(tensor: Tensor) -> TensorFacts:
+    return TensorFacts(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _target(func: Any, name: str, args: Any) -> tuple[str, Any, Any]:

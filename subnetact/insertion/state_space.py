@@ -38,17 +38,18 @@ def is_state_space(module: nn.Module) -> bool:
     )
 
 
-def state_space_group(path: str, mixer: nn.Module) -> Group | str:
-    """Return the group of the heads of a mixer, or why there is none."""
+def state_space_group(path: str, mixer: nn.Module) -> tuple[list[Group], str]:
+    """Return the group of the heads of a mixer, if there is one, or why there is none."""
     numbers: dict[str, int] = {name: vars(mixer)[name] for name in _NUMBERS}
     heads, groups = numbers["num_heads"], numbers["n_groups"]
     if heads % groups or numbers["intermediate_size"] != heads * numbers["head_dim"]:
-        return f"{heads} heads are no whole groups of {groups}, or no {numbers['intermediate_size']} channels"
+        channels = numbers["intermediate_size"]
+        return [], f"{heads} heads are no whole groups of {groups}, or no {channels} channels"
     if heads == groups:
-        return "every group has one head only"
+        return [], "every group has one head only"
     if "mup_vector" in mixer._buffers:
-        return "its multipliers are a buffer with an entry per row of in_proj, which no operator slices"
-    return Group(f"{path}.heads", "heads", heads // groups, tuple(head_members(path, mixer)))
+        return [], "its multipliers are a buffer with an entry per row of in_proj, which no operator slices"
+    return [Group(f"{path}.heads", "heads", heads // groups, tuple(head_members(path, mixer)))], ""
 
 
 def head_members(path: str, mixer: nn.Module) -> Iterator[Member]:
