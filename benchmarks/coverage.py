@@ -195,16 +195,17 @@ def model_of(
         config = transformers.AutoConfig.for_model(name, **{**COMMON, **more})
         config._attn_implementation = "eager"
         model: nn.Module = getattr(transformers, kind)(config)
+        scores = all_outputs if kind.endswith("Model") and "LMHead" not in kind else logits
         if model.main_input_name == "pixel_values":
-            return model, {"pixel_values": torch.randn(2, 3, 32, 32)}, logits
+            return model, {"pixel_values": torch.randn(2, 3, 32, 32)}, scores
         if model.main_input_name == "input_values":
             fold_(model.eval())  # The positions of some are a convolution with a weight norm.
             shape = (2, 32, 32) if "num_mel_bins" in more else (2, 400)
-            return model, {"input_values": torch.randn(shape)}, logits
+            return model, {"input_values": torch.randn(shape)}, scores
         tokens = torch.randint(3, 200, (2, 12))
         if "CausalLM" in kind or "LMHead" in kind:
-            return model, {"input_ids": tokens, "use_cache": False}, logits
-        return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, logits
+            return model, {"input_ids": tokens, "use_cache": False}, scores
+        return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, scores
     if source in PACKAGES or source in ("detection", "segmentation"):
         return (*_dense_model(source, name), all_outputs)
     if source == "audio":

@@ -58,6 +58,8 @@ __all__ = ["describe", "insert_"]
 
 SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
+CAPTURING = "transformers.utils.output_capturing"
+"""The home of hooks that a model of transformers gives itself, which only note hidden states if asked to."""
 UNTRACED = "everything else"
 """The name under which a description says why the graph was not analysed, whatever `only` selects."""
 
@@ -472,7 +474,12 @@ def _unseen(module: nn.Module) -> str | None:
             f"computes its {computed} from other parameters in every call (a weight or spectral norm, or "
             "another parametrisation); make that permanent first, with subnetact.insertion.fold_(model)"
         )
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-    if any(hooks) or module._backward_pre_hooks:
+    held = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if any(getattr(hook, "__module__", "") != CAPTURING for hooks in held for hook in hooks.values()):
         return "has hooks, which subnets would run as well; remove them first"
     return None
