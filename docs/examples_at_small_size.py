@@ -18,8 +18,8 @@ SMALL = {
     "distil_timm_model": "--pretraining 30 --steps 20 --out {out}",
     "elastic_smollm2": "--chunks 2 --sorting 2 --tokens 8 --no-int8 --out {out}/result.json",
     "experts_per_token": "--rounds 2 --out {out}",
-    "finetune_own_model": "--steps 10 --elastic-steps 6 --evaluations 4 --out {out}",
-    "read_pages": "--steps 40 --seconds 1.5 --out {out}",
+    "finetune_own_model": "--steps 6 --elastic-steps 4 --evaluations 3 --out {out}",
+    "read_pages": "--steps 20 --seconds 0.9 --out {out}",
     "serve_checkpoint": "--evaluations 12 --out {out}",
 }
 """Example -> options of a short run. The others need weights, servers or hours: they are shown only."""
