@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from importlib.resources import as_file, files
 from typing import NamedTuple
 
@@ -89,15 +90,20 @@ def _elastic() -> dict[str, Elastic]:
     return elastic
 
 
-def new_digits_supernet() -> Supernet:
-    """Return the supernet with random weights; its depth and expand ratio are those of each stage."""
+@cache
+def _space() -> SubnetSpace:
     names = [f"stage{stage}" for stage in range(len(STAGE_WIDTHS))]
     axes = [
         Axis.uniform("depth", names, DEPTHS),
         Axis.uniform("expand", names, EXPANDS),
         Axis.uniform("width", ["all"], WIDTHS),
     ]
-    supernet = put_operators_(DigitsNet(), SubnetSpace("digits", axes, _sizes), _elastic())
+    return SubnetSpace("digits", axes, _sizes)
+
+
+def new_digits_supernet() -> Supernet:
+    """Return the supernet with random weights; its depth and expand ratio are those of each stage."""
+    supernet = put_operators_(DigitsNet(), _space(), _elastic())
     supernet.origin = {"name": "digits", "constructor": {}}
     return supernet
 

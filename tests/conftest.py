@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
@@ -85,9 +86,9 @@ def wait_for() -> Callable[..., None]:
     return _wait_for
 
 
-@pytest.fixture
-def digits() -> Supernet:
-    """The embedded network with random weights and random BatchNorm statistics."""
+@pytest.fixture(scope="session")
+def checked_digits() -> tuple[Supernet, torch.Tensor]:
+    """The supernet of `digits`, which `Supernet.check` has passed, and torch's random state after it."""
     from subnetact.digits import new_digits_supernet
 
     torch.manual_seed(0)
@@ -97,4 +98,14 @@ def digits() -> Supernet:
         norm.get_buffer("running_var").uniform_(0.5, 1.5)
         norm.get_parameter("weight").data.uniform_(0.5, 1.5)
         norm.get_parameter("bias").data.normal_(0, 0.2)
-    return supernet
+    state = torch.get_rng_state()
+    supernet.check_once(torch.zeros(1, 1, 16, 16))
+    return supernet, state
+
+
+@pytest.fixture
+def digits(checked_digits: tuple[Supernet, torch.Tensor]) -> Supernet:
+    """The embedded network with random weights and random BatchNorm statistics."""
+    supernet, state = checked_digits
+    torch.set_rng_state(state)
+    return copy.deepcopy(supernet)

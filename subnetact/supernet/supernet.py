@@ -147,7 +147,12 @@ class Supernet(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        state = {**self.__dict__, "_views": None, "_original": self._unchanged_since_then()}
+        state = {
+            **self.__dict__,
+            "_views": None,
+            "_original": self._unchanged_since_then(),
+            "_checked": set(),
+        }
         del state["_generation"]
         return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
 
@@ -164,6 +169,8 @@ class Supernet(nn.Module):
         memo[id(self)] = copied
         with torch.inference_mode(False), self.generation.unchanged():
             copied.__setstate__(deepcopy(self.__getstate__(), memo))
+            passed = {shapes for shapes, number in self._checked if number == self._generation.number}
+        copied._checked = {(shapes, copied._generation.number) for shapes in passed}
         return copied
 
     def __copy__(self) -> Supernet:

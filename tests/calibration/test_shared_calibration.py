@@ -41,7 +41,7 @@ def assert_reference(supernet: Supernet, specs: list[SubnetSpec], batches: list[
 @pytest.mark.parametrize("rule", RULES)
 def test_statistics_are_those_of_one_network_at_a_time(digits: Supernet, rule: str) -> None:
     digits.double()
-    specs = [digits.space.sample(seed) for seed in range(10)]
+    specs = [digits.space.sample(seed) for seed in range(6)]
     batches = [batch.double() for batch in BATCHES]
     report = subnetact.calibrate(digits, specs, batches, False, rule)
     assert not report.one_at_a_time
@@ -89,9 +89,9 @@ def one_by_one() -> Callable[[int], tuple[Supernet, SubnetSpec, torch.Tensor]]:
     return get
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
-    seeds=st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    seeds=st.lists(st.integers(0, 15), min_size=1, max_size=8),
     memory_mb=st.sampled_from([0.0, 0.01, 0.05, 0.3, 1024.0]),
     source=st.sampled_from([list, iter, lambda batches: [(batch,) for batch in batches]]),
 )
@@ -115,7 +115,7 @@ def test_the_same_data_twice_change_nothing_but_rounding(digits: Supernet) -> No
 
 
 def test_less_memory_computes_more(digits: Supernet) -> None:
-    specs = [digits.space.sample(seed) for seed in range(20)]
+    specs = [digits.space.sample(seed) for seed in range(10)]
     roomy = subnetact.calibrate(digits, specs, BATCHES, False)
     expected = flat(digits, specs)
     tight = subnetact.calibrate(digits, specs, BATCHES, False, memory_mb=roomy.kept_mb / 3)

@@ -203,7 +203,13 @@ def two_recompiles() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_recompiles")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(digits: Supernet) -> None:
+def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back() -> None:
+    axis, on = subnetact.Axis.uniform("width", ["all"], (2, 4, 8)), subnetact.WeightSlice.on
+    space = subnetact.SubnetSpace("small", [axis], lambda values: {"width": values["width"][0]})
+    network = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    norm = subnetact.SubnetNorm.on(channels="width")
+    elastic = {"0": on(out="width"), "1": norm, "3": on(in_="width")}
+    supernet = subnetact.insert_(network.eval(), space, elastic)
     built: list[int] = []
 
     def counting(graph: Any, inputs: Any) -> Any:
@@ -211,20 +217,20 @@ def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(
         return graph.forward
 
     torch._dynamo.register_backend(counting, name="subnetact_counting")
-    specs = digits.space.sample(0, 3)
-    subnetact.calibrate(digits, specs, [X], progress=False)
-    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], compile="subnetact_counting")
+    specs = list(space.enumerate())
+    subnetact.calibrate(supernet, specs, [X], progress=False)
+    engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], compile="subnetact_counting")
     assert len(specs) > torch._dynamo.config.recompile_limit
     engine.prepare([2, 1])
     assert len(built) == 2 * len(specs)
     for i, spec in enumerate(specs):
-        close(engine(X[:2], subnet=i), digits(X[:2], subnet=spec))
-        close(engine(X[:1], subnet=i), digits(X[:1], subnet=spec))
+        close(engine(X[:2], subnet=i), supernet(X[:2], subnet=spec))
+        close(engine(X[:1], subnet=i), supernet(X[:1], subnet=spec))
     assert len(built) == 2 * len(specs)
     with pytest.raises(RecompileRefused, match=r"\(5, 1, 16, 16\).*prepare"):
         engine(X, subnet=0)
     engine.prepare([5], ids=[0])
-    close(engine(X, subnet=0), digits(X, subnet=specs[0]))
+    close(engine(X, subnet=0), supernet(X, subnet=specs[0]))
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.raises(RecompileRefused, match="compile a prepared shape again"):
@@ -234,7 +240,7 @@ def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(
     assert engine.stats().compiled == len(specs)
     engine.remove(0)
     assert engine.stats().compiled == len(specs) - 1
-    subnetact.calibrate(digits, [specs[1]], [X * 2], progress=False)
+    subnetact.calibrate(supernet, [specs[1]], [X * 2], progress=False)
     with pytest.raises(RecompileRefused, match=r"were replaced; call engine\.prepare"):
         engine(X[:1], subnet=1)
 
