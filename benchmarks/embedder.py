@@ -405,9 +405,10 @@ def page(known: dict[str, Any]) -> str:
         *wrap(
             f"`benchmarks/embedder.py`: all-MiniLM-L6-v2 on {place['cpus']} virtual cores of an "
             f"{place['device_name']} ({place['instructions']}), torch {place['torch']}, one thread. "
-            f"{QUERIES} queries and {DOCUMENTS} documents are paragraphs of the docstrings of {HELD_OUT}. Recall: the "
-            f"share of the {NEAREST} documents that the largest subnet finds at float32 which the subnet "
-            f"finds, too, in an index that it filled itself, that the largest one filled, that {writers} filled, a "
+            f"{QUERIES} queries and {DOCUMENTS} documents are paragraphs of the docstrings of {HELD_OUT}. "
+            f"Recall: the share of the {NEAREST} documents that the largest subnet finds at float32 which the "
+            "subnet finds, too, in an index that it filled itself, that the largest one filled, that "
+            f"{writers} filled, a "
             "random one for every document, and that int8 helped to fill. Last: of what the original model "
             "finds. Times are over those of the largest subnet, medians of passes in turns, the machine "
             "otherwise idle.",
@@ -436,7 +437,8 @@ def page(known: dict[str, Any]) -> str:
         *wrap(
             f"{trained['steps']} steps of 32 paragraphs of the docstrings of {', '.join(TRAINING)} in "
             f"{trained['minutes']:.0f} minutes on a busy machine, learning rate "
-            f"{trained['learning_rate']:g}. That is far too little: a layer less loses a third of what the largest subnet finds, and the "
+            f"{trained['learning_rate']:g}. "
+            "That is far too little: a layer less loses a third of what the largest subnet finds, and the "
             "largest subnet itself, which only learns to stay as it was, finds other documents than the "
             "original. Where time for training is short, take precision and leave the weights alone.",
             110,
