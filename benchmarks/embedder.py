@@ -406,8 +406,8 @@ def page(known: dict[str, Any]) -> str:
             f"`benchmarks/embedder.py`: all-MiniLM-L6-v2 on {place['cpus']} virtual cores of an "
             f"{place['device_name']} ({place['instructions']}), torch {place['torch']}, one thread. "
             f"{QUERIES} queries and {DOCUMENTS} documents are paragraphs of the docstrings of {HELD_OUT}. "
-            f"Recall: the share of the {NEAREST} documents that the largest subnet finds at float32 which the "
-            "subnet finds, too, in an index that it filled itself, that the largest one filled, that "
+            f"Recall: the share of the {NEAREST} documents that the largest subnet finds at float32 which "
+            "the subnet finds, too, in an index that it filled itself, that the largest one filled, that "
             f"{writers} filled, a "
             "random one for every document, and that int8 helped to fill. Last: of what the original model "
             "finds. Times are over those of the largest subnet, medians of passes in turns, the machine "
@@ -427,7 +427,7 @@ def page(known: dict[str, Any]) -> str:
         for name in WHOLE:
             if name in found["ms"]:
                 shown = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in found["ms"][name].items())
-                lines.append(f"* {at}, {name}: {shown}")
+                lines.append(f"* {at}{' (busy)' * found.get('busy', False)}, {name}: {shown}")
         if "refused" in found:
             lines.append(f"* {at}: `enable_precision` refuses: {found['refused']}")
     lines += [
