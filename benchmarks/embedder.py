@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ SUBNETS = {
     "smallest, bfloat16": (3, 0.5, "bfloat16"),
 }
 """Layers, share of the feed-forward neurons, and precision of the subnets that are measured."""
+WHOLE = ("largest", "bfloat16", "int8")
+"""The subnets that need no training; they are measured and served with the weights of the original model."""
 WRITERS = {"mixed": ("largest", "bfloat16"), "mixed_with_int8": ("largest", "bfloat16", "int8")}
 """The subnets that fill the mixed indexes, a random one for every text."""
 
@@ -216,19 +219,23 @@ def recall(found: Tensor, wanted: Tensor) -> float:
     return float(same.float().mean())
 
 
-def measured(supernet: Supernet, original: nn.Module, given: Any) -> list[dict[str, Any]]:
-    """Return the recall of the subnets, against what the largest one finds, and the original model."""
-    networks = {name: supernet.subnet(spec_of(supernet, name)) for name in SUBNETS} | {"original": original}
+def measured(
+    supernet: Supernet, names: Sequence[str], given: Any, original: nn.Module | None = None
+) -> list[dict[str, Any]]:
+    """Return the recall of subnets, against what the largest one finds, and the original model."""
+    networks: dict[str, nn.Module] = {name: supernet.subnet(spec_of(supernet, name)) for name in names}
+    if original is not None:
+        networks["original"] = original
     parts = {
         name: (embed(network, given["queries"], name), embed(network, given["documents"], name))
         for name, network in networks.items()
     }
     queries, index = parts["largest"]
-    wanted, first = nearest(queries, index), nearest(*parts["original"])
+    wanted, first = nearest(queries, index), nearest(*parts["original" if original else "largest"])
     mixed = {}
-    for kind, names in WRITERS.items():
-        writers = torch.randint(len(names), (len(index), 1), generator=torch.Generator().manual_seed(0))
-        every = torch.stack([parts[name][1] for name in names])
+    for kind, of in WRITERS.items():
+        writers = torch.randint(len(of), (len(index), 1), generator=torch.Generator().manual_seed(0))
+        every = torch.stack([parts[name][1] for name in of])
         mixed[kind] = every.gather(0, writers.unsqueeze(0).expand(1, *index.shape))[0]
     return [
         {
@@ -239,7 +246,7 @@ def measured(supernet: Supernet, original: nn.Module, given: Any) -> list[dict[s
             **{f"recall_{k}_index": recall(nearest(parts[name][0], m), wanted) for k, m in mixed.items()},
             "recall_of_what_the_original_finds": recall(nearest(*parts[name]), first),
         }
-        for name in SUBNETS
+        for name in names
     ]
 
 
@@ -342,19 +349,11 @@ OUT = RESULTS / "embedder.json"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Distil or go on, measure what was asked for, and write the results."""
+    """Measure what was asked for, and write the results."""
     known = json.loads(OUT.read_text()) if OUT.exists() else {}
     place = machine(torch.device("cpu"))
     tokenizer, original = embedder()
-    given = texts(tokenizer)
-    supernet = elastic(embedder()[1])
-    if args.only != ["times"]:
-        report = distilled(supernet, given, args)
-        print(report)
-    if "recall" in args.only:
-        facts = {"steps": report.steps, "minutes": report.seconds / 60, "learning_rate": args.rate}
-        known["distillation"] = {**facts, "paragraphs": len(given["training"]), "machine": place}
-    names, refused = list(SUBNETS), {}
+    supernet, names, refused = elastic(embedder()[1]), list(SUBNETS), {}
     try:
         supernet.enable_precision("bfloat16", "int8", last=True)
     except PrecisionError as error:
@@ -362,58 +361,91 @@ def run(args: argparse.Namespace) -> None:
             raise
         refused = {"refused": str(error)}
         names = [name for name, (_, _, precision) in SUBNETS.items() if precision == "float32"]
-    if "recall" in args.only:
-        known["subnets"] = measured(supernet, original, given)
     if "times" in args.only:
         found = {"machine": place, "ms": times(supernet, names), **refused}
         known.setdefault("times", {})[place["instructions"]] = found
+    given = texts(tokenizer) if args.only != ["times"] else {}
+    if "recall" in args.only:
+        known["whole"] = measured(supernet, WHOLE, given)
     if "service" in args.only:
-        found = served(supernet, given, known["subnets"], args.seconds)
-        known["service"] = {**found, "machine": place}
+        known["service"] = {**served(supernet, given, known["whole"], args.seconds), "machine": place}
+    if "recall" in args.only:
+        supernet = elastic(embedder()[1])
+        report = distilled(supernet, given, args)
+        print(report)
+        facts = {"steps": report.steps, "minutes": report.seconds / 60, "learning_rate": args.rate}
+        known["distillation"] = {**facts, "paragraphs": len(given["training"]), "machine": place}
+        supernet.enable_precision("bfloat16", "int8", last=True)
+        known["subnets"] = measured(supernet, list(SUBNETS), given, original)
     OUT.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def page(known: dict[str, Any]) -> str:
     """Return the page of the results."""
-    place, trained, rows = known["distillation"]["machine"], known["distillation"], known["subnets"]
-    fastest = {at: found for at, found in known["times"].items() if "refused" not in found}
-    here = next(iter(fastest.values()))["ms"]
+    trained, times_ = known["distillation"], known["times"]
+    place = trained["machine"]
+    here = next(found["ms"] for found in times_.values() if "refused" not in found)
     kinds = list(here["largest"])
     writers = " and ".join(WRITERS["mixed"])
+
+    def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+        head = ["subnet", "layers, FFN, precision", *(f"time, {kind}" for kind in kinds)]
+        head += ["own index", "largest's", "mixed", "with int8", "of the original's"]
+        lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        for row in rows:
+            depth, ffn, precision = SUBNETS[row["subnet"]]
+            cells = [f"{here[row['subnet']][kind] / here['largest'][kind]:.2f}" for kind in kinds]
+            cells += [f"{row[name]:.3f}" for name in row if name.startswith("recall")]
+            lines.append(f"| {row['subnet']} | {depth}, {ffn:g}, {precision} | {' | '.join(cells)} |")
+        return lines
+
     lines = [
         "# An elastic sentence embedder",
         "",
-        f"`benchmarks/embedder.py`: all-MiniLM-L6-v2 on {place['cpus']} virtual cores of an "
-        f"{place['device_name']} ({place['instructions']}),",
-        f"torch {place['torch']}, one thread. Depth and feed-forward widths are elastic and distilled in",
-        f"bfloat16: {trained['steps']} steps of 32 paragraphs of the docstrings of {', '.join(TRAINING)},",
-        f"in {trained['minutes']:.0f} minutes on a busy machine. {QUERIES} queries and {DOCUMENTS} documents",
-        f"are paragraphs of the docstrings of {HELD_OUT}. Recall: the share of the {NEAREST} documents that",
-        "the largest subnet finds at float32 which the subnet finds, too, in an index that it filled itself,",
-        f"that the largest one filled, that {writers} filled, a random one for every document, and",
-        "that int8 helped to fill. Last: of what the original model finds. Times are over those of the",
-        "largest subnet, medians of passes in turns, the machine otherwise idle.",
+        *wrap(
+            f"`benchmarks/embedder.py`: all-MiniLM-L6-v2 on {place['cpus']} virtual cores of an "
+            f"{place['device_name']} ({place['instructions']}), torch {place['torch']}, one thread. "
+            f"{QUERIES} queries and {DOCUMENTS} documents are paragraphs of the docstrings of {HELD_OUT}. "
+            f"Recall: the share of the {NEAREST} documents that the largest subnet finds at float32 which "
+            "the subnet finds, too, in an index that it filled itself, that the largest one filled, that "
+            f"{writers} filled, a "
+            "random one for every document, and that int8 helped to fill. Last: of what the original model "
+            "finds. Times are over those of the largest subnet, medians of passes in turns, the machine "
+            "otherwise idle.",
+            110,
+        ),
         "",
-        "| subnet | layers, FFN, precision | " + " | ".join(f"time, {kind}" for kind in kinds),
-    ]
-    lines[-1] += " | own index | largest's | mixed | with int8 | of the original's |"
-    lines.append("|---" * (len(kinds) + 7) + "|")
-    for row in rows:
-        depth, ffn, precision = SUBNETS[row["subnet"]]
-        shares = [here[row["subnet"]][kind] / here["largest"][kind] for kind in kinds]
-        cells = [f"{value:.2f}" for value in shares]
-        cells += [f"{row[name]:.3f}" for name in row if name.startswith("recall")]
-        lines.append(f"| {row['subnet']} | {depth}, {ffn:g}, {precision} | {' | '.join(cells)} |")
-    lines += [
+        "## As it comes: precision is the axis that pays",
+        "",
+        *table(known["whole"]),
         "",
         "bfloat16 needs no training, but gains time only where the processor has instructions for it (AMX,",
-        "AVX-512 BF16), and more in large batches. Fewer layers gain everywhere, and lose recall.",
+        "AVX-512 BF16), and more in large batches than for one query:",
+        "",
     ]
-    for at, found in known["times"].items():
-        ms = "; ".join(f"{kind} {found['ms']['largest'][kind]:.1f}" for kind in kinds)
-        lines += ["", f"{at}: the largest subnet takes {ms} ms."]
+    for at, found in times_.items():
+        for name in WHOLE:
+            if name in found["ms"]:
+                shown = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in found["ms"][name].items())
+                lines.append(f"* {at}{' (busy)' * found.get('busy', False)}, {name}: {shown}")
         if "refused" in found:
-            lines[-1] += f" `enable_precision` refuses: {found['refused']}."
+            lines.append(f"* {at}: `enable_precision` refuses: {found['refused']}")
+    lines += [
+        "",
+        "## Depth and widths, after a short distillation",
+        "",
+        *wrap(
+            f"{trained['steps']} steps of 32 paragraphs of the docstrings of {', '.join(TRAINING)} in "
+            f"{trained['minutes']:.0f} minutes on a busy machine, learning rate "
+            f"{trained['learning_rate']:g}. "
+            "That is far too little: a layer less loses a third of what the largest subnet finds, and the "
+            "largest subnet itself, which only learns to stay as it was, finds other documents than the "
+            "original. Where time for training is short, take precision and leave the weights alone.",
+            110,
+        ),
+        "",
+        *table(known["subnets"]),
+    ]
     found = known.get("service")
     if found is not None:
         lines += [

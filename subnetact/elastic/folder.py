@@ -295,7 +295,9 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         if space.id != document["space"] or enabled not in (None, precision):
             message = (
                 f"{index}: the bundle is of space {document['space']} with precision {precision}, the "
-                f"supernet is of space {space.id} with precision {enabled}; give the supernet that was saved"
+                f"supernet is of space {space.id} with precision {enabled}; give the supernet that was "
+                "saved, or the ordinary network, which the bundle makes elastic as it was: on other weights, "
+                "insert_ can put the blocks in another order"
             )
             raise ForeignSpec(message) if model is not None else FileFormatError(message)
         norms = NormTable.load(folder / document["statistics"])
@@ -319,9 +321,9 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
     if network is None:
         if stated is None:
             raise FileFormatError(
-                f"{folder / INDEX}: the bundle is of an own network, which no name can rebuild; call "
-                "Engine.load(directory, supernet=insert_(network, ...)) or from_pretrained(folder, "
-                "model=network), or give --model on the command line"
+                f"{folder / INDEX}: the bundle is of an own network, which no name can rebuild; make "
+                "one of the same class and give it: Engine.load(directory, supernet=network), "
+                "from_pretrained(folder, model=network), or --model PKG.MOD:CLASS on the command line"
             )
         try:
             network = make_network(stated, folder, size)

@@ -13,7 +13,7 @@ from threading import Lock, RLock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subnetact.device import find_device, raise_if_out_of_memory
 from subnetact.engine.blocks import Block, BlockRun, SubnetBlocks
@@ -702,7 +702,7 @@ class Engine:
         cls,
         directory: str | PathLike[str],
         *,
-        supernet: Supernet | None = None,
+        supernet: nn.Module | None = None,
         mapped: bool = False,
         **options: Any,
     ) -> Engine:
@@ -710,8 +710,9 @@ class Engine:
 
         Args:
             directory: the bundle.
-            supernet: for an own network, a supernet made with the same arguments; the weights of the bundle
-                replace its weights. If None, the supernet is rebuilt by the name of its family.
+            supernet: for an own network, a network of the same class and arguments, which the bundle makes
+                elastic as it was; if its axes were written by hand, its supernet. The weights of the bundle
+                replace its weights. If None, the network is rebuilt by its name.
             mapped: whether the weights of a CPU engine stay in the bundle's file, mapped into memory:
                 all processes of a machine that map the same bundle share one copy. A bundle that is saved
                 again is another file, so a loaded engine does not change.
@@ -725,7 +726,7 @@ class Engine:
             FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names
                 it.
             ForeignSpec: the given supernet is of another space.
-            InsertError: `supernet` is not a `Supernet`, but a plain network for example.
+            InsertError: `supernet` is an ordinary network, and the axes were written by hand.
             NotCalibrated: the bundle lacks BatchNorm statistics of a subnet.
             PrecisionError: this machine cannot compute at a precision of the bundle.
         """

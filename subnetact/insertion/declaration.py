@@ -493,7 +493,7 @@ def _blocks(
             continue
         reason = next(filter(None, (_unskippable(observed, residual, block) for block in blocks)), "")
         if reason:
-            refused[f"{stack}.depth"] = reason
+            refused[f"{stack}.depth".lstrip(".")] = reason
             continue
         kept = blocks
         first = observed.calls[blocks[0]]
@@ -524,6 +524,8 @@ def _unskippable(observed: _Observation, residual: Collection[str], block: str) 
         return f"{block} ({kind}) returns a {type(call.output).__name__}, not one tensor"
     if given is None or given.shape != call.output.shape or given.dtype != call.output.dtype:
         return f"{block} ({kind}) changes the shape of its input"
+    if not _parent(block):
+        return "its blocks are those of the network itself; wrap it in nn.Sequential to skip some of them"
     if block not in residual:
         return f"{kind} is not residual: without its layers, its output is another than its input"
     return ""

@@ -47,6 +47,7 @@ your own network:
           network = MyNetwork(**constructor)
           network.load_state_dict(torch.load("weights.pth", weights_only=True))
           return subnetact.insert_(network.eval(), space, elastic)
+  With --bundle, whose description makes a network elastic, it may return the ordinary network.
   Run the command in the folder of the module, or name the folder in PYTHONPATH.
 
 examples:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ofa_adapters import registry
 from subnetact.digits import load_digits_supernet
@@ -87,7 +87,7 @@ def load_source(
         raise SpecError("constructor: these are arguments for --family or --model; give one of them")
     specs: tuple[SubnetSpec, ...] = ()
     accuracy: tuple[float | None, ...] = ()
-    own = build_model(model, constructor) if model else None
+    own = build_model(model, constructor, bundled=bool(bundle)) if model else None
     if bundle:
         engine = Engine.load(bundle, supernet=own, device="cpu", allow_uncalibrated=True)
         supernet, usual = engine.supernet, engine.sample
@@ -128,16 +128,14 @@ def load_source(
     return ProfileSource(supernet, sample, specs, accuracy)
 
 
-def build_model(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
-    """Return the supernet that a user's own function `pkg.mod:factory` builds."""
+def build_model(model: str, constructor: Mapping[str, Any] | None, bundled: bool = False) -> Any:
+    """Return what a user's own `pkg.mod:factory` makes: a supernet, or for a bundle any network."""
     factory = import_name(model)
     with user_code(f"model {model!r}"):
         supernet = factory(**(constructor or {}))
-    if not isinstance(supernet, Supernet):
-        raise SpecError(
-            f"model {model!r} returned a {type(supernet).__name__}; it must return a Supernet, as "
-            "subnetact.insert_(network, ...) does"
-        )
+    if not isinstance(supernet, nn.Module if bundled else Supernet):
+        wanted = "the bundle's network" if bundled else "a Supernet, as subnetact.insert_(network, ...) does"
+        raise SpecError(f"model {model!r} returned a {type(supernet).__name__}; it must return {wanted}")
     return supernet
 
 

@@ -50,8 +50,8 @@ EPILOG = """replicas:
   `python -m subnetact.cluster` takes these options, too, and serves from replicas on Ray Serve.
 
 your own network:
-  --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
-  that of `python -m subnetact.profile --help`, which explains it."""
+  --model PKG.MOD:FACTORY names its class, or a function that returns it; the bundle has its weights, and the
+  description that makes it elastic. If its axes were written by hand, the function returns a Supernet."""
 
 
 class Backend:

@@ -62,7 +62,7 @@ class Source:
             from subnetact.serve.digits_engine import digits_engine
 
             return digits_engine()
-        supernet = build_model(self.model, dict(self.constructor)) if self.model else None
+        supernet = build_model(self.model, self.constructor, bundled=True) if self.model else None
         engine = Engine.load(self.bundle, supernet=supernet, mapped=mapped)
         if self.checksum is not None and _checksum(self.bundle) != self.checksum:
             raise FileFormatError(

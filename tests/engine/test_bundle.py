@@ -18,6 +18,7 @@ from subnetact import Engine, calibrate
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import FileFormatError, ForeignSpec, InsertError, ProfileMismatch, StaleWeights
 from subnetact.files.documents import checksum
+from subnetact.serve.source import Source
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
@@ -100,6 +101,35 @@ def test_an_own_network_is_given_to_load(tmp_path: Path, digits: Supernet) -> No
         subnetact.Engine.load(tmp_path)
     with pytest.raises(ForeignSpec, match="own-"):
         subnetact.Engine.load(tmp_path, supernet=digits)
+
+
+class Block(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Residual(nn.Sequential):
+    """Blocks whose order of importance depends on the weights."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Block(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)) for _ in range(4)))
+
+
+def test_a_bundle_makes_an_ordinary_network_elastic_as_it_was(tmp_path: Path) -> None:
+    x, seen = torch.randn(3, 6), set()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        supernet = subnetact.insert_(Residual().eval(), example=x)
+        seen.add(supernet.space.id)
+        subnetact.Engine(supernet, [supernet.space.smallest()], example=x[:1]).save(tmp_path / f"{seed}")
+        loaded = subnetact.Engine.load(tmp_path / f"{seed}", supernet=Residual())
+        served = Source(bundle=str(tmp_path / f"{seed}"), model=f"{__name__}:Residual").engine()
+        torch.testing.assert_close(loaded(x, subnet=0), supernet(x, subnet=supernet.space.smallest()))
+        torch.testing.assert_close(served(x, subnet=0), loaded(x, subnet=0))
+    assert len(seen) > 1
+    other = subnetact.insert_(nn.Sequential(Residual(), nn.Linear(6, 2)).eval(), example=x)
+    with pytest.raises(ForeignSpec, match="or the ordinary network"):
+        subnetact.Engine.load(tmp_path / "0", supernet=other)
 
 
 @pytest.mark.parametrize("name", ["elastic.json", "model.safetensors", "norms.safetensors", "latency-0.json"])
