@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 from shared_memory import shared_memory_of
 
+from subnetact import Engine
 from subnetact.serve.cli import main
 
 ZEROS = [0.0] * 256
@@ -287,7 +289,8 @@ def descendants(pid):
     return found
 
 
-def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys):
+def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Engine, "load", cache(Engine.load))
     bundle = str(digits[1])
     tokens = tmp_path / "tokens"
     tokens.write_text("short")

@@ -203,7 +203,7 @@ def test_a_killed_process_of_a_stage_loses_nothing(tmp_path: Any) -> None:
     runner = CommandRunner(tmp_path)
     stages = [
         Stage("a", lambda x: x),
-        Stage("b", runner, ["a"], table=TABLE, options={"process": True}),
+        Stage("b", runner, ["a"], table=TABLE, options={"process": True, "spares": 0}),
     ]
     with pipeline(*stages, sample=command("double", 1.0), slo_ms=60_000.0) as live:
         kinds = ["crash" if i == 3 else "double" for i in range(20)]
