@@ -39,7 +39,7 @@ class Killed(BaseException):
 
 
 def specs_of(supernet: Supernet) -> list[SubnetSpec]:
-    return [supernet.space.sample(seed) for seed in range(6)]
+    return [supernet.space.sample(seed) for seed in range(4)]
 
 
 def rows(supernet: Supernet) -> dict[SubnetSpec, torch.Tensor]:
@@ -64,7 +64,7 @@ def dying_after(collected: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return lambda: left[0] <= 0
 
 
-@pytest.mark.parametrize("after", [30, 75, 150, 260, 333])
+@pytest.mark.parametrize("after", [30, 120, 200])
 def test_killed_anywhere_and_resumed_gives_the_same_bits(
     digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
@@ -138,8 +138,8 @@ from subnetact.digits import new_digits_supernet
 torch.manual_seed(0)
 torch.set_num_threads(1)
 supernet = new_digits_supernet().eval()
-specs = [supernet.space.sample(seed) for seed in range(6)]
-batches = [torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+specs = [supernet.space.sample(seed) for seed in range(4)]
+batches = [torch.randn(8, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
 def killed_after_three():
     yield from batches[:3]
     os.kill(os.getpid(), signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_a_process_killed_by_a_signal_leaves_a_file_to_go_on_with(tmp_path: Path
     killed = subprocess.run([sys.executable, "-c", CHILD, str(unfinished)], env=environment, timeout=300)
     assert killed.returncode == -signal.SIGKILL
     assert unfinished.exists()
-    batches = [torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    batches = [torch.randn(8, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     found = []
     for resume in (unfinished, None):
         torch.manual_seed(0)

@@ -49,7 +49,7 @@ def hooked(network: nn.Module, *inputs: Tensor) -> tuple[int, int, int]:
 def test_costs_are_what_hooks_count(family: str) -> None:
     supernet, x = small_supernet(family), next(iter(small_inputs(family, 1).values()))
     model = subnetact.costs.CostModel(supernet, x)
-    for spec in supernet.space.sample(7, 12):
+    for spec in supernet.space.sample(7, 5):
         parameters, macs, written = hooked(supernet.extract(spec), x)
         cost = model(spec)
         layers = cost.macs - cost.product_macs
@@ -61,7 +61,8 @@ def test_costs_are_what_hooks_count(family: str) -> None:
 @pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3", "ofa_proxyless"])
 def test_costs_are_upstreams_counts_at_published_sizes(family: str) -> None:
     counts = json.loads((GOLDEN / family / "full_size_counts.json").read_text())
-    supernet = load(family, None, **counts["constructor"])
+    with torch.device("meta"):
+        supernet = load(family, None, **counts["constructor"])
     models: dict[int, subnetact.costs.CostModel] = {}
     for case in counts["cases"]:
         side = case["image_size"]
@@ -161,7 +162,7 @@ def test_products_of_attention_are_what_torch_counts_in_any_order_of_subnets() -
     rng = random.Random(3)
     model = subnetact.costs.CostModel(supernet, x)
     first = {}
-    for spec in (supernet.space.sample(rng) for _ in range(30)):
+    for spec in (supernet.space.sample(rng) for _ in range(10)):
         first[spec] = model(spec), model.vector(spec).tolist()
         # torch does not count the fused kernel of attention on the CPU.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

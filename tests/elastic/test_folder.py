@@ -103,14 +103,16 @@ for path in sorted((place / "expected").iterdir()):
     facts = load_file(path)
     x = {n: t for n, t in facts.items() if not n.startswith("answer.")}
     x = x["x"] if set(x) == {"x"} else x
-    mapped = subnetact.from_pretrained(place / path.name)
-    own = subnetact.from_pretrained(place / path.name, mapped=False, verify=True)
-    for name, spec in own.card.subnets.items():
-        with torch.no_grad():
-            a, b = (next(iter(tensors_of(call_with(s.subnet(spec), x)))) for s in (mapped, own))
-        assert torch.allclose(a, facts[f"answer.{name}"], 5e-5, 5e-5), (path.name, name)
-        assert torch.equal(b, facts[f"answer.{name}"]), (path.name, name)
-        print(path.name, name)
+    one = path.name in ("ofa_mbv3", "timm", "decoder")  # Mapping does not depend on the network.
+    for mapped in (False, True)[: 1 + one]:
+        supernet = subnetact.from_pretrained(place / path.name, mapped=mapped, verify=not mapped)
+        for name, spec in supernet.card.subnets.items():
+            answer, off = facts[f"answer.{name}"], 5e-5 if mapped else 0.0
+            with torch.no_grad():
+                found = next(iter(tensors_of(call_with(supernet.subnet(spec), x))))
+            torch.testing.assert_close(found, answer, rtol=off, atol=off)
+            if not mapped:
+                print(path.name, name)
 """
 
 

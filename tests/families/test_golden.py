@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,13 @@ COUNTS = [
 
 @pytest.fixture(scope="module")
 def published() -> Callable[[str], Supernet]:
-    done: dict[str, Supernet] = {}
-    return lambda family: done.setdefault(family, load(family))
+    """Networks at full size, without weights: tests count them and encode their subnets."""
+
+    def make(family: str) -> Supernet:
+        with torch.device("meta"):
+            return load(family)
+
+    return cache(make)
 
 
 @pytest.mark.parametrize(("family", "index"), COUNTS)

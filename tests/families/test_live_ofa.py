@@ -73,7 +73,7 @@ def test_random_subnets_at_full_size(both: Any, family: str) -> None:
     upstream, supernet = both(family)
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2))
     bounds = {"atol": 5e-5 if family == "ofa_resnet50" else 1e-6, "rtol": 1e-5}
-    specs = supernet.space.sample(4, 12)
+    specs = supernet.space.sample(4, 5)
     spread = []
     for spec in specs:
         upstream.set_active_subnet(**supernet.space.format(spec))

@@ -151,9 +151,13 @@ def absent(network: torch.nn.Module) -> dict[str, Any] | None:
     return optional if hasattr(network, "encode") else None
 
 
+SAME_NETWORK = ("ofa_proxyless", "compofa_mbv3")
+"""Families whose networks are those of ofa_mbv3 with other settings."""
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("how", EXPORTS)
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", [f for f in families() if f not in SAME_NETWORK])
 def test_subnets_can_be_traced_scripted_and_exported(
     family: str, how: str, small: Any, inputs_of: Any
 ) -> None:
@@ -239,7 +243,7 @@ def legal_values(family: str, space: SubnetSpace, key: str, axis: str, i: int, c
 
 
 @pytest.mark.parametrize("family", families())
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_illegal_values_are_refused_by_axis_and_choices(family: str, data: st.DataObject) -> None:
     space = published(family)

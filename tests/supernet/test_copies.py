@@ -139,6 +139,20 @@ def test_a_copy_is_of_one_moment_and_so_is_a_pickle(monkeypatch: pytest.MonkeyPa
     assert pickle.loads(pickle.dumps(supernet.network.embed.weight)).equal(others["embed.weight"])
 
 
+def test_a_copy_of_a_supernet_that_has_passed_its_check_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet, x, checked = tied(True), torch.randn(2, 9), list[Supernet]()
+    supernet.check_once(x)
+    monkeypatch.setattr(Supernet, "check", lambda self, x: checked.append(self))
+    copied = copy.deepcopy(supernet)
+    copied.check_once(x)
+    assert checked == []
+    copied.refresh()
+    others = [copied, copy.deepcopy(copied), pickle.loads(pickle.dumps(supernet))]
+    for other in others:
+        other.check_once(x)
+    assert len(checked) == len(others)
+
+
 @pytest.mark.parametrize("take", [copy.deepcopy, lambda s: s.extract(s.space.smallest())])
 def test_what_is_taken_in_inference_mode_can_be_trained(take: Callable[[Supernet], nn.Module]) -> None:
     with torch.inference_mode():
