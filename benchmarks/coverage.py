@@ -249,7 +249,8 @@ class ConvTasNet(nn.Module):
             more, skip = block(x)
             x, skipped = x + more, skipped + skip
         masked = self.last(skipped).unflatten(1, (2, -1)) * features.unsqueeze(1)
-        return self.decoder(masked.flatten(0, 1)).view(len(waves), 2, -1)
+        speakers: torch.Tensor = self.decoder(masked.flatten(0, 1)).view(len(waves), 2, -1)
+        return speakers
 
 
 class TasNetBlock(nn.Module):
@@ -290,7 +291,7 @@ def _define_operators_of_detection() -> None:
 
     if extension._has_ops():
         return
-    rois = importlib.import_module("torchvision.ops.roi_align")
+    rois: Any = importlib.import_module("torchvision.ops.roi_align")
 
     def nms(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
         order = scores.argsort(descending=True, stable=True)

@@ -90,9 +90,9 @@ def _restore_slices(copy: Operator, operator: Operator, row: SizeRow) -> None:
     if isinstance(operator, SubnetNorm) and isinstance(copy, SubnetNorm):
         copy.write_statistics(row, *operator.shared_statistics(row))
     elif _sliced_buffers(operator):
-        mine, originals = (each.sliced(sizes, _sliced_buffers(each)) for each in (copy, operator))
-        for name, slice_ in mine.items():
-            slice_.copy_(originals[name])
+        own: Any = copy.sliced(sizes, _sliced_buffers(copy))
+        for name, buffer in operator.sliced(sizes, _sliced_buffers(operator)).items():
+            own[name].copy_(buffer)
 
 
 def _sliced_buffers(operator: Operator) -> dict[str, Any]:
