@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = RESULTS["models"]
 @pytest.mark.parametrize(
     ("source", "count", "share"),
     [
-        *(("torchvision", 80, 0.9), ("timm", 80, 0.7), ("transformers", 51, 0.9), ("detection", 7, 0.9)),
+        *(("torchvision", 80, 0.9), ("timm", 80, 0.7), ("transformers", 51, 0.9), ("detection", 12, 0.9)),
         *(("segmentation", 6, 0.9), ("smp", 12, 0.9), ("yolo", 3, 0.9), ("diffusers", 2, 0.9)),
         ("audio", 2, 0.9),
     ],
