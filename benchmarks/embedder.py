@@ -33,6 +33,7 @@ from tqdm import tqdm
 from subnetact import SubnetSpec, insert_
 from subnetact.device import machine
 from subnetact.errors import PrecisionError
+from subnetact.operators.kernel_table import why_not
 from subnetact.supernet.supernet import Supernet
 from subnetact.training import DistillationReport, distill_
 
@@ -356,10 +357,10 @@ def run(args: argparse.Namespace) -> None:
     supernet, names, refused = elastic(embedder()[1]), list(SUBNETS), {}
     try:
         supernet.enable_precision("bfloat16", "int8", last=True)
-    except PrecisionError as error:
+    except PrecisionError:
         if args.only != ["times"]:
             raise
-        refused = {"refused": str(error)}
+        refused = {"refused": {p: why_not(p, torch.device("cpu")) for p in ("bfloat16", "int8")}}
         names = [name for name, (_, _, precision) in SUBNETS.items() if precision == "float32"]
     if "times" in args.only:
         found = {"machine": place, "ms": times(supernet, names), **refused}
@@ -425,11 +426,11 @@ def page(known: dict[str, Any]) -> str:
     ]
     for at, found in times_.items():
         for name in WHOLE:
-            if name in found["ms"]:
+            if name in found["ms"] and "busy" not in found:
                 shown = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in found["ms"][name].items())
-                lines.append(f"* {at}{' (busy)' * found.get('busy', False)}, {name}: {shown}")
-        if "refused" in found:
-            lines.append(f"* {at}: `enable_precision` refuses: {found['refused']}")
+                lines.append(f"* {at}, {name}: {shown}")
+        for name, why in found.get("refused", {}).items():
+            lines.append(f"* {at}: `enable_precision` refuses {name}: {why}")
     lines += [
         "",
         "## Depth and widths, after a short distillation",

@@ -98,8 +98,9 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
         chosen = [row for row in rows if row["precision"] == precision]
         points = [(row["tokens_per_s"], row["docstrings"]) for row in chosen]
         axes.plot(*zip(*points, strict=True), marker, label=precision)
-        for row, point in zip(chosen, points, strict=True):
-            axes.annotate(row["subnet"], point, xytext=(5, -2), textcoords="offset points", fontsize=7)
+        for i, (row, point) in enumerate(zip(chosen, points, strict=True)):
+            place = (5, 4 - 11 * (i % 2))  # Neighbours overlap less.
+            axes.annotate(row["subnet"], point, xytext=place, textcoords="offset points", fontsize=7)
     axes.set(xlabel="tokens per second, one sequence", ylabel="perplexity of docstrings", yscale="log")
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_minor_formatter("{x:.0f}")
