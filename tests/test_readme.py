@@ -17,14 +17,11 @@ from subnetact.digits import read_digits
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-(ORDINARY,) = (block for block in BLOCKS if "insert_(" in block)
 (SERVICE,) = (block for block in BLOCKS if "Batcher(" in block and "load_digits_supernet" in block)
-OWN, EXPORT = (
+ORDINARY, OWN, EXPORT = (
     re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / page).read_text(), re.DOTALL)[0]
-    for page in ("own_network.md", "cpp.md")
+    for page in ("ordinary_model.md", "own_network.md", "cpp.md")
 )
-LOOKED_INTO = (ORDINARY, SERVICE)
-"""Blocks that tests of their own run."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +33,7 @@ def quick_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-@pytest.mark.parametrize("number", [i for i, block in enumerate(BLOCKS) if block not in LOOKED_INTO])
+@pytest.mark.parametrize("number", [i for i, block in enumerate(BLOCKS) if block != SERVICE])
 def test_every_block_of_python_runs_as_it_stands(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
