@@ -20,7 +20,7 @@ A third of the digits is not trained on. The search uses one half of it, in seve
 accuracies that are reported come from the other half. What is trained is kept in DIR/work, so that a run that
 was stopped goes on.
 
-`finetune_own_model.json` and `finetune_own_model.png` are the results of a run with `--elastic-steps 8000
+`finetune_own_model.json` and `finetune_own_model.png` are the results of a run with `--elastic-steps 4000
 --doublings 1`, on a machine that ran other programs as well; `accuracy_by_steps` says for how long each
 separate network was trained.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -237,17 +236,18 @@ def test_a_dictionary_of_outputs_needs_no_distillation() -> None:
     assert sandwich_step(heads, x, labels, rng=random.Random(0), loss=own, distillation=0.0)
 
 
-def test_two_processes_average_their_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
     """Each process has half of the batch and other random subnets; the mean is that of both by hand."""
-    script = str(Path(__file__).parent / "two_processes.py")
-    own, other = (
-        [script, str(tmp_path / "store"), f"{rank}", str(tmp_path / f"{rank}.pt")] for rank in (0, 1)
-    )
-    worker = subprocess.Popen([sys.executable, *other], stderr=subprocess.PIPE)
-    monkeypatch.setattr(sys, "argv", own)
-    runpy.run_path(script)
-    _, errors = worker.communicate(timeout=600)
-    assert worker.returncode == 0, errors.decode()
+    script = Path(__file__).parent / "two_processes.py"
+    store = tmp_path / "store"
+    command = [sys.executable, str(script), str(store)]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / f"{rank}.pt")], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=600)
+        assert worker.returncode == 0, errors.decode()
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert results[0]["widths"] != results[1]["widths"], "the processes draw different subnets"
     expected: dict[str, Tensor] = {}
