@@ -286,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("finetuned"), help="folder of the results")
     parser.add_argument("--steps", type=int, default=500, help="training steps of the ordinary model")
-    parser.add_argument("--elastic-steps", type=int, default=6000, help="training steps of the supernet")
+    parser.add_argument("--elastic-steps", type=int, default=4000, help="training steps of the supernet")
     parser.add_argument("--evaluations", type=int, default=60, help="subnets that the search evaluates")
     parser.add_argument(
         "--doublings",
