@@ -491,7 +491,9 @@ def _blocks(
         transformer = checkpointed or any(m.startswith(f"{b}.") for b in blocks for m in elastic)
         if around or not transformer or not any(b in observed.calls for b in blocks):
             continue
-        reason = next(filter(None, (_unskippable(observed, residual, block) for block in blocks)), "")
+        storing = [block for block in blocks if _stores(observed.modules[block])]
+        others = [block for block in blocks if block not in storing]
+        reason = next(filter(None, (_unskippable(observed, residual, block) for block in others)), "")
         if reason:
             refused[f"{stack}.depth".lstrip(".")] = reason
             continue
@@ -502,8 +504,8 @@ def _blocks(
             refused[f"{blocks[0]}.depth"] = (
                 "the position of a token is read from the cache of the first block, so it stays"
             )
-        for block in [b for b in kept if _stores(observed.modules[b])]:
-            kept = [b for b in kept if b != block]
+        kept = [block for block in kept if block not in storing]
+        for block in storing:
             refused[f"{block}.depth"] = "it stores keys and values that later blocks read, so it stays"
         if not kept:
             refused[f"{stack}.depth"] = "there is one block only"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
+from operator import getitem
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import DepthStage
-from subnetact.insertion.recorder import recorded
+from subnetact.insertion.recorder import assigned, recorded
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.chain import Chain
@@ -30,7 +31,7 @@ __all__ = ["skippable_blocks", "stages_of", "watched_blocks"]
 
 TRANSPARENT_CALLS = (
     *(F.relu, torch.relu, F.gelu, F.silu, F.dropout, F.layer_norm),
-    *("relu", "clone", "to", "float", "contiguous"),
+    *("relu", "clone", "to", "float", "type_as", "contiguous"),
 )
 """What may lie on the way from the input of a block to its output, beside additions and some layers."""
 
@@ -124,6 +125,14 @@ def _is_residual(inside: list[fx.Node], entry: fx.Node, modules: Mapping[str, nn
             arriving[node] = moved, added
         elif name in RESHAPES and node.op != "call_module" and len(node.all_input_nodes) == 1:
             arriving[node] = getattr(moved, name)(*node.args[1:], **node.kwargs), added
+        elif node.target in (getitem, assigned) and len(node.all_input_nodes) == len(node.args) - 1 == len(
+            sources
+        ):
+            there, part = moved[node.args[1]], sources[-1]  # The index has no tensors.
+            if node.target is getitem:
+                arriving[node] = there, added
+            elif torch.equal(there, part[0]):
+                arriving[node] = moved, added and part[1]
     moved, added = arriving.get(outputs[0], (places, False))
     end = outputs[0].meta.get("tensor_meta", facts)
     same = (end.shape, end.dtype) == (facts.shape, facts.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact import Axis, Engine, SubnetSpace, Supernet, calibrate, evaluate, insert_, profile_latency
+from subnetact.digits import new_digits_supernet
 from subnetact.errors import EngineError, InsertError, InvalidRequest, SpecError, TableError
 from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
 
@@ -90,10 +91,8 @@ def test_a_subnet_that_does_not_run_is_named_by_evaluate_and_profile_latency() -
         profile_latency(engine, [1], [50.0, 60.0], progress=False, check=False)
 
 
-def test_the_check_runs_once_per_supernet_and_shape(
-    digits: Supernet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
+def test_the_check_runs_once_per_supernet_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits, calls = new_digits_supernet().eval(), list[Any]()
     original = Supernet.check
     monkeypatch.setattr(
         Supernet, "check", lambda self, x, compare=True: (calls.append(x), original(self, x, compare))[1]
@@ -129,8 +128,6 @@ def test_accuracies_that_look_like_fractions_are_told(digits: Supernet) -> None:
 
 
 def test_weights_that_cannot_be_run_are_refused_by_name() -> None:
-    from subnetact.digits import new_digits_supernet
-
     with torch.device("meta"):
         supernet = new_digits_supernet()
     with pytest.raises(EngineError, match=r"stem\.weight is on the meta device.*load"):
