@@ -52,9 +52,9 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison        74     4      9
     spec              78    34      6
     space            359   160      6
-    operators       1693   593     18
+    operators       1695   593     18
     supernet        2163   599      5
-    insertion       3922   797     12
+    insertion       3939   798     12
     ofa_adapters    2636   489      7
     digits           142    18      7
     calibration      738   148      1
@@ -75,7 +75,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           1695   313      7
     loadtest         331    63      0
     cluster          477   118      2
-    all            31913  8240    215
+    all            31932  8241    215
 
 The README has a glossary of the words that are used here.
 """
@@ -161,9 +161,14 @@ __all__ = [
 ]
 
 
+_PARTS = ("digits", "export", "generation", "insertion", "nas", "operators", "serve", "serving", "training")
+"""Packages with names of their own, opened when they are first read: `subnetact.training.distill_`."""
+
 if not TYPE_CHECKING:  # a checker that saw this would take any misspelt name for Any
 
     def __getattr__(name: str) -> Any:
+        if name in _PARTS:
+            return import_module(f"subnetact.{name}")
         if name not in _HOME:
             raise AttributeError(f"module 'subnetact' has no attribute {name!r}")
         value = getattr(import_module(f"subnetact.{_HOME[name]}"), name)

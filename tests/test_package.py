@@ -35,6 +35,8 @@ def test_every_public_name_exists_and_is_documented() -> None:
         assert name == "__version__" or value.__doc__, name
     for name in ofa_adapters.__all__:
         assert getattr(ofa_adapters, name).__doc__
+    code = "import subnetact; print(subnetact.training.distill_.__name__, subnetact.insertion.fold_.__name__)"
+    assert python(code) == "distill_ fold_"
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         subnetact.nonsense  # noqa: B018
 
