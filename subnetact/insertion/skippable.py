@@ -128,7 +128,8 @@ def _is_residual(inside: list[fx.Node], entry: fx.Node, modules: Mapping[str, nn
         elif node.target in (getitem, assigned) and len(node.all_input_nodes) == len(node.args) - 1 == len(
             sources
         ):
-            there, part = moved[node.args[1]], sources[-1]  # The index has no tensors.
+            index: Any = node.args[1]  # It has no tensors.
+            there, part = moved[index], sources[-1]
             if node.target is getitem:
                 arriving[node] = there, added
             elif torch.equal(there, part[0]):

@@ -63,9 +63,9 @@ class LayerNormSlice(Operator):
         if self.traits.sizes:
             return super().full(part)
         shape = getattr(self.template, "normalized_shape", None)
-        if not isinstance(shape, tuple):
-            shape = self.shapes["weight"] if "weight" in self.shapes else self.template.weight.shape
-        return int(shape[0])
+        if "weight" in self.shapes and not isinstance(shape, tuple):
+            return self.shapes["weight"][0]
+        return int((shape or self.template.weight.shape)[0])
 
     def group_size(self, part: str) -> int:
         """Return the features of one group; 1 if all of them are in one group."""
