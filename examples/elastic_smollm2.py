@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subnetact import insert_, reorder_
+from subnetact.operators.kernel_table import why_not
 from subnetact.training import distill_
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -112,10 +113,12 @@ def main() -> None:
         resume=args.state,
     )
     print(report)
-    space = supernet.enable_precision("int8", last=True)
-    for precision in ("float32", "int8"):
+    precisions = ("float32",) if why_not("int8", torch.device("cpu")) else ("float32", "int8")
+    space = supernet.enable_precision(*precisions[1:], last=True) if precisions[1:] else supernet.space
+    for precision in precisions:
         for name, change in SUBNETS.items():
-            view = supernet.subnet(space.spec(**{**FULL, **change, "precision": precision}))
+            spec = space.spec(**{**FULL, **change})
+            view = supernet.subnet(space.at_precision(spec, precision) if precisions[1:] else spec)
             figures = f"{perplexity(view, chunks[:16]):10.1f} {tokens_per_s(view, chunks[:1, :64]):6.1f}"
             print(f"{name:20}{precision:8}{figures}")
 
