@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -92,9 +93,11 @@ def test_the_embedded_weights_are_small_and_their_origin_is_noted() -> None:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An sdist of the checkout and a wheel made from that sdist."""
+    """An sdist of a copy of the checkout, for a build writes beside the sources, and a wheel made from it."""
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    left = shutil.ignore_patterns(".*", "build", "results", "figures", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, out / "copy", ignore=left)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(out / "copy")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl"))}
