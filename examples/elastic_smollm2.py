@@ -14,6 +14,7 @@ import ast
 import importlib.util
 import sysconfig
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subnetact import insert_, reorder_
-from subnetact.operators.kernel_table import why_not
+from subnetact.errors import PrecisionError
 from subnetact.training import distill_
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -113,12 +114,14 @@ def main() -> None:
         resume=args.state,
     )
     print(report)
-    precisions = ("float32",) if why_not("int8", torch.device("cpu")) else ("float32", "int8")
-    space = supernet.enable_precision(*precisions[1:], last=True) if precisions[1:] else supernet.space
-    for precision in precisions:
+    space = supernet.space
+    precisions: dict[str, dict[str, Any]] = {"float32": {}}
+    with suppress(PrecisionError):  # The processor has no instructions for it.
+        space = supernet.enable_precision("int8", last=True)
+        precisions = {name: {"precision": name} for name in ("float32", "int8")}
+    for precision, chosen in precisions.items():
         for name, change in SUBNETS.items():
-            spec = space.spec(**{**FULL, **change})
-            view = supernet.subnet(space.at_precision(spec, precision) if precisions[1:] else spec)
+            view = supernet.subnet(space.spec(**{**FULL, **change, **chosen}))
             figures = f"{perplexity(view, chunks[:16]):10.1f} {tokens_per_s(view, chunks[:1, :64]):6.1f}"
             print(f"{name:20}{precision:8}{figures}")
 
