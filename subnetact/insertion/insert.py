@@ -7,7 +7,7 @@ Why a model is refused:
 2. the arguments: their combination, `insert_`; an option or a pattern without a module, `describe` and
    `_patterns`; all here;
 3. it is in training mode, does not run on the example, returns no floating-point tensors or nothing finite,
-   or holds tensors in a dictionary that is not registered, as a cache between calls: `_runs`, here;
+   or answers by what earlier calls have left in a dictionary: `_runs`, here;
 4. it cannot be traced, or torch-kirigami is missing, and it declares nothing: `TracedModel` in `analysis.py`;
 5. nothing is elastic: `_nothing`, here, with the reasons of `analysis.py`, `declaration.py`, `skippable.py`;
 6. choices that are no legal sizes or name no group or stage, segments that overlap, and names or parts that
@@ -35,6 +35,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, SubnetActError
 from subnetact.insertion.analysis import TracedModel, computes_channels
@@ -45,6 +46,7 @@ from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
 from subnetact.insertion.skippable import stages_of, watched_blocks
+from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
@@ -124,7 +126,8 @@ def describe(
     example = as_batch(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
     expected = _runs(model, example)
-    found = _found(model, example, axes, each_block, stream)
+    with forgetting(model):
+        found = _found(model, example, axes, each_block, stream)
     kept, stages, refused = _selected(model, found, axes, *patterns)
     words = vocabulary_of(model, [*kept, *stages])
     description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
@@ -217,6 +220,7 @@ def insert_(
     if not proved:
         description = _proved(model, description, example, _runs(model, example), leave_out=False)
     supernet = put_operators_(model, description.space, description.elastic)
+    forget_(supernet.network)
     supernet.description = description
     if supernet.norm_operators():
         supernet.adopt_statistics()
@@ -346,7 +350,8 @@ def _proved(
 ) -> Description:
     """Return the description without what fails its proof; otherwise refuse the description."""
     while True:
-        failure = Proof(model, description, example, expected).failure()
+        with forgetting(model):
+            failure = Proof(model, description, example, expected).failure()
         if failure is None:
             return description
         wrong, culprits = failure
@@ -385,22 +390,22 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
             f"{type(model).__name__} returns nothing but NaN and infinity, with which no subnet can be "
             "compared; look for them in the example and in the weights"
         )
-    _check_kept_tensors(model)
+    _check_memos(model, example)
     return found
 
 
-def _check_kept_tensors(model: nn.Module) -> None:
-    """Refuse tensors in plain dictionaries, caches for later calls mostly: views would use outdated ones."""
-    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
-    ordinary = vars(nn.Module())
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            kept = value.values() if isinstance(value, dict) and name not in ordinary else ()
-            if any(isinstance(t, Tensor) and t.is_floating_point() and id(t) not in registered for t in kept):
+def _check_memos(model: nn.Module, example: Any) -> None:
+    """Refuse a model whose answers depend on what its earlier calls have kept in dictionaries."""
+    memos = tensor_memos(model)
+    if memos:
+        kept = outputs_of(model, example)
+        with forgetting(model):
+            if not equal(outputs_of(model, example), kept, EXACT):
+                path, _, name = memos[0]
                 raise InsertError(
-                    f"{type(model).__name__}.{path} keeps tensors between calls, in {name!r}; a subnet would "
-                    "use them even after the weights that they were computed from have changed: let its "
-                    "forward compute them in every call"
+                    f"{_called(model, path)} keeps tensors between calls, in {name!r}, and answers otherwise "
+                    "without them; what a subnet answers must not depend on earlier calls: compute them anew "
+                    "in every forward"
                 )
 
 

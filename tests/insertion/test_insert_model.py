@@ -304,6 +304,12 @@ class Caching(Hidden):
         return self.head(self.second(self.first(x) + self.cache["bias"]).mean((2, 3)))
 
 
+class Remembering(Caching):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache["mean"] = 0.5 * self.cache.get("mean", 0.0) + x.mean()
+        return super().forward(x) + self.cache["mean"]
+
+
 def branching(t: torch.Tensor) -> torch.Tensor:
     return t if t.sum() > 0 else -t
 
@@ -350,7 +356,7 @@ def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
         "compiled in place": (compiled_in_place, "Hidden.second is compiled in place"),
         "partly training": (partly_training, r"Hidden.second is in training mode; call model.eval\(\) first"),
         "lazy": (lambda: nn.LazyConv2d(4, 3).eval(), "LazyConv2d has no weights yet; run the model once"),
-        "caching": (lambda: Caching().eval(), r"keeps tensors between calls, in 'cache'"),
+        "remembering": (lambda: Remembering().eval(), "keeps tensors between calls, in 'cache', and answers"),
         "counting": (lambda: Counting().eval(), "its forward changes attributes of the model"),
         "parametrised": (
             parametrised,
@@ -379,6 +385,25 @@ def test_models_that_are_refused_stay_as_they_are(case: str) -> None:
         subnetact.insert_(model, example=X)
     if before:
         assert dict(model.named_modules()) == before
+
+
+def test_what_a_forward_keeps_for_later_calls_is_computed_anew_by_every_view() -> None:
+    torch.manual_seed(0)
+    model = Caching().eval()
+    supernet = subnetact.insert_(model, example=X)
+    assert set(supernet.description.groups) == {"first.stream", "second.width"}
+    views = [supernet.subnet(spec) for spec in (supernet.space.largest(), supernet.space.smallest())]
+    with torch.no_grad():
+        for view in views:
+            view(X)
+        model.bias.mul_(-3.0)
+        weights = {name: p[: len(p) // 2] for name, p in model.named_parameters() if "head" not in name}
+        plain = F.conv2d(X, weights["first.weight"], weights["first.bias"], padding=1) + 2 * weights["bias"]
+        columns = weights["second.weight"][:, : plain.shape[1]]
+        second = F.conv2d(plain, columns, weights["second.bias"], padding=1).mean((2, 3))
+        expected = F.linear(second, model.head.weight[:, : second.shape[1]], model.head.bias)
+        torch.testing.assert_close(views[1](X), expected, rtol=5e-5, atol=5e-5)
+        torch.testing.assert_close(views[0](X), supernet.extract(supernet.space.largest())(X))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch advises against the old functions

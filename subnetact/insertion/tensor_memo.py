@@ -1,0 +1,73 @@
+"""Dictionaries in which a forward keeps tensors for its next call, which views compute by themselves instead.
+
+Attentions of timm (LeViT, TinyViT, EfficientFormer) compute their biases once and keep them in a plain
+dictionary. All views would share it, and use what another subnet or former weights have left there. In a
+supernet, such a dictionary seems empty whenever it is asked, so every call computes the tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from subnetact.operators.base import template_of
+
+__all__ = ["forget_", "forgetting", "tensor_memos"]
+
+
+class _Forgetful(dict[Any, Any]):
+    """A dictionary that is always empty, but returns what the same thread has just put in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = threading.local()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own.last = {**getattr(self._own, "last", {}), key: value}
+
+    def __missing__(self, key: Any) -> Any:
+        return getattr(self._own, "last", {})[key]
+
+    def setdefault(self, _: Any, default: Any = None) -> Any:
+        return default
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Forgetful, ()
+
+
+def tensor_memos(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return dictionaries with tensors that are not registered: path of the module, module, attribute."""
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    ordinary = vars(nn.Module())
+
+    def kept(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_floating_point() and id(value) not in registered
+
+    return [
+        (path, template_of(module), name)
+        for path, module in model.named_modules()
+        for name, value in vars(template_of(module)).items()
+        if isinstance(value, dict) and name not in ordinary and any(map(kept, value.values()))
+    ]
+
+
+def forget_(model: nn.Module) -> None:
+    """Let a network compute in each call what it keeps in dictionaries."""
+    for _, module, name in tensor_memos(model):
+        object.__setattr__(module, name, _Forgetful())
+
+
+@contextmanager
+def forgetting(model: nn.Module) -> Iterator[None]:
+    """Let a network forget for a while."""
+    former = [(module, name, vars(module)[name]) for _, module, name in tensor_memos(model)]
+    try:
+        forget_(model)
+        yield
+    finally:
+        for module, name, value in former:
+            object.__setattr__(module, name, value)
