@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from subnetact.supernet.supernet import Supernet
 from subnetact.training import DistillationReport, distill_
 from subnetact.training.run import even_subnet
 
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 RESULTS = Path(__file__).parent / "results"
 OUT = RESULTS / "distill.json"
 SEEDS = 5
@@ -52,6 +53,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frozen teacher": {"teacher": "frozen"},
     "labels for one half": {"distillation": 0.5},
 }
+TOKEN_OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "importance taylor": {"importance": "taylor"},
+    "taylor, losses balanced": {"importance": "taylor", "balance": True},
+    "taylor, frozen teacher": {"importance": "taylor", "teacher": "frozen"},
+}
+TOKEN_SEEDS, TOKEN_STEPS = 2, 30
 TIMM_SEEDS = 3
 TIMM_PRETRAINING, TIMM_STEPS = 200, 400
 TIMM_OPTIONS = ("defaults", "importance taylor", "losses balanced", "frozen teacher")
@@ -60,6 +68,36 @@ HALF = 0.5
 LOOP, LONGER_LOOP, SEPARATE = "loop of the example", "loop, twice the steps", "trained separately"
 PACKAGES = ("numpy", "scipy", "sklearn", "torch", "matplotlib", "transformers")
 """The docstrings of these packages are training data."""
+
+
+# -- one option at a time ------------------------------------------------------------------------------
+
+
+def trials(
+    known: dict[str, Any],
+    out: Path,
+    kind: str,
+    names: Sequence[str],
+    seeds: int,
+    prepare: Callable[[int], Any],
+    one: Callable[[str, int, Any], dict[str, Any]],
+    **facts: Any,
+) -> None:
+    """Run every option with every seed, each from what is prepared for the seed; what is known stays."""
+    entry = known.setdefault(kind, {"runs": {}, "machine": machine(torch.device("cpu"))})
+    entry.update(facts)
+    bar = tqdm(total=seeds * len(names), desc=kind, disable=None)
+    for seed in range(seeds):
+        prepared = None
+        for name in names:
+            bar.update()
+            if str(seed) in entry["runs"].setdefault(name, {}):
+                continue
+            prepared = prepare(seed) if prepared is None else prepared
+            start = time.process_time()
+            result = one(name, seed, prepared)
+            entry["runs"][name][str(seed)] = {**result, "cpu_s": round(time.process_time() - start, 1)}
+            out.write_text(json.dumps(known, indent=1) + "\n")
 
 
 # -- digits --------------------------------------------------------------------------------------------
@@ -104,56 +142,45 @@ def pretrained(seed: int) -> nn.Module:
 
 
 def digits(known: dict[str, Any]) -> None:
-    """Measure every option with every seed; what is known already stays."""
-    runs = known.setdefault("digits", {"runs": {}, "machine": machine(torch.device("cpu"))})["runs"]
-    known["digits"].update(pretraining_steps=PRETRAINING, steps=STEPS)
+    """Measure every option with every seed."""
     training, rest = undistorted_digits()
     torch.manual_seed(0)
     test = [batch for _ in range(4) for batch in NoisyDigits(rest, 256)]
-    bar = tqdm(total=SEEDS * len(OPTIONS), desc="digits", disable=None)
-    for seed in range(SEEDS):
-        weights = None
-        for name, option in OPTIONS.items():
-            bar.update()
-            if str(seed) in runs.setdefault(name, {}):
-                continue
-            if weights is None:
-                weights = pretrained(seed).state_dict()
-            network = new_network().eval()
-            network.load_state_dict(weights)
-            supernet = insert_(network, example=test[0][0][:2], choices=(0.25, 0.5, 0.75, 1.0))
-            start = time.process_time()
-            report = distill_(
-                supernet,
-                NoisyDigits(training),
-                held_out=test,
-                steps=STEPS,
-                learning_rate=1e-3,
-                seed=seed,
-                progress=False,
-                **option,
-            )
-            runs[name][str(seed)] = {
-                "before": list(report.before),
-                "after": list(report.after),
-                "cpu_s": round(time.process_time() - start, 1),
-            }
-            OUT.write_text(json.dumps(known, indent=1) + "\n")
+
+    def one(name: str, seed: int, weights: dict[str, Tensor]) -> dict[str, Any]:
+        network = new_network().eval()
+        network.load_state_dict(weights)
+        supernet = insert_(network, example=test[0][0][:2], choices=(0.25, 0.5, 0.75, 1.0))
+        report = distill_(
+            supernet,
+            NoisyDigits(training),
+            held_out=test,
+            steps=STEPS,
+            learning_rate=1e-3,
+            seed=seed,
+            progress=False,
+            **OPTIONS[name],
+        )
+        return {"before": list(report.before), "after": list(report.after)}
+
+    def weights_of(seed: int) -> dict[str, Tensor]:
+        return pretrained(seed).state_dict()
+
+    facts = {"pretraining_steps": PRETRAINING, "steps": STEPS}
+    trials(known, OUT, "digits", list(OPTIONS), SEEDS, weights_of, one, **facts)
 
 
 # -- a timm model --------------------------------------------------------------------------------------
 
 
 def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
-    """Measure the options, the loop of the example, and separate networks; what is known already stays."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    """Measure the options, the loop of the example, and separate networks."""
     import finetune_own_model as example
     from distil_timm_model import DistortedDigits
 
     example.SIZE = SIDE
     total = TIMM_PRETRAINING + TIMM_STEPS
-    entry = known.setdefault("timm", {"runs": {}, "machine": machine(torch.device("cpu"))})
-    entry.update(pretraining_steps=TIMM_PRETRAINING, steps=TIMM_STEPS, separate_steps=total // 5)
+    facts = {"pretraining_steps": TIMM_PRETRAINING, "steps": TIMM_STEPS, "separate_steps": total // 5}
     training, (_, test) = undistorted_digits()[0], example.held_out_digits(undistorted_digits()[1])
     held_out = [tuple(part) for part in example.split(test, 256)]
     first = [
@@ -168,7 +195,11 @@ def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
     def reset(network: nn.Module, seed: int) -> nn.Module:
         return example.reset_(network, seed)
 
-    def one(name: str, supernet: Supernet, seed: int) -> list[float]:
+    def one(name: str, seed: int, weights: Supernet) -> dict[str, Any]:
+        supernet = copy.deepcopy(weights)
+        return {"after": accuracies(name, supernet, seed)}
+
+    def accuracies(name: str, supernet: Supernet, seed: int) -> list[float]:
         specs = [even_subnet(supernet.space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0)]
         if name == SEPARATE:
             found = []
@@ -195,20 +226,7 @@ def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
         )
         return list(report.after)
 
-    bar = tqdm(total=TIMM_SEEDS * len(names), desc="timm", disable=None)
-    for seed in range(TIMM_SEEDS):
-        weights: Supernet | None = None
-        for name in names:
-            bar.update()
-            if str(seed) in entry["runs"].setdefault(name, {}):
-                continue
-            weights = weights or elastic(seed)
-            supernet = copy.deepcopy(weights)
-            start = time.process_time()
-            after = one(name, supernet, seed)
-            cpu_s = round(time.process_time() - start, 1)
-            entry["runs"][name][str(seed)] = {"after": after, "cpu_s": cpu_s}
-            OUT.write_text(json.dumps(known, indent=1) + "\n")
+    trials(known, OUT, "timm", names, TIMM_SEEDS, elastic, one, **facts)
 
 
 # -- SmolLM2 -------------------------------------------------------------------------------------------
@@ -240,7 +258,6 @@ def package_folder(name: str) -> Path:
 
 def texts(tokenizer: Any, tokens: int) -> dict[str, Tensor]:
     """Return chunks (N, LENGTH): `training`, and `docstrings` and `other` to measure on."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import elastic_smollm2
 
     def chunks(text: str) -> Tensor:
@@ -273,24 +290,37 @@ class Chunks:
             yield {"input_ids": self.chunks[chosen], "use_cache": False}
 
 
-def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
-    """Distil SmolLM2 with elastic feed-forward widths, or (`--control`) its half alone."""
+def smollm2_texts(args: argparse.Namespace) -> dict[str, Tensor]:
+    """Return the chunks of `texts`."""
     import_torchvision()  # transformers imports it
     import elastic_smollm2
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    source = elastic_smollm2.model_file()
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    given = texts(tokenizer, args.tokens)
+    folder, file = elastic_smollm2.model_folder(), elastic_smollm2.FILE
+    return texts(AutoTokenizer.from_pretrained(folder, gguf_file=file), args.tokens)
 
-    def model() -> Any:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32
-        )
-        return loaded.eval()
 
+def smollm2_model() -> Any:
+    """Return the model as it comes."""
+    import elastic_smollm2
+    from transformers import AutoModelForCausalLM
+
+    folder, file = elastic_smollm2.model_folder(), elastic_smollm2.FILE
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    return loaded.eval()
+
+
+def elastic_widths(model: Any, given: dict[str, Tensor]) -> Supernet:
+    """Make the feed-forward widths elastic, in place."""
     example = {"input_ids": given["training"][:1, :8], "use_cache": False}
-    elastic = insert_(model(), example=example, axes=("ffn",), choices=(0.5, 0.625, 0.75, 0.875, 1.0))
+    return insert_(model, example=example, axes=("ffn",), choices=(0.5, 0.625, 0.75, 0.875, 1.0))
+
+
+def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
+    """Distil SmolLM2 with elastic feed-forward widths, or (`--control`) its half alone."""
+    given, model = smollm2_texts(args), smollm2_model
+    example = {"input_ids": given["training"][:1, :8], "use_cache": False}
+    elastic = elastic_widths(model(), given)
     supernet, teacher, name = elastic, None, "elastic"
     if args.control:
         from subnetact import reorder_
@@ -352,6 +382,38 @@ def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
     OUT.write_text(json.dumps(known, indent=1) + "\n")
 
 
+def token_accuracy(scores: Tensor, ids: Tensor) -> float:
+    """Return how often the next token is the likeliest one, in percent."""
+    return 100.0 * float((scores[:, :-1].argmax(-1) == ids[:, 1:]).float().mean())
+
+
+def token_options(known: dict[str, Any], args: argparse.Namespace) -> None:
+    """Measure options with elastic feed-forward widths of SmolLM2, in points of the next token."""
+    given = smollm2_texts(args)
+    batches = [{"input_ids": x, "use_cache": False} for x in torch.split(given["docstrings"][:16], 4)]
+
+    def one(name: str, seed: int, model: Any) -> dict[str, Any]:
+        supernet = elastic_widths(copy.deepcopy(model), given)
+        report = distill_(
+            supernet,
+            Chunks(given["training"], args.batch),
+            held_out=batches,
+            task="tokens",
+            steps=TOKEN_STEPS,
+            learning_rate=args.rate,
+            metric=token_accuracy,
+            subnets=[even_subnet(supernet.space, share) for share in (1.0, 0.5, 0.0)],
+            random_subnets=1,
+            autocast=torch.bfloat16,
+            seed=seed,
+            **TOKEN_OPTIONS[name],
+        )
+        return {"before": list(report.before), "after": list(report.after)}
+
+    facts = {"steps": TOKEN_STEPS, "batch": args.batch, "rate": args.rate}
+    trials(known, OUT, "tokens", list(TOKEN_OPTIONS), TOKEN_SEEDS, lambda _: smollm2_model(), one, **facts)
+
+
 def copy_weights(supernet: Supernet) -> dict[str, Tensor]:
     """Return a copy of the weights."""
     return {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
@@ -400,7 +462,7 @@ def timm_section(entry: dict[str, Any]) -> list[str]:
         "learning rate. Five networks of the sizes of the subnets are trained separately from scratch,",
         f"{entry['separate_steps']} steps each, which are as many as pretraining and distillation together.",
         "",
-        *table(runs),
+        *option_table(runs),
         "",
         "| means over seeds | " + " | ".join(f"subnet {i}" for i in range(5)) + " |",
         "|---|---|---|---|---|---|",
@@ -413,8 +475,8 @@ def timm_section(entry: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table(runs: dict[str, Any]) -> list[str]:
-    """Return a table of options: accuracies, and gains against the defaults on the same seed."""
+def option_table(runs: dict[str, Any]) -> list[str]:
+    """Return a table of options: points, and gains against the defaults on the same seed."""
     base = {seed: statistics.mean(run["after"]) for seed, run in runs["defaults"].items()}
     before = {seed: {"after": run["before"]} for seed, run in runs["defaults"].items() if "before" in run}
     lines = [
@@ -450,7 +512,7 @@ def page(known: dict[str, Any]) -> str:
         "option changed at a time. Accuracy in percent on 599 held-out digits, four noises each;",
         "gain: the mean of all subnets against the defaults on the same seed, with its standard error.",
         "",
-        *table(runs),
+        *option_table(runs),
         "",
         "Nothing that is off by default pays here. The training is short and the network small, so this says",
         "nothing about long trainings or language models, for which balancing and shrinking were proposed.",
@@ -459,6 +521,18 @@ def page(known: dict[str, Any]) -> str:
         lines += timm_section(known["timm"])
     if {"elastic", "control"} <= set(known.get("smollm2", {})):
         lines += smollm2_lines(**known["smollm2"])
+    if "tokens" in known:
+        tried = known["tokens"]
+        lines += [
+            "",
+            "### Which options pay for a language model",
+            "",
+            f"`--token-options`: {tried['steps']} steps of {tried['batch']} x {LENGTH} tokens with elastic FFN,",
+            "otherwise as above. Points: how often the next token of the docstrings is the likeliest one, of the",
+            "largest subnet, three quarters and half of the FFN.",
+            "",
+            *option_table(tried["runs"]),
+        ]
     front = Path(__file__).parents[1] / "examples" / "elastic_smollm2.json"
     lines += front_lines(json.loads(front.read_text()))
     return "\n".join(lines) + "\n"
@@ -535,6 +609,7 @@ def main() -> None:
     parser.add_argument("--timm", action="store_true")
     parser.add_argument("--smollm2", action="store_true")
     parser.add_argument("--control", action="store_true", help="the half alone, for as many steps")
+    parser.add_argument("--token-options", action="store_true", help="options with SmolLM2")
     parser.add_argument("--report", action="store_true", help="write the page")
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--steps", type=int, help="instead of minutes")
@@ -557,8 +632,9 @@ def main() -> None:
         import_torchvision()
         timm_model(known, (*TIMM_OPTIONS, LOOP, LONGER_LOOP, SEPARATE))
     if args.smollm2 or args.control:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
         smollm2(known, args)
+    if args.token_options:
+        token_options(known, args)
     if args.report:
         (RESULTS / "distill.md").write_text(page(known))
 

@@ -34,7 +34,7 @@ from subnetact.insertion import as_pretrained, switch
 from subnetact.insertion.key_value_cache import cache_relation
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from elastic_smollm2 import model_file
+from elastic_smollm2 import FILE, model_folder
 
 RESULT = Path(__file__).parent / "results" / "language_views.json"
 CHOICES = {"stream": (1 / 3, 1.0), "heads": (1, 3), "ffn": (1 / 3, 1.0)}
@@ -47,10 +47,8 @@ def smollm2(length: int, tokens: int, rounds: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    source = model_file()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
-    )
+    folder = model_folder()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     example = {"input_ids": ids[:, :8], "use_cache": False}
     supernet = insert_(model.eval(), example=example, axes=tuple(CHOICES), choices=CHOICES)

@@ -13,11 +13,12 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from distill import texts
+from distill import next_token_loss, texts
 from peers import import_torchvision
 from safetensors import safe_open
 from torch import Tensor
@@ -28,9 +29,17 @@ from subnetact.device import machine
 from subnetact.training import distill_
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from elastic_smollm2 import CHOICES, FILE, FULL, SUBNETS, loss, model_file, perplexity, tokens_per_s
+import elastic_smollm2
+from elastic_smollm2 import CHOICES, FILE, model_folder, perplexity
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+SUBNETS = {
+    **elastic_smollm2.SUBNETS,
+    "FFN 3/4": (0.75, 3, 1.0, 30),
+    "26 layers": (1.0, 3, 1.0, 26),
+    "FFN 3/4, 26 layers": (0.75, 3, 1.0, 26),
+    "FFN 1/2, 23 layers": (0.5, 3, 1.0, 23),
+}
 PRECISIONS = ("float32", "int8")
 ROUNDS = 5
 
@@ -39,7 +48,7 @@ def elastic_model(given: dict[str, Tensor], weights: Path | None) -> Supernet:
     """Return the elastic model with the weights of a training, or as it comes."""
     from transformers import AutoModelForCausalLM
 
-    folder = model_file().parent
+    folder = model_folder()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     if weights is not None:
         put_(model, weights)
@@ -69,7 +78,7 @@ def trained(given: dict[str, Tensor], args: argparse.Namespace) -> tuple[Superne
     sorting = [(x, x["input_ids"]) for x in batches("training")[:4]]
     # The neurons are sorted already, and their narrow subnets trained.
     fresh = [name for name in supernet.space.dimensions if ".keep" not in name and "mlp" not in name]
-    reorder_(supernet, "taylor", example, batches=sorting, loss=loss, dimensions=fresh)
+    reorder_(supernet, "taylor", example, batches=sorting, loss=next_token_loss, dimensions=fresh)
     report = distill_(
         supernet,
         batches("training"),
@@ -84,6 +93,16 @@ def trained(given: dict[str, Tensor], args: argparse.Namespace) -> tuple[Superne
         save_every_s=180.0,
     )
     return supernet, {"steps": report.steps, "minutes": report.seconds / 60, "before": report.before}
+
+
+def tokens_per_s(view: Any, prompt: Tensor, tokens: int = 16) -> float:
+    """Return the speed of greedy generation after a prompt (1, tokens)."""
+    with torch.inference_mode():
+        output = view(prompt, use_cache=True, logits_to_keep=1)
+        token, cache, start = output.logits[:, -1:].argmax(-1), output.past_key_values, time.perf_counter()
+        for _ in range(tokens):
+            token = view(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    return tokens / (time.perf_counter() - start)
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
@@ -122,7 +141,7 @@ def main() -> None:
     import_torchvision()  # transformers imports it
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_file().parent, gguf_file=FILE)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(), gguf_file=FILE)
     given = texts(tokenizer, args.tokens)
     known = json.loads(args.out.read_text()) if args.out.exists() else {}
     rows = known.setdefault("rows", [{"subnet": n, "precision": p} for p in PRECISIONS for n in SUBNETS])
@@ -132,7 +151,8 @@ def main() -> None:
         supernet = elastic_model(given, None)
     known["machine"] = machine(torch.device("cpu"))
     space = supernet.enable_precision("int8", last=True)
-    specs = [space.spec(**{**FULL, **SUBNETS[row["subnet"]], "precision": row["precision"]}) for row in rows]
+    sizes = [dict(zip(CHOICES, SUBNETS[row["subnet"]], strict=True)) for row in rows]
+    specs = [space.spec(**of, precision=row["precision"]) for of, row in zip(sizes, rows, strict=True)]
     views = [supernet.subnet(spec) for spec in specs]
     if "perplexity" in args.only:
         for row, view in zip(rows, tqdm(views, "perplexity", disable=None), strict=True):
