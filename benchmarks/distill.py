@@ -527,9 +527,9 @@ def page(known: dict[str, Any]) -> str:
             "",
             "### Which options pay for a language model",
             "",
-            f"`--token-options`: {tried['steps']} steps of {tried['batch']} x {LENGTH} tokens with elastic FFN,",
-            "otherwise as above. Points: how often the next token of the docstrings is the likeliest one, of the",
-            "largest subnet, three quarters and half of the FFN.",
+            f"`--token-options`: {tried['steps']} steps of {tried['batch']} x {LENGTH} tokens with elastic",
+            "FFN, otherwise as above. Points: how often the next token of the docstrings is the likeliest",
+            "one, of the largest subnet, three quarters and half of the FFN.",
             "",
             *option_table(tried["runs"]),
         ]

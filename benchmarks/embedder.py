@@ -486,8 +486,8 @@ def page(known: dict[str, Any]) -> str:
             *wrap(
                 f"`--only options`: {tried['steps']} steps from the same weights, learning rate 4e-4 where "
                 "nothing else is said, on a busy machine. Points are percent of what the original model "
-                f"finds, each in its own index; subnets: {', '.join(tried['subnets'])}. Importance by Taylor needs "
-                "labels: without them, a subnet that is the teacher has no loss.",
+                f"finds, each in its own index; subnets: {', '.join(tried['subnets'])}. Importance by Taylor "
+                "needs labels: without them, a subnet that is the teacher has no loss.",
                 110,
             ),
             "",
