@@ -135,6 +135,14 @@ def test_archives_hold_what_they_should(archives: dict[str, Path]) -> None:
         assert needed in inside
 
 
+@pytest.mark.slow
+def test_a_package_index_would_take_the_archives(archives: dict[str, Path]) -> None:
+    pytest.importorskip("twine")
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, archives.values())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 CODES = {
     "wheel": "import subnetact, ofa_adapters, subnetact.digits as d; s = d.load_digits_supernet();"
     "print(subnetact.__file__, s.space.size(), ofa_adapters.families()[0])",
