@@ -258,7 +258,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "learning rate 1e-4": {"learning_rate": 1e-4},
     "learning rate 2.5e-5": {"learning_rate": 2.5e-5},
 }
-OPTION_SEEDS, OPTION_STEPS = 2, 60
+OPTION_SEEDS, OPTION_STEPS = 2, 40
 
 
 def options(known: dict[str, Any], given: Any) -> None:
@@ -522,7 +522,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=(*parts, "options"), default=list(parts))
     parser.add_argument("--report", action="store_true", help="write the page, and measure nothing")
     parser.add_argument("--steps", type=int, default=300, help="of distillation")
-    parser.add_argument("--rate", type=float, default=4e-4)
+    parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--seconds", type=float, default=30.0, help="of service")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--state", type=Path, default=Path("embedder.safetensors"), help="unfinished work")

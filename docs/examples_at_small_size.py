@@ -20,7 +20,7 @@ SMALL = {
     "experts_per_token": "--rounds 2 --out {out}",
     "finetune_own_model": "--steps 6 --elastic-steps 4 --evaluations 3 --out {out}",
     "read_pages": "--steps 20 --seconds 0.9 --out {out}",
-    "serve_checkpoint": "--evaluations 12 --out {out}",
+    "serve_checkpoint": "--evaluations 8 --out {out}",
 }
 """Example -> options of a short run. The others need weights, servers or hours: they are shown only."""
 PATTERN = "|".join(rf"/{name}\.py" for name in SMALL)

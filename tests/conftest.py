@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import random
 import time
@@ -22,6 +23,7 @@ from subnetact.operators.kernel_table import kernel_for
 from subnetact.supernet.supernet import Supernet
 
 torch.set_num_threads(1)
+gc.set_threshold(10_000, 10, 10)  # with `frozen` below: garbage collections were an eighth of the time
 # Some virtual machines announce matrix units that they do not let a process use: oneDNN's bfloat16 kernels
 # then die of an illegal instruction.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -32,6 +34,13 @@ define_missing()
 # An example may take as long as it takes: the machine may be busy.
 settings.register_profile("subnetact", deadline=None)
 settings.load_profile("subnetact")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """Leave what other files have imported and made out of garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

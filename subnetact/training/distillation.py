@@ -105,8 +105,8 @@ def distill_(
         subnets: the subnets that are measured. If None, five from the largest to the smallest. They do not
             decide what is trained.
         importance: how to sort first; see `reorder_`. "taylor" uses the first `calibration` batches. None for
-            a supernet whose narrow subnets were trained before: they would be lost. "auto": by "l1" what can
-            be sorted, but nothing in supernets of published families.
+            a supernet whose narrow subnets were trained before: they would be lost. "auto": what can be
+            sorted, by "taylor" for tokens and else by "l1", but nothing in supernets of published families.
         learning_rate: the highest one of AdamW, which rises for 5 % of the training and then falls to 0 like
             a cosine; if `optimizer` is None.
         optimizer: of the parameters of the supernet, new; `scheduler` may change its learning rate.
@@ -369,7 +369,8 @@ def _sort(supernet: Supernet, importance: Any, first: Sequence[tuple[Any, Any]],
         x, labels = given
         return task.loss(task.output(found, x), labels)
 
-    measure = "l1" if importance == AUTO else importance
+    usual = "taylor" if task.name == "tokens" else "l1"
+    measure = usual if importance == AUTO else importance
     try:
         with warnings.catch_warnings():  # The statistics that it drops are made again.
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
