@@ -51,8 +51,6 @@ COUNTS = {
     "autoformer": MANY,
     "dynabert": MANY,
     "attentivenas": 4,
-    "ofa_proxyless": 4,
-    "compofa_mbv3": 4,
     "slimmable_resnet50": 4,
     "us_mobilenet_v2": 4,
     "hydravit": 4,

@@ -64,7 +64,6 @@ QUICK = {
 }
 SLOW = {
     **dict.fromkeys(("resnext", "mobilenet_v2", "regnet_y_400mf"), (64, {}, CHANNELS)),
-    "convnext_tiny": (64, {}, {"depth", "stream", "ffn"}),
     "densenet": (64, {}, {"width", "stream"}),
     "vit": (64, {}, {"depth", "stream", "ffn", "heads"}),
     "timm:resnet26d": (64, {}, CHANNELS),
