@@ -309,6 +309,15 @@ class Remembering(Caching):
         return super().forward(x) + self.cache["mean"]
 
 
+class Tables(Hidden):
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+        self.tables = {"shift": torch.ones(1)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.tables["shift"]
+
+
 def branching(t: torch.Tensor) -> torch.Tensor:
     return t if t.sum() > 0 else -t
 
@@ -355,6 +364,7 @@ def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
         "compiled in place": (compiled_in_place, "Hidden.second is compiled in place"),
         "partly training": (partly_training, r"Hidden.second is in training mode; call model.eval\(\) first"),
         "lazy": (lambda: nn.LazyConv2d(4, 3).eval(), "LazyConv2d has no weights yet; run the model once"),
+        "tables": (lambda: Tables().eval(), "in 'tables', .* register them as buffers"),
         "remembering": (lambda: Remembering().eval(), "keeps tensors between calls, in 'cache', and answers"),
         "counting": (lambda: Counting().eval(), "its forward changes attributes of the model"),
         "parametrised": (
