@@ -150,10 +150,11 @@ def test_phases_of_a_body_choose_the_subnets(
 
 
 def test_openais_client_gets_the_answer_whole_and_streamed(
-    served: Served, alone: Callable[..., list[int]]
+    served: Served, alone: Callable[..., list[int]], request: pytest.FixtureRequest
 ) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
+    request.addfinalizer(client.close)
     text = expected(alone, "Hello", 12)
     whole = client.completions.create(model="tiny", prompt="Hello", max_tokens=12)
     assert whole.choices[0].text == text
