@@ -51,6 +51,7 @@ def nodes():
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # On a busy machine, 5 s are too short.
     small = {"object_store_memory": 80 * 2**20, "num_cpus": 1}
     cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     cluster.add_node(**small)
