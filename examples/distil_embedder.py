@@ -70,9 +70,8 @@ def main() -> None:
     held_out = batches(docstrings(args.held_out)[:1000])
     supernet = subnetact.insert_(model, example=held_out[0], axes=("depth", "ffn"), choices=(0.5, 0.75, 1.0))
     training = batches(docstrings(args.training))
-    report = distill_(
-        supernet, training, held_out=held_out[:4], task="vectors", minutes=args.minutes, resume=args.state
-    )
+    options: dict[str, Any] = {"learning_rate": 1e-4, "minutes": args.minutes, "resume": args.state}
+    report = distill_(supernet, training, held_out=held_out[:4], task="vectors", **options)
     print(report)
 
     def embed(spec: subnetact.SubnetSpec) -> tuple[Tensor, float]:
