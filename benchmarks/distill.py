@@ -318,25 +318,20 @@ def elastic_widths(model: Any, given: dict[str, Tensor]) -> Supernet:
 
 def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
     """Distil SmolLM2 with elastic feed-forward widths, or (`--control`) its half alone."""
-    given, model = smollm2_texts(args), smollm2_model
+    given = smollm2_texts(args)
     example = {"input_ids": given["training"][:1, :8], "use_cache": False}
-    elastic = elastic_widths(model(), given)
-    supernet, teacher, name = elastic, None, "elastic"
+    teacher: Any = None
+    supernet, name = elastic_widths(smollm2_model(), given), "elastic"
     if args.control:
-        from subnetact import reorder_
-
         batches = [({"input_ids": x, "use_cache": False}, x) for x in torch.split(given["training"][:16], 2)]
-        reorder_(elastic, "taylor", batches=batches, loss=next_token_loss)
-        cut = elastic.extract(elastic.space.spec(ffn=HALF))
-        config = model().config
+        reorder_(supernet, "taylor", batches=batches, loss=next_token_loss)
+        cut = supernet.extract(supernet.space.spec(ffn=HALF))
+        teacher = smollm2_model()
+        config = copy.deepcopy(teacher.config)
         config.intermediate_size = int(HALF * config.intermediate_size)
         half = type(cut)(config).eval()  # without what tells its caches from those of other subnets
         half.load_state_dict(cut.state_dict())
-        supernet, teacher, name = (
-            insert_(half, example=example, axes=("ffn",), choices=(1.0,)),
-            model(),
-            "control",
-        )
+        supernet, name = insert_(half, example=example, axes=("ffn",), choices=(1.0,)), "control"
         args.steps, args.minutes = known["smollm2"]["elastic"]["docstrings"]["steps"], None
 
     def chunks(part: str) -> list[Any]:

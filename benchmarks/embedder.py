@@ -381,8 +381,9 @@ def run(args: argparse.Namespace) -> None:
     known = json.loads(OUT.read_text()) if OUT.exists() else {}
     place = machine(torch.device("cpu"))
     tokenizer, original = embedder()
-    if args.only == ["options"]:
+    if "options" in args.only:
         options(known, texts(tokenizer))
+    if args.only == ["options"]:
         return
     supernet, names, refused = elastic(embedder()[1]), list(SUBNETS), {}
     try:

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from distill import smollm2_model
 from peers import import_torchvision
 from tiny_mixtures import tiny_mixture
 from torch import nn
@@ -33,9 +33,6 @@ from subnetact.device import machine
 from subnetact.insertion import as_pretrained, switch
 from subnetact.insertion.key_value_cache import cache_relation
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from elastic_smollm2 import FILE, model_folder
-
 RESULT = Path(__file__).parent / "results" / "language_views.json"
 CHOICES = {"stream": (1 / 3, 1.0), "heads": (1, 3), "ffn": (1 / 3, 1.0)}
 """A third of everything, so that the smallest view has the proportions of the model."""
@@ -44,14 +41,13 @@ WARM_UP = 2
 
 def smollm2(length: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Return the tokens per second of the largest and smallest view, and of a plain model like the latter."""
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    folder = model_folder()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
+    model = smollm2_model()
     ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     example = {"input_ids": ids[:, :8], "use_cache": False}
-    supernet = insert_(model.eval(), example=example, axes=tuple(CHOICES), choices=CHOICES)
+    supernet = insert_(model, example=example, axes=tuple(CHOICES), choices=CHOICES)
     space = supernet.space
     plain = as_pretrained(supernet.extract(space.smallest()), example)
     models: dict[str, nn.Module] = {

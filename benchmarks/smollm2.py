@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distill import next_token_loss, texts
-from peers import import_torchvision
+from distill import next_token_loss, smollm2_model, smollm2_texts
 from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
@@ -30,7 +29,7 @@ from subnetact.training import distill_
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import elastic_smollm2
-from elastic_smollm2 import CHOICES, FILE, model_folder, perplexity
+from elastic_smollm2 import CHOICES, perplexity
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SUBNETS = {
@@ -46,14 +45,11 @@ ROUNDS = 5
 
 def elastic_model(given: dict[str, Tensor], weights: Path | None) -> Supernet:
     """Return the elastic model with the weights of a training, or as it comes."""
-    from transformers import AutoModelForCausalLM
-
-    folder = model_folder()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
+    model = smollm2_model()
     if weights is not None:
         put_(model, weights)
     example = {"input_ids": given["training"][:1, :32], "use_cache": False}
-    return insert_(model.eval(), example=example, axes=tuple(CHOICES), choices=CHOICES)
+    return insert_(model, example=example, axes=tuple(CHOICES), choices=CHOICES)
 
 
 def put_(model: torch.nn.Module, file: Path) -> dict[str, Any]:
@@ -138,11 +134,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=EXAMPLES / "elastic_smollm2.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    import_torchvision()  # transformers imports it
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(), gguf_file=FILE)
-    given = texts(tokenizer, args.tokens)
+    given = smollm2_texts(args)
     known = json.loads(args.out.read_text()) if args.out.exists() else {}
     rows = known.setdefault("rows", [{"subnet": n, "precision": p} for p in PRECISIONS for n in SUBNETS])
     if "perplexity" in args.only:

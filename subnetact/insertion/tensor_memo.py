@@ -55,18 +55,19 @@ def tensor_memos(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     ]
 
 
-def forget_(model: nn.Module) -> None:
-    """Let a network compute in each call what it keeps in dictionaries."""
-    for _, module, name in tensor_memos(model):
+def forget_(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Let a network compute in each call what it keeps in dictionaries; return these and their places."""
+    former = [(module, name, vars(module)[name]) for _, module, name in tensor_memos(model)]
+    for module, name, _ in former:
         object.__setattr__(module, name, _Forgetful())
+    return former
 
 
 @contextmanager
 def forgetting(model: nn.Module) -> Iterator[None]:
     """Let a network forget for a while."""
-    former = [(module, name, vars(module)[name]) for _, module, name in tensor_memos(model)]
+    former = forget_(model)
     try:
-        forget_(model)
         yield
     finally:
         for module, name, value in former:
