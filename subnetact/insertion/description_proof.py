@@ -2,13 +2,14 @@
 
 The weights of the copies are disturbed. Otherwise a scale that training begins at zero, such as that of the
 last BatchNorm of a residual block, would hide the block, and small weights would hide which rows of queries
-and keys are used.
+and keys are used. The subnets are those of `covering`; all but two of them run on as little of an example as
+the model takes. What no example and no input like it shows cannot be proved, and is refused.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.bind import operators_in
+from subnetact.supernet.covering import covering
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import in_double, outputs_of, prove
+from subnetact.supernet.proof import TIES, in_double, outputs_and_calls, outputs_of, prove
 from subnetact.supernet.put_operators import put_operators_
+from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, smaller
 from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
 
 __all__ = ["Proof", "disturbed_copy"]
@@ -32,52 +36,83 @@ _FAULTS = {
     "foreign": "a subnet reads weights that it should not use",
     "unmasked": "the model does not run with unused weights at zero: {why}",
     "shapes": "the outputs of a subnet have other shapes than those of the model",
+    "branches": "the forward branches on sizes, {why}",
     "incomparable": "a subnet cannot be compared with the model with unused weights at zero, {why}",
     "differs": "a subnet differs from the model with unused weights at zero",
 }
 """Why a group or a stage is refused, by what the proof found."""
-RANDOM_SUBNETS = 2
+WHOLE = EXACT._replace(unequal=TIES)
 MOST_TRIALS = 100
 """After so many subnets were tried, groups that are wrong together are not told apart any more."""
 
 
 class Proof:
-    """Tries a description on copies of a model, which returned `expected` for a batch."""
+    """Tries a description on copies of a model, which returned something `expected` for every example."""
 
-    def __init__(self, model: nn.Module, description: Description, x: Any, expected: list[Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, description: Description, examples: list[Any], expected: list[list[Tensor]]
+    ) -> None:
         self.model = model
         self.description = description
-        self.x = x
+        self.inputs = list(examples)
         self.expected = expected
         self.network = put_operators_(structure_copy(model), description.space, description.elastic).network
+        self.few: list[Any] = []
         self.space: SubnetSpace = description.space
         self.largest = self.space.resolve(self.space.largest())
         self._disturbed = disturbed_copy(self.network)
         self._spare = private_copy(self._disturbed)
         self._exact = False
+        self.foreign = True
         self._trials = 0
 
     def failure(self) -> tuple[str, dict[str, str]] | None:
         """Return what is wrong, and why by group and stage, or none of these if the largest subnet is."""
         view = shared_view(self.network, self.largest)
-        try:
-            full = outputs_of(view, self.x)
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            return f"the largest subnet does not run: {summary(view, error)}", {}
-        if not equal(full, self.expected, EXACT):
-            again = equal(outputs_of(self.model, self.x), self.expected, EXACT)
-            return f"the largest subnet differs from the model{'' if again else RANDOM_OUTPUT}", {}
-        rng = random.Random(0)
-        drawn = [self.space.sample(rng) for _ in range(RANDOM_SUBNETS)]
+        for x, expected in zip(self.inputs, self.expected, strict=True):
+            try:
+                full, calls = outputs_and_calls(self.network, view, x)
+            except Exception as error:
+                raise_if_out_of_memory(error)
+                return f"the largest subnet does not run: {summary(view, error)}", {}
+            if not equal(full, expected, WHOLE):
+                again = equal(outputs_of(self.model, x), expected, WHOLE)
+                return f"the largest subnet differs from the model{'' if again else RANDOM_OUTPUT}", {}
+            less = smaller(view, x)
+            alike = less is not x and outputs_and_calls(self.network, view, less)[1] == calls
+            self.few.append(less if alike else x)
+        smallest, *others = covering(self.network, self.space)
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
-        for spec in dict.fromkeys([self.space.smallest(), every_block, *drawn]):
+        hidden = self._hidden(every_block)
+        if hidden:
+            return next(iter(hidden.values())), hidden
+        for spec in dict.fromkeys([smallest, every_block, *others]):
             wrong = self._wrong(spec)
             if wrong is not None:
                 found: dict[str, str] = {}
                 self._search(list(self.description.slots), found, spec, wrong)
                 return wrong, found
+            self.inputs, self.foreign = self.few, spec == smallest != every_block
         return None
+
+    def _hidden(self, spec: SubnetSpec) -> dict[str, str]:
+        """Add inputs that show more, if the examples do not show all; return what nothing shows, and why."""
+        row = self.space.resolve(spec)
+        view = shared_view(self._disturbed, row)
+        places = showing(self.network, view, row, self.few)[1]
+        if places:
+            others = chain(self.inputs, other_inputs(view, self.inputs[0]))
+            useful, places = showing(self.network, view, row, others)
+            self.inputs += [x for x in useful if not any(x is known for known in self.inputs)]
+            self.few = self.inputs
+        dims = {operator.path: operator.dims for operator in operators_in(self.network)}
+        dimensions = {self.space.dimensions[dims[path][part]]: f"{path}.{part}" for path, part in places}
+        return {
+            group.name: NOT_SHOWN.format(dimensions[name])
+            for group in self.description.groups.values()
+            for name in group.dimensions(group.full)
+            if name in dimensions
+        }
 
     def _search(self, slots: list[str], found: dict[str, str], spec: SubnetSpec, known: str | None) -> None:
         """Note the culprits among some slots; `known` is what is wrong with all of them, if that is known."""
@@ -95,7 +130,27 @@ class Proof:
             # If nothing is wrong with the first half, something is wrong with the second one.
             self._search(slots[half:], found, spec, wrong if len(found) == before else None)
         if len(found) == before:
-            found.update(dict.fromkeys(slots, wrong))
+            together = slots if last else self._together(slots, spec)
+            others = (
+                f", together with {' and '.join(together[:-1])}" if 1 < len(together) < len(slots) else ""
+            )
+            found.update(dict.fromkeys(together, f"{wrong}{others}"))
+
+    def _together(self, slots: list[str], spec: SubnetSpec) -> list[str]:
+        """Return the fewest slots that are wrong together only, each found by halving those before it."""
+        needed: list[str] = []
+        rest = slots
+        while rest and (not needed or self._wrong(self._narrowed(needed, spec), located=False) is None):
+            low, high = 0, len(rest)
+            while low < high - 1:
+                middle = (low + high) // 2
+                if self._wrong(self._narrowed([*needed, *rest[:middle]], spec), located=False) is None:
+                    low = middle
+                else:
+                    high = middle
+            needed.append(rest[high - 1])
+            rest = rest[: high - 1]
+        return needed
 
     def _narrowed(self, slots: Iterable[str], to: SubnetSpec | None = None) -> SubnetSpec:
         """Return the subnet that is in some slots like the smallest or another one, and otherwise full."""
@@ -112,15 +167,20 @@ class Proof:
 
     def _wrong(self, spec: SubnetSpec, located: bool = True) -> str | None:
         """Return what is wrong with one subnet, and where if `located`, or None."""
-        trial = self._disturbed, self._spare, self.space.resolve(spec), self.largest, self.x, ROUNDED
-        finding = prove(*trial)
-        if finding is None:
+        row = self.space.resolve(spec)
+        for x in self.inputs:
+            trial = self._disturbed, self._spare, row, self.largest, x, ROUNDED
+            finding = prove(*trial, foreign=self.foreign)
+            if finding is not None:
+                break
+        else:
             return None
         if finding.kind in ("differs", "foreign") and not self._exact:
             self._exact = True  # Disturbed networks amplify rounding: go on in double precision if it runs.
-            double = in_double(self._disturbed, self.largest, self.x)
+            double = in_double(self._disturbed, self.largest, (*self.inputs, *self.few))
             if double is not None:
-                self._disturbed, self.x, _ = double
+                self._disturbed, inputs, _ = double
+                self.inputs, self.few = inputs[: len(self.inputs)], inputs[len(self.inputs) :]
                 self._spare = private_copy(self._disturbed)
             return self._wrong(spec, located)
         if finding.kind == "differs" and located:
@@ -142,13 +202,14 @@ def disturbed_copy(network: nn.Module) -> nn.Module:
 
 
 def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    noise = torch.rand(tensor.shape, generator=generator).to(tensor)
     if tensor.numel() <= max(tensor.shape, default=1):
+        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
         tensor.add_(0.2 * noise - 0.1 if "running_mean" in name else 0.2 * noise + 0.1)
         return
     gain = (tensor.shape[0] / tensor.numel()) ** 0.5
     spread = float(tensor.float().std())
     if spread < 1e-3 * gain:
+        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
         tensor.add_(gain * (2 * noise - 1))
     elif spread < gain:
         tensor.mul_(gain / spread)

@@ -352,7 +352,7 @@ def _proved(
     """Return the description without what fails its proof; otherwise refuse the description."""
     while True:
         with forgetting(model):
-            failure = Proof(model, description, example, expected).failure()
+            failure = Proof(model, description, [example], [expected]).failure()
         if failure is None:
             return description
         wrong, culprits = failure
@@ -375,18 +375,21 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
             raise InsertError(f"{_called(model, path)} is in training mode; call model.eval() first")
     try:
         found = outputs_of(model, example)
+    except InsertError as error:
+        raise InsertError(f"{type(model).__name__}: {error}") from None
     except Exception as error:
         raise_if_out_of_memory(error)
         raise InsertError(
             f"{type(model).__name__} does not run on the example: {error}; give what you would give to the "
             "model: a tensor, a tuple of arguments or a dictionary of named arguments"
         ) from error
-    if not found:
+    numbers = [t for t in found if t.is_floating_point() or t.is_complex()]
+    if not numbers:
         raise InsertError(
             f"{type(model).__name__} returns no floating-point tensors that can be compared; "
             "return some, in tuples, lists or dictionaries"
         )
-    if not any(bool(t.isfinite().any()) for t in found):
+    if not any(bool(t.isfinite().any()) for t in numbers):
         raise InsertError(
             f"{type(model).__name__} returns nothing but NaN and infinity, with which no subnet can be "
             "compared; look for them in the example and in the weights"

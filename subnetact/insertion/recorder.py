@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from subnetact.comparison import tensors_in
 from subnetact.supernet.batches import call_with
 
 __all__ = ["Recording", "TensorFacts", "assigned", "recorded"]
@@ -79,7 +80,7 @@ def recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool
             stack.enter_context(recorder.watched(path, module, is_leaf(module)))
         with recorder:
             output = call_with(model, example)
-    returned = [recorder.node(t) for t in tree_leaves(output) if isinstance(t, Tensor) and t.numel()]
+    returned = [recorder.node(t) for t in tensors_in(output) if t.numel()]
     recorder.recording.graph.output(returned)
     return recorder.recording
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from subnetact.comparison import EXACT, equal
+from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
-from subnetact.insertion.description_proof import disturbed_copy
+from subnetact.insertion.description_proof import WHOLE, disturbed_copy
 from subnetact.operators import ElasticAttribute, LayerSelect, Operator
 from subnetact.operators.elastic_attribute import NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
@@ -36,6 +36,7 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import first_changed, in_double, outputs_of
+from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
@@ -154,38 +155,43 @@ class Trial:
         self._copy = disturbed_copy(network).eval()
         self.row = row
         self._failed: set[Any] = set()
-        self._x = map_tensors(_as_float, x)
+        self._inputs = [map_tensors(_as_float, x)]
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in self._copy.parameters()):
             self._copy.float()
         view = shared_view(self._copy, row)
         try:
-            self._expected = outputs_of(view, self._x)
+            self._expected = [outputs_of(view, self._inputs[0])]
         except Exception as error:
             raise_if_out_of_memory(error)
             raise InsertError(
                 f"the largest subnet does not run on the example: {summary(view, error)}; give a batch "
                 "that the network takes"
             ) from error
+        candidates = chain(self._inputs, other_inputs(view, self._inputs[0]))
+        useful, self._hidden = showing(self._copy, view, row, candidates)
+        others = [other for other in useful if other is not self._inputs[0]]
+        self._inputs += others
+        self._expected += [outputs_of(view, other) for other in others]
 
     def exact(self) -> bool:
         """Go on in double precision, and tell whether the network runs in it."""
         self._failed.clear()
-        double = in_double(self._copy, self.row, self._x)
+        double = in_double(self._copy, self.row, self._inputs)
         if double is not None:
-            self._copy, self._x, self._expected = double
+            self._copy, self._inputs, self._expected = double
         return double is not None
 
     def stays(self, wanted: Mapping[UnitGroup, Tensor]) -> bool:
         """Tell whether the outputs stay when the units of groups are brought into an order."""
-        found = self._permuted(wanted, lambda view: outputs_of(view, self._x))
-        # An output without any number equals itself whatever happens.
-        return equal(found, self._expected, EXACT) and any(bool(t.isfinite().any()) for t in found)
+        found = self._permuted(wanted, lambda view: [outputs_of(view, x) for x in self._inputs])
+        return equal(found, self._expected, WHOLE)
 
     def passing(
         self, groups: Sequence[UnitGroup], again: bool = False, fails: bool = False
     ) -> list[UnitGroup]:
         """Return the groups whose units can change places; `fails` says that not all of them can."""
         fit = [g for g in groups if g.lacks is None and (g.parts, g.units) not in self._failed]
+        fit = [g for g in fit if self._not_shown(g) is None]
         fit.sort(key=lambda group: len(group.parts))  # The large ones fail more often: they lie side by side.
         known = fails and len(fit) > 1  # Alone, each is tried: what fails together may be rounding.
         if not fit or (not known and self.stays(_shuffled(fit, again))):
@@ -231,19 +237,25 @@ class Trial:
                     own = set(self._copy.get_submodule(path)._parameters.values())
                     found |= {f"{path}.{name}": own for name in module._modules}
             try:
-                call_with(view, map_tensors(Tensor.clone, self._x))
+                call_with(view, map_tensors(Tensor.clone, self._inputs[0]))
             except Exception as error:  # It runs without gradients only.
                 raise_if_out_of_memory(error)
                 return {}
         return found
 
     def reason(self, group: UnitGroup) -> str:
-        """Return which module sees that the units of a group have changed places."""
+        """Return which module sees that units of a group changed places, or that nothing shows it."""
+        if hidden := self._not_shown(group):
+            return NOT_SHOWN.format(str(hidden))
         plain = shared_view(private_copy(self._copy), self.row)
-        where = self._permuted(_shuffled([group]), lambda view: first_changed(view, plain, self._x))
+        where = self._permuted(_shuffled([group]), lambda view: first_changed(view, plain, self._inputs[0]))
         if where is None:
             return "it reaches the output of the network"
         return f"the output would change, first at {where}, which does not follow the order of channels"
+
+    def _not_shown(self, group: UnitGroup) -> Part | None:
+        """Return a part of a group of which no input shows what it computes."""
+        return next((part for part in group.parts if (part.path, part.name) in self._hidden), None)
 
     def _permuted(self, wanted: Mapping[UnitGroup, Tensor], run: Callable[[nn.Module], Any]) -> Any:
         try:

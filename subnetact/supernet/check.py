@@ -154,10 +154,10 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
 
 
 def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any) -> bool:
-    double = in_double(network, largest, x)
+    double = in_double(network, largest, [x])
     if double is None:
         return False
-    return prove(double[0], private_copy(double[0]), row, largest, double[1], modules=True) is None
+    return prove(double[0], private_copy(double[0]), row, largest, double[1][0], modules=True) is None
 
 
 def _run_visible(view: nn.Module, x: Any) -> Any:

@@ -1,24 +1,29 @@
 """proof: a subnet computes what the full network computes with everything that it does not use at zero.
 
 A subnet must not change if all weights that it does not use become NaN either; zeros also find slices of the
-wrong rows. Networks that amplify rounding are proved in double precision (`in_double`).
+wrong rows. Both call the same functions in the same order, or a forward branches on sizes. Networks that
+amplify rounding are proved in double precision (`in_double`). `sensitivity.py` tells what an input shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Set
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
 
-from subnetact.comparison import EXACT, MASKED, Tolerance, equal
+from subnetact.comparison import EXACT, MASKED, Tolerance, equal, tensors_in
 from subnetact.device import raise_if_out_of_memory
-from subnetact.operators import LayerNormSlice, WeightSlice
+from subnetact.errors import InsertError
+from subnetact.operators import ElasticAttribute, LayerNormSlice, LayerSelect, WeightSlice
 from subnetact.operators.segments import Kept
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
@@ -27,7 +32,10 @@ from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy, shared_view
 
-__all__ = ["Finding", "first_changed", "in_double", "outputs_of", "prove"]
+__all__ = ["TIES", "Finding", "first_changed", "in_double", "outputs_and_calls", "outputs_of", "prove"]
+
+TIES = 0.01
+"""The share of whole numbers in outputs that may differ, as rounding decides between equal ones."""
 
 
 class Finding(NamedTuple):
@@ -45,43 +53,58 @@ def prove(
     largest: SizeRow,
     x: Any,
     tolerance: Tolerance = MASKED,
-    modules: bool = False,  # whether the outputs of all modules are compared
-    compare: bool = True,  # if False, the subnet only runs, with NaN in weights that it does not use
+    modules: bool = False,  # whether the outputs of all modules are compared, and not the calls of functions
+    compare: bool = True,  # if False, the subnet only runs
+    foreign: bool = True,  # whether what the subnet does not use becomes NaN, and not only zero
 ) -> Finding | None:
     """Compare a subnet with the full network whose other weights, in the given `copy`, are zero."""
-    run = partial(_module_outputs, inside=modules)
-    fill_unused_(copy, network, row, float("nan"))
+    run = partial(_module_outputs, inside=modules, layers=None if modules else _layers(network))
+    if foreign:
+        fill_unused_(copy, network, row, float("nan"))
+    reference = masked_reference(copy, network, row, largest) if not foreign else None
     view = shared_view(copy, row)
     try:
-        found = run(view, x)
+        found, calls = run(view, x)
     except Exception as error:
         raise_if_out_of_memory(error)
         return Finding("fails", summary(view, error), missing_entry(view, error))
     finite = all(bool(tensor.isfinite().all()) for tensor in found[-1].tensors)
-    reference = masked_reference(copy, network, row, largest) if compare else None
+    if foreign and compare:
+        reference = masked_reference(copy, network, row, largest)
     reason = (
         "because compare=False" if reference is None else _narrow_layers(network, reference, row, largest)
     )
     if reason or not finite:
-        plain = _module_outputs(shared_view(network, row), x)
+        plain = _module_outputs(shared_view(network, row), x)[0]
         if not _alike(found[-1], plain[-1], tolerance):
             return Finding("foreign", _first_difference(found, plain, tolerance) or "its output")
     if reference is None or reason:
         return Finding("incomparable", reason)
     try:
-        expected = run(reference, x)
+        expected, expected_calls = run(reference, x)
     except Exception as error:
         raise_if_out_of_memory(error)
         return Finding("unmasked", summary(reference, error))
     if not modules and found[-1].shapes != expected[-1].shapes:
         return Finding("shapes", "its outputs have other shapes")
     where = _first_difference(found, expected, tolerance)
-    if where is None:
+    if where is None and calls == expected_calls:
+        if found[-1].shapes != expected[-1].shapes:
+            return Finding("incomparable", "because its outputs have other shapes than the original's")
         return None
     resized = _resized(found, expected)
     if resized is not None:
         return Finding("incomparable", f"because the maps at {resized} are of another size")
+    if where is None:
+        return Finding("branches", _other_call(calls, expected_calls))
     return Finding("differs", where)
+
+
+def _other_call(calls: list[tuple[str, str]], others: list[tuple[str, str]]) -> str:
+    """Return the first call in which two runs differ."""
+    pairs = zip_longest(calls, others, fillvalue=("", "nothing more"))
+    (path, name), (_, other) = next((one, other) for one, other in pairs if one != other)
+    return f"{path or 'the model itself'} calls {name} where the whole model calls {other}"
 
 
 def _narrow_layers(network: nn.Module, reference: nn.Module, row: SizeRow, largest: SizeRow) -> str:
@@ -102,14 +125,16 @@ def _narrow_layers(network: nn.Module, reference: nn.Module, row: SizeRow, large
 class _Narrow:
     """A forward hook that gives a layer the kept features of its input only, and fills the others with zeros.
 
-    A layer with a forward of its own may be narrowed if that is the same as with zeros, or if it is linear
-    and treats all features alike; it may then normalise its weights over its inputs.
+    A layer with a forward of its own may be narrowed if that is the same as with zeros, or if it normalises
+    its weights over its inputs, so that twice the weights change nothing, is linear and treats all features
+    alike.
     """
 
     def __init__(self, operator: LayerNormSlice | WeightSlice, row: SizeRow) -> None:
         self.operator = operator
         self.layer = operator.bind(row)
-        kept = operator.kept_parts(operator.sizes(row))
+        self.sizes = operator.sizes(row)
+        kept = operator.kept_parts(self.sizes)
         self.out, self.inputs = kept[0], kept[-1]  # the same for a norm
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -121,7 +146,7 @@ class _Narrow:
         found = self.layer(x, *gates)
         if not norm:
             same = equal(self.take(output, self.out), found, EXACT)
-            if not same and not self.is_linear(x, found):
+            if not same and not (self.normalises(x, found) and self.is_linear(x, found)):
                 return output
         axis = self.axis(output)
         return torch.zeros_like(output).index_copy(axis, _indices(self.out, output), found)
@@ -137,6 +162,15 @@ class _Narrow:
     def take(self, x: Tensor, kept: Kept) -> Tensor:
         """Return the kept features of a full tensor."""
         return x.index_select(self.axis(x), _indices(kept, x))
+
+    def normalises(self, x: Tensor, found: Tensor) -> bool:
+        """Tell whether twice the matrices of weights change nothing."""
+        twice = {
+            name: tensor * 2 if tensor is not None and tensor.dim() > 1 else tensor
+            for name, tensor in self.operator.tensors(self.sizes).items()
+        }
+        layer = view_module(self.operator.shell, parameters=twice, **self.operator.attributes(self.sizes))
+        return equal(layer(x), found, MASKED)
 
     def is_linear(self, x: Tensor, found: Tensor) -> bool:
         """Try whether f(x) + f(z) = f(x + z) + f(0) with inputs in another order and all outputs."""
@@ -165,18 +199,33 @@ def _indices(kept: Kept, x: Tensor) -> Tensor:
 
 
 def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
-    """Run a model and return all floating-point tensors of its output, copied."""
+    """Run a model and return all tensors of its output, copied."""
     with torch.no_grad():
         found = call_with(model, map_tensors(Tensor.clone, x))
-    return [tensor.clone() for tensor in _tensors(found)]
+    return [tensor.clone() for tensor in tensors_in(found)]
 
 
-def in_double(network: nn.Module, row: SizeRow, x: Any) -> tuple[nn.Module, Any, list[Tensor]] | None:
-    """Return a private copy, the batch and the outputs in double precision, or None if it does not run so."""
+def outputs_and_calls(
+    network: nn.Module, view: nn.Module, x: Any
+) -> tuple[list[Tensor], list[tuple[str, str]]]:
+    """Run a view; return all tensors of its output, copied, and which functions its modules call first."""
+    outputs, calls = _module_outputs(view, x, inside=False, layers=_layers(network))
+    return outputs[-1].tensors, calls
+
+
+def _layers(network: nn.Module) -> set[str]:
+    """Return the names of the operators whose forwards are those of layers."""
+    return {o.path for o in operators_in(network) if not isinstance(o, ElasticAttribute | LayerSelect)}
+
+
+def in_double(
+    network: nn.Module, row: SizeRow, inputs: Iterable[Any]
+) -> tuple[nn.Module, list[Any], list[list[Tensor]]] | None:
+    """Return a private copy, inputs and their outputs in double precision, or None if it does not run so."""
     double = private_copy(network).double()
-    x = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, x)
+    wide = [map_tensors(lambda t: t.double() if t.is_floating_point() else t, x) for x in inputs]
     try:
-        return double, x, outputs_of(shared_view(double, row), x)
+        return double, wide, [outputs_of(shared_view(double, row), x) for x in wide]
     except Exception as error:  # The network computes in a precision of its own.
         raise_if_out_of_memory(error)
         return None
@@ -184,7 +233,7 @@ def in_double(network: nn.Module, row: SizeRow, x: Any) -> tuple[nn.Module, Any,
 
 def first_changed(view: nn.Module, plain: nn.Module, x: Any) -> str | None:
     """Find the first module whose output has other numbers, in whichever order, than in another network."""
-    found, expected = _module_outputs(view, x), _module_outputs(plain, x)
+    found, expected = _module_outputs(view, x)[0], _module_outputs(plain, x)[0]
     for output in (*found, *expected):
         output.tensors[:] = [tensor.flatten().sort().values for tensor in output.tensors]
     return _first_difference(found, expected, EXACT)
@@ -192,7 +241,7 @@ def first_changed(view: nn.Module, plain: nn.Module, x: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _ModuleOutput:
-    """What one call of a module returned: floating-point tensors, images of them at few positions only."""
+    """What one call of a module returned: tensors, images of them at few positions only."""
 
     path: str
     kind: str
@@ -200,22 +249,70 @@ class _ModuleOutput:
     tensors: list[Tensor]
 
 
-def _module_outputs(network: nn.Module, x: Any, inside: bool = True) -> list[_ModuleOutput]:
-    """Run a network; return what it and the modules inside returned, in the order in which they ended."""
+class _Calls(TorchFunctionMode):
+    """Notes which functions each module calls first, in order; modules of a list are taken together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[tuple[str, str], None] = {}
+        self.inside: list[str] = []
+        self.hidden = 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function and note its name, unless a layer calls it or it only reads an attribute."""
+        if not self.hidden and (name := getattr(func, "__name__", "")) != "__get__":
+            self.names[self.inside[-1], name] = None
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, path: str, hidden: bool, *_: Any) -> None:
+        """Note that a module begins; what a `hidden` one calls is its own."""
+        self.inside.append(path)
+        self.hidden += hidden - (not path)
+
+    def leave(self, path: str, hidden: bool, *_: Any) -> None:
+        """Note that a module ends."""
+        self.inside.pop()
+        self.hidden -= hidden - (not path)
+
+    def watched(self, network: nn.Module, layers: Set[str]) -> None:
+        """Let all modules of a view call `enter` and `leave`, with nothing noted about what layers call."""
+        for path, module in network.named_modules():
+            place = re.sub(r"\d+", "#", path), path in layers
+            before = OrderedDict({**module._forward_pre_hooks, -1: partial(self.enter, *place)})
+            after = OrderedDict({**module._forward_hooks, -1: partial(self.leave, *place)})
+            # Registering costs much more: it gives a module of a view dictionaries of its own.
+            module.__dict__.update(_forward_pre_hooks=before, _forward_hooks=after)
+
+
+def _module_outputs(
+    network: nn.Module, x: Any, inside: bool = True, layers: Set[str] | None = None
+) -> tuple[list[_ModuleOutput], list[tuple[str, str]]]:
+    """Run a network; return what it and the modules inside returned, in the order in which they ended.
+
+    If `layers` names those into which nobody looks, return the calls of functions by a view, too, which
+    nobody else uses.
+    """
     found: list[_ModuleOutput] = []
-    with ExitStack() as hooks, torch.no_grad():
+    calls = _Calls()
+    with ExitStack() as stack, torch.no_grad():
         for path, module in network.named_modules() if inside else [("", network)]:
 
             def note(module: nn.Module, _: Any, output: Any, path: str = path) -> None:
                 if isinstance(module, nn.MultiheadAttention):
                     output = output[0]  # the weights, averaged over heads, are those of other heads
-                tensors = list(_tensors(output))
+                tensors = list[Tensor]()
+                with suppress(InsertError) if path else nullcontext():
+                    tensors = tensors_in(output)
                 kept = [t.clone() if not path else _sample(t) for t in tensors]
                 found.append(_ModuleOutput(path, type(module).__name__, [t.shape for t in tensors], kept))
 
-            hooks.enter_context(module.register_forward_hook(note))
-        call_with(network, map_tensors(Tensor.clone, x))
-    return found
+            stack.enter_context(module.register_forward_hook(note))
+        x = map_tensors(Tensor.clone, x)
+        if layers is not None:
+            calls.watched(network, layers)
+            stack.enter_context(calls)
+        call_with(network, x)
+    return found, list(calls.names)
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -241,16 +338,12 @@ def _first_difference(
     return None
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-
-
 def _alike(narrow: _ModuleOutput, wide: _ModuleOutput, tolerance: Tolerance) -> bool:
     """Tell whether what two calls returned is equal up to rounding, where the shapes are equal."""
     if len(narrow.shapes) != len(wide.shapes):
         return True  # The modules return other things; a later module will tell.
     pairs = zip(narrow.tensors, wide.tensors, strict=True)
-    return all(equal(a, b, tolerance) for a, b in pairs if a.shape == b.shape)
+    return all(equal(a, b, tolerance._replace(unequal=TIES)) for a, b in pairs if a.shape == b.shape)
 
 
 def _resized(narrow: list[_ModuleOutput], wide: list[_ModuleOutput]) -> str | None:

@@ -11,7 +11,7 @@ from subnetact.errors import InsertError
 from subnetact.operators import Elastic, ElasticAttribute, Operator, Segments, SubnetNorm
 from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import is_batch_norm
-from subnetact.space import SubnetSpace
+from subnetact.space import SizeRow, SubnetSpace
 from subnetact.supernet.bind import OF_LAYERS
 from subnetact.supernet.supernet import InsertReport, Supernet
 
@@ -21,6 +21,7 @@ __all__ = ["put_operators_"]
 def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
     """Put operators into a network in place, as `subnetact.insert_` says; a refused network is unchanged."""
     modules = dict(network.named_modules())
+    ends = space.resolve(space.smallest()), space.resolve(space.largest())
     operators: dict[nn.Module, Operator] = {}
     for path, entry in elastic.items():
         if not isinstance(entry, Elastic):
@@ -43,7 +44,7 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
                 f"{path}: its weight is computed from other parameters (a weight or spectral norm, pruning "
                 "or another parametrisation); make it permanent first, with subnetact.insertion.fold_(model)"
             )
-        operators[modules[path]] = _operator(modules[path], path, entry, space)
+        operators[modules[path]] = _operator(modules[path], path, entry, space, ends)
     norms = [path for path, m in modules.items() if is_batch_norm(m) and m.running_mean is not None]
     for path in norms:
         operators.setdefault(modules[path], SubnetNorm(modules[path], path, {}))
@@ -87,7 +88,9 @@ def _numbers_of_layers(network: nn.Module, operators: Iterable[Operator]) -> dic
     return found
 
 
-def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) -> Operator:
+def _operator(
+    module: nn.Module, path: str, entry: Elastic, space: SubnetSpace, ends: tuple[SizeRow, SizeRow]
+) -> Operator:
     kind, parts, follows = entry.operator, entry.operator.parts, entry.dimensions()
     for part, given in entry.follows.items():
         if parts and part not in parts:
@@ -113,7 +116,7 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
                 f"{path}: the segments of {part!r}, {entry.follows[part]}, are {sum(lengths)} long together, "
                 f"the module is {operator.full(part)}"
             )
-    smallest, largest = space.resolve(space.smallest()), space.resolve(space.largest())
+    smallest, largest = ends
     for part, index in dims.items():
         if smallest[index] > largest[index]:
             raise InsertError(
