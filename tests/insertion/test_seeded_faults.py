@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from seeded_models import MODELS, described, reference, seeded_model
-from torch import Tensor
+from torch import Tensor, nn
 
 import subnetact
 from subnetact.errors import SubnetActError
@@ -24,6 +24,8 @@ from subnetact.insertion.description import Description, Member
 from subnetact.operators import (
     AttentionSlice,
     ElasticAttribute,
+    LayerNormSlice,
+    LayerSelect,
     Operator,
     SubnetNorm,
     WeightSlice,
@@ -187,6 +189,11 @@ IN_DESCRIPTIONS: list[tuple[str, str, Edit]] = [
             changed("2.bn.channels", module="2.bn2"),
         ),
     ),
+    (
+        "stack",
+        "a convolution follows the width of the block before",
+        moved("1.1.conv2.in_", "1.0.conv1.width"),
+    ),
     ("stack", "a stage skips a layer with more outputs than inputs", skipping("1.depth", "1.3")),
     ("fused attention", "queries, keys and values are one segment", joined("attention.qkv.out")),
     ("fused attention", "the values are forgotten", forgotten("attention.qkv.out", 32)),
@@ -285,6 +292,10 @@ def narrowed(change: Callable[[Tensor, Tensor], Any], name: str = "weight") -> C
     return wrong
 
 
+def without_bias(operator: Operator, found: dict[str, Any], sizes: Any, given: dict[str, Tensor]) -> Any:
+    return {**found, "bias": None} if found["weight"].shape != given["weight"].shape else found
+
+
 def stays(attribute: str) -> Callable[..., Any]:
     """Let an attribute stay as it is in the full module."""
     return lambda operator, found, *_: {**found, attribute: getattr(operator.template, attribute)}
@@ -322,6 +333,22 @@ def early(operator: Any, found: tuple[Kept, Kept], sizes: Any) -> tuple[Kept, Ke
     return outputs, replace(inputs, lengths=(first - 1, second + 1, third))
 
 
+def no_block_skipped(operator: Any, found: list[str], row: Any) -> list[str]:
+    return [*operator._modules]
+
+
+def first_blocks(operator: Any, found: list[str], row: Any) -> list[str]:
+    """Return as many blocks from the first one on, and the layer behind the blocks."""
+    return [*[*operator._modules][: len(found) - 1], "3"]
+
+
+def blocks_reversed(operator: Any, found: nn.Module, layers: dict[str, Any]) -> nn.Module:
+    blocks = [name for name in layers if name != "3"]
+    if len(layers) < len(operator._modules):
+        found._modules.update({name: layers[other] for name, other in zip(blocks, blocks[::-1], strict=True)})
+    return found
+
+
 def off_by_one_at(rows: int, columns: int | None = None) -> Callable[..., Any]:
     """Let rows be off by one at one size only, or at one size of rows and of columns."""
 
@@ -332,11 +359,17 @@ def off_by_one_at(rows: int, columns: int | None = None) -> Callable[..., Any]:
     return narrowed(change)
 
 
+def last_is_zero(weight: Tensor, full: Tensor) -> Tensor:
+    return torch.cat([weight[:-1], torch.zeros_like(weight[-1:])])
+
+
 IN_RULES: list[tuple[str, str, type[Operator], str, str, Callable[..., Any]]] = [
     ("perceptron", "rows are off by one", WeightSlice, "0", "sliced", shifted(1, "weight", "bias")),
     ("perceptron", "columns are off by one", WeightSlice, "2", "sliced", shifted(1, "weight", axis=1)),
     ("perceptron", "the bias is off by one", WeightSlice, "0", "sliced", shifted(1, "bias")),
     ("perceptron", "the bias is whole", WeightSlice, "0", "sliced", narrowed(lambda b, full: full, "bias")),
+    ("perceptron", "the bias is forgotten", WeightSlice, "4", "sliced", without_bias),
+    ("perceptron", "the last of the kept rows is zero", WeightSlice, "0", "sliced", narrowed(last_is_zero)),
     (
         "perceptron",
         "rows of a square weight are taken for columns",
@@ -369,6 +402,14 @@ IN_RULES: list[tuple[str, str, type[Operator], str, str, Callable[..., Any]]] = 
         "0",
         "sliced",
         off_by_one_at(12),
+    ),
+    (
+        "perceptron",
+        "rows are off by one if a layer has 8 outputs and 12 inputs",
+        WeightSlice,
+        "2",
+        "sliced",
+        off_by_one_at(8, 12),
     ),
     (
         "group normed",
@@ -500,6 +541,35 @@ IN_RULES: list[tuple[str, str, type[Operator], str, str, Callable[..., Any]]] = 
     ("encoder", "the token is off by one", ElasticAttribute, "", "sliced", shifted(1, "token", axis=2)),
     ("sequence", "the last scales are kept", ElasticAttribute, "", "sliced", shifted(LAST, "scale")),
     ("sequence", "inputs are off by one", WeightSlice, "second", "sliced", shifted(1, "weight", axis=1)),
+    (
+        "normalised",
+        "the scale of a LayerNorm is off by one",
+        LayerNormSlice,
+        "norm1",
+        "sliced",
+        shifted(1, "weight"),
+    ),
+    ("normalised", "the shift of a LayerNorm is forgotten", LayerNormSlice, "norm1", "sliced", without_bias),
+    (
+        "normalised",
+        "the scale of an RMSNorm grows by what is left out",
+        LayerNormSlice,
+        "norm2",
+        "sliced",
+        narrowed(lambda weight, full: weight * len(full) / len(weight)),
+    ),
+    ("group normed", "the last scales are kept", LayerNormSlice, "1", "sliced", shifted(LAST, "weight")),
+    ("group normed", "the number of groups stays", LayerNormSlice, "1", "attributes", stays("num_groups")),
+    ("stack", "no block is skipped", LayerSelect, "1", "kept", no_block_skipped),
+    (
+        "stack",
+        "the first blocks are kept, whichever these are",
+        LayerSelect,
+        "1",
+        "kept",
+        first_blocks,
+    ),
+    ("stack", "kept blocks run in reverse order", LayerSelect, "1", "select", blocks_reversed),
 ]
 """The model, what is wrong, whose rule it is, in which module and method, and what that returns instead."""
 
