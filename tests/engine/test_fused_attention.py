@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +14,31 @@ from torch import Tensor, nn
 
 import subnetact
 from ofa_adapters import load
+from subnetact.engine import packed_linear
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.packed_linear import ONEDNN_ROWS, PackedLinear, can_pack_linear, is_intel
+from subnetact.engine.packed_linear import (
+    ONEDNN_ROWS,
+    SMALLEST_WIDTH,
+    PackedLinear,
+    can_pack_linear,
+    is_intel,
+)
 from subnetact.supernet.batches import map_tensors
 
 pytestmark = pytest.mark.skipif(
-    not can_pack_linear(nn.Linear(128, 128)), reason="this build of torch has no packed matrix products"
+    not can_pack_linear(nn.Linear(SMALLEST_WIDTH, SMALLEST_WIDTH)),
+    reason="this build of torch has no packed matrix products",
 )
 WIDTH, TOKENS = 128, 5
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def narrow_layers_are_packed() -> Iterator[None]:
+    """Pack layers of these widths on every CPU: where that is not faster, it has to be right nevertheless."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_linear, "SMALLEST_WIDTH", WIDTH)
+        yield
 
 
 class Block(nn.Module):

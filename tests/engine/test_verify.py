@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact.engine.fused_program import FusedProgram
+from subnetact.engine.packed_linear import SMALLEST_WIDTH
 from subnetact.errors import StaleWeights
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet.supernet import Supernet
@@ -131,13 +132,17 @@ def test_changes_that_are_followed_are_no_findings() -> None:
 
 
 class Buffered(nn.Module):
-    """Reads buffers, from which a fused program computes a constant."""
+    """Reads buffers, from which a fused program computes a constant.
+
+    One linear layer is so wide that its weight is packed on CPUs of every maker, without AVX-512 as well.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(16, 128), nn.Linear(128, 128), nn.Linear(128, 8)
+        wide = SMALLEST_WIDTH
+        self.a, self.b, self.c = nn.Linear(16, wide), nn.Linear(wide, wide), nn.Linear(wide, 8)
         self.register_buffer("table", torch.zeros(4))
-        self.register_buffer("index", torch.zeros(128, dtype=torch.long))
+        self.register_buffer("index", torch.zeros(wide, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(torch.relu(self.b(torch.relu(self.a(x))) + self.table[self.index]))
@@ -145,7 +150,7 @@ class Buffered(nn.Module):
 
 def buffered() -> tuple[Supernet, subnetact.Engine]:
     torch.manual_seed(0)
-    axis = subnetact.Axis.uniform("w", ["all"], (32, 128))
+    axis = subnetact.Axis.uniform("w", ["all"], (32, SMALLEST_WIDTH))
     space = subnetact.SubnetSpace("buffered", [axis], lambda v: {"w": v["w"][0]})
     elastic = {"a": subnetact.WeightSlice.on(out="w"), "b": subnetact.WeightSlice.on(in_="w")}
     supernet = subnetact.insert_(Buffered().eval(), space, elastic)
@@ -171,8 +176,8 @@ def test_fused_programs_follow_buffers() -> None:
 
 
 def test_a_change_while_a_program_is_kept_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    supernet, engine = buffered()
-    limit, x = FusedProgram.limit, torch.randn(4, 16)
+    supernet, _ = buffered()
+    spec, limit, x = supernet.space.largest(), FusedProgram.limit, torch.randn(4, 16)
 
     def training(*args: object) -> None:
         """Stand for another thread that trains when the program is complete and not kept yet."""
@@ -180,11 +185,15 @@ def test_a_change_while_a_program_is_kept_is_followed(monkeypatch: pytest.Monkey
             for parameter in supernet.parameters():
                 parameter.mul_(1.5)
         limit(*args)
+        complete.append(True)
 
+    complete: list[bool] = []
     with monkeypatch.context() as patch:
         patch.setattr(FusedProgram, "limit", training)
+        engine = subnetact.Engine(supernet, [spec], example=torch.zeros(1, 16), memory_budget_mb=64)
         engine.pin(0)
-    expected = supernet.extract(engine.specs[0])(x)
+    assert complete, "no program was made"
+    expected = supernet.extract(spec)(x)
     torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-4)
 
 

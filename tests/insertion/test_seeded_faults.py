@@ -1,0 +1,671 @@
+"""Faults that are seeded in descriptions and in slicing rules: the proof of `insert_` finds all of them.
+
+Every row of the two tables says in words what is wrong. That it is wrong does not depend on the library's
+proof: without it, a subnet does not run, or differs from the model in which everything unused is zero
+(`seeded_models.py`). What leaves every subnet as it is, such as exchanging segments that are treated alike,
+is no fault and not in the tables.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from seeded_models import MODELS, described, reference, seeded_model
+from torch import Tensor, nn
+
+import subnetact
+from subnetact.errors import SubnetActError
+from subnetact.insertion.description import Description, Member
+from subnetact.operators import (
+    AttentionSlice,
+    ElasticAttribute,
+    LayerNormSlice,
+    LayerSelect,
+    Operator,
+    SubnetNorm,
+    WeightSlice,
+)
+from subnetact.operators.segments import Kept
+
+pytest.importorskip("torch_kirigami")
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+DIFFERENT = 1e-2
+"""From which difference on, as a share of the largest number, a subnet computes something else."""
+RANDOM_SUBNETS = 12
+
+# -- faults in descriptions ---------------------------------------------------------------------------
+
+Edit = Callable[[Description], Description]
+Members = Iterable[tuple[str, Member]]
+
+
+def described_as(description: Description, members: Members) -> Description:
+    """Return a description with other members, each with the name of its group."""
+    pairs = list(members)
+    groups = [
+        replace(group, members=tuple(member for name, member in pairs if name == group.name))
+        for group in description.groups.values()
+    ]
+    return Description(description.name, groups, description.stages.values())
+
+
+def edited(part: str, start: int | None, edit: Callable[[str, Member], Members]) -> Edit:
+    """Edit the members of a part, `module.part`; only the segment that begins at `start` if that is given."""
+
+    def edit_description(description: Description) -> Description:
+        pairs = [(group.name, member) for group in description.groups.values() for member in group.members]
+        meant = [
+            f"{member.module}.{member.part}".lstrip(".") == part and start in (None, member.start)
+            for _, member in pairs
+        ]
+        assert any(meant), f"the description has no {part}"
+        found = (edit(*pair) if means else [pair] for pair, means in zip(pairs, meant, strict=True))
+        return described_as(description, (pair for members in found for pair in members))
+
+    return edit_description
+
+
+def forgotten(part: str, start: int | None = None) -> Edit:
+    return edited(part, start, lambda group, member: [])
+
+
+def changed(part: str, at: int | None = None, /, **changes: Any) -> Edit:
+    return edited(part, at, lambda group, member: [(group, replace(member, **changes))])
+
+
+def moved(part: str, to: str) -> Edit:
+    return edited(part, None, lambda group, member: [(to, member)])
+
+
+def in_segments(part: str, *starts: int, total: int) -> Edit:
+    """Let several segments of equal lengths follow the size in place of one."""
+
+    def edit(group: str, member: Member) -> Members:
+        multiple = member.multiple // len(starts)
+        return [(group, replace(member, multiple=multiple, start=start, total=total)) for start in starts]
+
+    return edited(part, None, edit)
+
+
+def joined(part: str) -> Edit:
+    """Let one segment follow the size as often as all segments of a part together."""
+
+    def edit(description: Description) -> Description:
+        group, segments = next(
+            (group, found)
+            for group in description.groups.values()
+            if (found := [m for m in group.members if f"{m.module}.{m.part}" == part])
+        )
+        whole = replace(segments[0], multiple=sum(m.multiple for m in segments), start=None, total=None)
+        rest = forgotten(part)(description)
+        pairs = [(g.name, member) for g in rest.groups.values() for member in g.members]
+        return described_as(description, [*pairs, (group.name, whole)])
+
+    return edit
+
+
+def left(group: str, *parts: str) -> Edit:
+    """Leave some members in a group, and forget the others."""
+
+    def edit(description: Description) -> Description:
+        pairs = [(own.name, member) for own in description.groups.values() for member in own.members]
+        names = [f"{member.module}.{member.part}".lstrip(".") for _, member in pairs]
+        assert {*parts} <= {*names}
+        kept = (p for p, name in zip(pairs, names, strict=True) if p[0] != group or name in parts)
+        return described_as(description, kept)
+
+    return edit
+
+
+def exchanged(*parts: str) -> Edit:
+    """Exchange the segments of the left and of the right convolution in some parts."""
+    starts = {0: 11, 11: 0}
+
+    def exchange(group: str, member: Member) -> Members:
+        return [(group, replace(member, start=starts[member.start or 0]))]
+
+    return all_of(*(edited(part, None, exchange) for part in parts))
+
+
+def turned(module: str) -> Edit:
+    """Exchange the inputs and the outputs of a square layer."""
+    between = (changed(f"{module}.in_", part="in"), changed(f"{module}.out", part="in_"))
+    return all_of(*between, changed(f"{module}.in", part="out"))
+
+
+def all_of(*edits: Edit) -> Edit:
+    def edit(description: Description) -> Description:
+        for one in edits:
+            description = one(description)
+        return description
+
+    return edit
+
+
+def skipping(stage: str, block: str) -> Edit:
+    """Let a stage skip one more block, before all others."""
+
+    def edit(description: Description) -> Description:
+        found = description.stages[stage]
+        longer = replace(found, blocks=(*found.blocks, block), sizes={**found.sizes, 1.0: found.full + 1})
+        return Description(description.name, description.groups.values(), [longer])
+
+    return edit
+
+
+def in_parts_of_groups(description: Description) -> Description:
+    """Let all sizes be two channels smaller, so that they are not whole groups of four."""
+    groups = [
+        replace(g, unit=1, sizes={c: n if n == g.full else n - 2 for c, n in g.sizes.items()})
+        for g in description.groups.values()
+    ]
+    return Description(description.name, groups)
+
+
+IN_DESCRIPTIONS: list[tuple[str, str, Edit]] = [
+    ("perceptron", "a reader is forgotten", forgotten("2.in_")),
+    ("perceptron", "the reader follows the next layer, of as many neurons", moved("2.in_", "2.ffn")),
+    ("perceptron", "inputs and outputs of a square layer are exchanged", turned("2")),
+    (
+        "perceptron",
+        "the outputs of a square layer are narrowed in place of its inputs",
+        all_of(left("2.ffn"), changed("2.in_", part="out")),
+    ),
+    ("residual", "a BatchNorm of the stream is forgotten", forgotten("2.bn2.channels")),
+    ("residual", "the last convolution of a branch is forgotten in the stream", forgotten("2.conv2.out")),
+    ("residual", "the head reads the whole stream", forgotten("5.in_")),
+    (
+        "residual",
+        "the two BatchNorms of a block, of as many channels, are exchanged",
+        all_of(
+            changed("2.bn1.channels", module="2.bn"),
+            changed("2.bn2.channels", module="2.bn1"),
+            changed("2.bn.channels", module="2.bn2"),
+        ),
+    ),
+    (
+        "stack",
+        "a convolution follows the width of the block before",
+        moved("1.1.conv2.in_", "1.0.conv1.width"),
+    ),
+    ("stack", "a stage skips a layer with more outputs than inputs", skipping("1.depth", "1.3")),
+    ("fused attention", "queries, keys and values are one segment", joined("attention.qkv.out")),
+    ("fused attention", "the values are forgotten", forgotten("attention.qkv.out", 32)),
+    ("fused attention", "the number of heads stays, and each is narrower", forgotten("attention.num_heads")),
+    ("fused attention", "the projection of the heads is forgotten", forgotten("attention.proj.in_")),
+    (
+        "grouped queries",
+        "queries lose heads, and keys and values do not",
+        left("attention.heads", "attention.q.out", "attention.o.in_", "attention.num_heads"),
+    ),
+    (
+        "grouped queries",
+        "keys and values lose heads, and queries do not",
+        left("attention.heads", "attention.k.out", "attention.v.out", "attention.num_key_value_heads"),
+    ),
+    ("grouped queries", "queries have the multiple of keys", changed("attention.q.out", multiple=4)),
+    (
+        "grouped queries",
+        "the queries of keys are a half of all heads apart, and not beside each other",
+        all_of(
+            in_segments("attention.q.out", 0, 16, total=32), in_segments("attention.o.in_", 0, 16, total=32)
+        ),
+    ),
+    ("gated", "gate and value are one segment", joined("up.out")),
+    ("gated", "the value is forgotten", forgotten("up.out", 16)),
+    ("grouped", "a depthwise convolution is forgotten", forgotten("3.out")),
+    ("grouped", "parts of the groups of a convolution are kept", in_parts_of_groups),
+    ("normalised", "a LayerNorm is forgotten", forgotten("norm1.features")),
+    ("normalised", "an RMSNorm follows the neurons, which are as many", moved("norm2.features", "up.ffn")),
+    ("normalised", "inputs and outputs of a layer of the branch are exchanged", turned("up")),
+    (
+        "normalised",
+        "a stream of one feature is broadcast to that of the branch, which is forgotten with what reads it",
+        left("stem.stream", "stem.out", "norm1.features", "up.in_"),
+    ),
+    (
+        "normalised",
+        "one feature of the branch is broadcast to the whole stream",
+        left("stem.stream", "down.out"),
+    ),
+    ("group normed", "a GroupNorm is forgotten", forgotten("1.features")),
+    ("group normed", "parts of the groups of a norm are kept", in_parts_of_groups),
+    ("tied", "the head is forgotten, whose weight is that of the embedding", forgotten("head.in_")),
+    ("tied", "the embedding is forgotten", forgotten("embedding.out")),
+    ("concatenation", "a segment begins a channel early", changed("last.in_", 11, start=10)),
+    ("concatenation", "a segment begins a channel late", changed("last.in_", 0, start=1)),
+    ("concatenation", "a segment of the BatchNorm begins a channel late", changed("bn.channels", 0, start=1)),
+    (
+        "concatenation",
+        "the segment of a convolution is in the place of the input, and the input behind it",
+        all_of(changed("last.in_", 11, start=8), changed("bn.channels", 11, start=8)),
+    ),
+    ("concatenation", "the segments are exchanged in the convolution", exchanged("last.in_")),
+    ("concatenation", "the segments are exchanged in the BatchNorm", exchanged("bn.channels")),
+    ("concatenation", "the segments are exchanged everywhere", exchanged("last.in_", "bn.channels")),
+    ("concatenation", "a segment of the BatchNorm is forgotten", forgotten("bn.channels", 11)),
+    ("encoder", "the token is forgotten", forgotten("token.2")),
+    ("encoder", "inputs and outputs of the heads' projection are exchanged", turned("attention.out_proj")),
+    ("encoder", "the inputs of the attention are forgotten", forgotten("attention.in_")),
+    ("sequence", "the scale of every channel is forgotten", forgotten("scale.0")),
+    ("sequence", "value and gate of a convolution are one segment", joined("second.out")),
+    ("sequence", "a convolution reads as many channels as it computes", moved("second.in_", "second.width")),
+]
+"""The model, what is wrong, and how its description is edited."""
+
+# -- faults in slicing rules --------------------------------------------------------------------------
+
+LAST = 1000
+
+
+def window(full: Tensor, like: Tensor, axis: int, begin: int) -> Tensor:
+    """Return the first entries of every axis of a tensor, but of one those from `begin`, or the last ones."""
+    for i, size in enumerate(like.shape):
+        full = full.narrow(i, min(begin, full.shape[i] - size) if i == axis else 0, size)
+    return full
+
+
+def shifted(begin: int, *names: str, axis: int = 0) -> Callable[..., Any]:
+    """Let parameters have other entries of an axis than the first ones."""
+
+    def wrong(operator: Operator, found: dict[str, Tensor], sizes: Any, given: dict[str, Tensor]) -> Any:
+        moved = {n: window(given[n], t, axis, begin) for n, t in found.items() if n in names}
+        return {**found, **moved}
+
+    return wrong
+
+
+def narrowed(change: Callable[[Tensor, Tensor], Any], name: str = "weight") -> Callable[..., Any]:
+    """Change a narrowed parameter, given what the right rule returns and the full one."""
+
+    def wrong(operator: Operator, found: dict[str, Tensor], sizes: Any, given: dict[str, Tensor]) -> Any:
+        if name not in found or found[name].shape == given[name].shape:
+            return found
+        return {**found, name: change(found[name], given[name])}
+
+    return wrong
+
+
+def without_bias(operator: Operator, found: dict[str, Any], sizes: Any, given: dict[str, Tensor]) -> Any:
+    return {**found, "bias": None} if found["weight"].shape != given["weight"].shape else found
+
+
+def stays(attribute: str) -> Callable[..., Any]:
+    """Let an attribute stay as it is in the full module."""
+    return lambda operator, found, *_: {**found, attribute: getattr(operator.template, attribute)}
+
+
+def part_of_every_group(weight: Tensor, full: Tensor) -> Tensor:
+    return full.unflatten(0, (4, -1))[:, : len(weight) // 4].flatten(0, 1)
+
+
+def first_rows_of_all(operator: Operator, found: dict[str, Tensor], sizes: Any, given: Any) -> Any:
+    count = 3 * sizes[0]
+    weight = given["in_proj_weight"][:count, : sizes[1]].unflatten(0, (3, -1))
+    return {**found, "in_proj_weight": weight}
+
+
+def last_statistics(operator: Any, found: tuple[Tensor, Tensor], row: Any) -> tuple[Tensor, ...]:
+    buffers = operator._buffers["running_mean"], operator._buffers["running_var"]
+    return tuple(full[len(full) - len(part) :] for full, part in zip(buffers, found, strict=True))
+
+
+def exchanged_statistics(operator: Any, found: tuple[Tensor, Tensor], row: Any) -> tuple[Tensor, ...]:
+    return found[::-1] if len(found[0]) < operator.full("channels") else found
+
+
+def first_channels(operator: Any, found: Tensor, row: Any, full: Tensor) -> Tensor:
+    return full[: len(found)]
+
+
+def early(operator: Any, found: tuple[Kept, Kept], sizes: Any) -> tuple[Kept, Kept]:
+    """Let the second of the three segments of inputs begin one channel early."""
+    outputs, inputs = found
+    if inputs.sizes == inputs.lengths:
+        return found
+    first, second, third = inputs.lengths
+    return outputs, replace(inputs, lengths=(first - 1, second + 1, third))
+
+
+def no_block_skipped(operator: Any, found: list[str], row: Any) -> list[str]:
+    return [*operator._modules]
+
+
+def first_blocks(operator: Any, found: list[str], row: Any) -> list[str]:
+    """Return as many blocks from the first one on, and the layer behind the blocks."""
+    return [*[*operator._modules][: len(found) - 1], "3"]
+
+
+def blocks_reversed(operator: Any, found: nn.Module, layers: dict[str, Any]) -> nn.Module:
+    blocks = [name for name in layers if name != "3"]
+    if len(layers) < len(operator._modules):
+        found._modules.update({name: layers[other] for name, other in zip(blocks, blocks[::-1], strict=True)})
+    return found
+
+
+def off_by_one_at(rows: int, columns: int | None = None) -> Callable[..., Any]:
+    """Let rows be off by one at one size only, or at one size of rows and of columns."""
+
+    def change(weight: Tensor, full: Tensor) -> Tensor:
+        wrong = len(weight) == rows and columns in (None, weight.shape[1])
+        return window(full, weight, 0, 1) if wrong else weight
+
+    return narrowed(change)
+
+
+def last_is_zero(weight: Tensor, full: Tensor) -> Tensor:
+    return torch.cat([weight[:-1], torch.zeros_like(weight[-1:])])
+
+
+IN_RULES: list[tuple[str, str, type[Operator], str, str, Callable[..., Any]]] = [
+    ("perceptron", "rows are off by one", WeightSlice, "0", "sliced", shifted(1, "weight", "bias")),
+    ("perceptron", "columns are off by one", WeightSlice, "2", "sliced", shifted(1, "weight", axis=1)),
+    ("perceptron", "the bias is off by one", WeightSlice, "0", "sliced", shifted(1, "bias")),
+    ("perceptron", "the bias is whole", WeightSlice, "0", "sliced", narrowed(lambda b, full: full, "bias")),
+    ("perceptron", "the bias is forgotten", WeightSlice, "4", "sliced", without_bias),
+    ("perceptron", "the last of the kept rows is zero", WeightSlice, "0", "sliced", narrowed(last_is_zero)),
+    (
+        "perceptron",
+        "rows of a square weight are taken for columns",
+        WeightSlice,
+        "2",
+        "sliced",
+        narrowed(lambda weight, full: full.T[: weight.shape[0], : weight.shape[1]]),
+    ),
+    (
+        "perceptron",
+        "weights grow by what is left out of their inputs",
+        WeightSlice,
+        "2",
+        "sliced",
+        narrowed(lambda weight, full: weight * (full.shape[1] / weight.shape[1])),
+    ),
+    ("perceptron", "rows are in reverse order", WeightSlice, "0", "sliced", narrowed(lambda w, _: w.flip(0))),
+    (
+        "perceptron",
+        "the first row is there twice",
+        WeightSlice,
+        "0",
+        "sliced",
+        narrowed(lambda weight, _: torch.cat([weight[:1], weight[:-1]])),
+    ),
+    (
+        "perceptron",
+        "rows are off by one at the size in the middle",
+        WeightSlice,
+        "0",
+        "sliced",
+        off_by_one_at(12),
+    ),
+    (
+        "perceptron",
+        "rows are off by one if a layer has 8 outputs and 12 inputs",
+        WeightSlice,
+        "2",
+        "sliced",
+        off_by_one_at(8, 12),
+    ),
+    (
+        "group normed",
+        "filters are off by one at the size in the middle",
+        WeightSlice,
+        "0",
+        "sliced",
+        off_by_one_at(12),
+    ),
+    ("residual", "the last filters are kept", WeightSlice, "2.conv1", "sliced", shifted(LAST, "weight")),
+    (
+        "residual",
+        "kernels are transposed",
+        WeightSlice,
+        "2.conv2",
+        "sliced",
+        narrowed(lambda weight, _: weight.mT),
+    ),
+    ("residual", "scales of a BatchNorm are off by one", SubnetNorm, "1", "sliced", shifted(1, "weight")),
+    ("residual", "shifts of a BatchNorm are the last", SubnetNorm, "2.bn1", "sliced", shifted(LAST, "bias")),
+    (
+        "residual",
+        "statistics are those of the last channels",
+        SubnetNorm,
+        "2.bn1",
+        "shared_statistics",
+        last_statistics,
+    ),
+    (
+        "residual",
+        "mean and variance are exchanged",
+        SubnetNorm,
+        "2.bn2",
+        "shared_statistics",
+        exchanged_statistics,
+    ),
+    (
+        "concatenation",
+        "statistics of segments are those of the first channels",
+        SubnetNorm,
+        "bn",
+        "gather",
+        first_channels,
+    ),
+    ("concatenation", "a segment begins a channel early", WeightSlice, "last", "kept_parts", early),
+    (
+        "concatenation",
+        "inputs are in reverse order",
+        WeightSlice,
+        "last",
+        "sliced",
+        narrowed(lambda weight, _: weight.flip(1)),
+    ),
+    (
+        "fused attention",
+        "the first rows are kept in place of those of every segment",
+        WeightSlice,
+        "attention.qkv",
+        "sliced",
+        narrowed(lambda weight, full: full[: len(weight)]),
+    ),
+    (
+        "fused attention",
+        "keys are values and values are keys",
+        WeightSlice,
+        "attention.qkv",
+        "sliced",
+        narrowed(lambda weight, _: weight.unflatten(0, (3, -1))[[0, 2, 1]].flatten(0, 1)),
+    ),
+    (
+        "fused attention",
+        "the number of heads stays",
+        ElasticAttribute,
+        "attention",
+        "attributes",
+        stays("num_heads"),
+    ),
+    (
+        "grouped queries",
+        "keys are those of the last heads",
+        WeightSlice,
+        "attention.k",
+        "sliced",
+        shifted(LAST, "weight", "bias"),
+    ),
+    (
+        "grouped queries",
+        "queries are those of the next head",
+        WeightSlice,
+        "attention.q",
+        "sliced",
+        shifted(4, "weight", "bias"),
+    ),
+    (
+        "gated",
+        "the rows of the value are off by one",
+        WeightSlice,
+        "up",
+        "sliced",
+        narrowed(lambda w, full: torch.cat([w[: len(w) // 2], full[17 : 17 + len(w) // 2]])),
+    ),
+    (
+        "grouped",
+        "a part of every group is kept in place of whole groups",
+        WeightSlice,
+        "5",
+        "sliced",
+        narrowed(part_of_every_group),
+    ),
+    ("grouped", "the number of groups stays", WeightSlice, "5", "attributes", stays("groups")),
+    ("grouped", "depthwise filters are off by one", WeightSlice, "3", "sliced", shifted(1, "weight")),
+    (
+        "tied",
+        "columns of an embedding are off by one",
+        WeightSlice,
+        "embedding",
+        "sliced",
+        shifted(1, "weight", axis=1),
+    ),
+    (
+        "encoder",
+        "the first rows are kept in place of those of queries, keys and values",
+        AttentionSlice,
+        "attention",
+        "sliced",
+        first_rows_of_all,
+    ),
+    ("encoder", "the number of heads stays", AttentionSlice, "attention", "attributes", stays("num_heads")),
+    ("encoder", "the token is off by one", ElasticAttribute, "", "sliced", shifted(1, "token", axis=2)),
+    ("sequence", "the last scales are kept", ElasticAttribute, "", "sliced", shifted(LAST, "scale")),
+    ("sequence", "inputs are off by one", WeightSlice, "second", "sliced", shifted(1, "weight", axis=1)),
+    (
+        "normalised",
+        "the scale of a LayerNorm is off by one",
+        LayerNormSlice,
+        "norm1",
+        "sliced",
+        shifted(1, "weight"),
+    ),
+    ("normalised", "the shift of a LayerNorm is forgotten", LayerNormSlice, "norm1", "sliced", without_bias),
+    (
+        "normalised",
+        "the scale of an RMSNorm grows by what is left out",
+        LayerNormSlice,
+        "norm2",
+        "sliced",
+        narrowed(lambda weight, full: weight * len(full) / len(weight)),
+    ),
+    ("group normed", "the last scales are kept", LayerNormSlice, "1", "sliced", shifted(LAST, "weight")),
+    ("group normed", "the number of groups stays", LayerNormSlice, "1", "attributes", stays("num_groups")),
+    ("stack", "no block is skipped", LayerSelect, "1", "kept", no_block_skipped),
+    (
+        "stack",
+        "the first blocks are kept, whichever these are",
+        LayerSelect,
+        "1",
+        "kept",
+        first_blocks,
+    ),
+    ("stack", "kept blocks run in reverse order", LayerSelect, "1", "select", blocks_reversed),
+]
+"""The model, what is wrong, whose rule it is, in which module and method, and what that returns instead."""
+
+
+def seed(
+    monkeypatch: pytest.MonkeyPatch,
+    operator: type[Operator],
+    path: str,
+    method: str,
+    wrong: Callable[..., Any],
+) -> None:
+    """Let a method of the operator at a path return something wrong, and no other operator's."""
+    right = getattr(operator, method)
+
+    def seeded(self: Any, *args: Any) -> Any:
+        found = right(self, *args)
+        return wrong(self, found, *args) if self.path == path else found
+
+    monkeypatch.setattr(operator, method, seeded)
+
+
+# -- tests --------------------------------------------------------------------------------------------
+
+
+def titles(rows: Iterable[tuple[Any, ...]]) -> list[str]:
+    return [f"{name}: {what}" for name, what, *_ in rows]
+
+
+def is_wrong(name: str, description: Description) -> bool:
+    """Tell whether some subnet does not run, or differs from the reference, if nothing is proved."""
+    (model, x), right = seeded_model(name), described(name)
+    try:
+        supernet = subnetact.insert_(copy.deepcopy(model), description.space, description.elastic).eval()
+    except SubnetActError:
+        return True
+    for spec in (supernet.space.smallest(), *supernet.space.sample(0, RANDOM_SUBNETS)):
+        expected = reference(model, right, spec)(x)
+        try:
+            found = supernet(x, subnet=spec)
+        except (RuntimeError, SubnetActError):
+            return True
+        if found.shape != expected.shape:
+            return True
+        if not bool((found - expected).abs().max() <= DIFFERENT * expected.abs().max()):
+            return True
+    return False
+
+
+def is_refused(name: str, description: Callable[[], Description]) -> None:
+    model, x = seeded_model(name)
+    expected = model(x)
+    with pytest.raises(SubnetActError):
+        subnetact.insert_(model, description(), example=x)
+    assert torch.equal(model(x), expected), "a model that is refused is not changed"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_without_a_fault_are_accepted(name: str) -> None:
+    (model, x), description = seeded_model(name), described(name)
+    plain = copy.deepcopy(model)
+    supernet = subnetact.insert_(model, description, example=x)
+    smallest, largest = supernet.space.smallest(), supernet.space.largest()
+    with torch.no_grad():
+        for spec in (smallest, largest, *supernet.space.sample(0, RANDOM_SUBNETS)):
+            expected = reference(plain, description, spec)(x)
+            torch.testing.assert_close(supernet(x, subnet=spec), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(supernet(x, subnet=largest), plain(x), rtol=1e-5, atol=1e-5)
+        gap = (supernet(x, subnet=smallest) - plain(x)).abs().max()
+        assert gap > DIFFERENT * plain(x).abs().max(), "a subnet must not be the model"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "what", "edit"), IN_DESCRIPTIONS, ids=titles(IN_DESCRIPTIONS))
+def test_a_fault_in_a_description_is_refused(name: str, what: str, edit: Edit) -> None:
+    try:
+        wrong = is_wrong(name, edit(described(name)))
+    except SubnetActError:
+        wrong = True
+    assert wrong, f"{what}: this is no fault"
+    is_refused(name, lambda: edit(described(name)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "what", "operator", "path", "method", "wrong"), IN_RULES, ids=titles(IN_RULES)
+)
+def test_a_fault_in_a_slicing_rule_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    what: str,
+    operator: type[Operator],
+    path: str,
+    method: str,
+    wrong: Callable[..., Any],
+) -> None:
+    right = described(name)
+    seed(monkeypatch, operator, path, method, wrong)
+    assert is_wrong(name, right), f"{what}: this is no fault"
+    is_refused(name, lambda: right)
