@@ -21,6 +21,7 @@ __all__ = [
     "Tolerance",
     "equal",
     "is_as_near",
+    "is_cache",
     "tensors_in",
 ]
 
@@ -103,7 +104,7 @@ def tensors_in(output: Any) -> list[Tensor]:
             tensors.append(part)
         elif isinstance(part, np.ndarray) and part.dtype.kind in "biufc":
             tensors.append(torch.from_numpy(part.copy()))
-        elif id(part) in seen or isinstance(part, type | nn.Module | str) or _is_cache(part):
+        elif id(part) in seen or isinstance(part, type | nn.Module | str) or is_cache(part):
             return
         elif isinstance(part, Mapping | tuple | list | Set):
             seen.add(id(part))
@@ -125,7 +126,7 @@ def tensors_in(output: Any) -> list[Tensor]:
     return tensors
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
     """Tell whether an object is a cache of keys, values or states, whose shapes are those of the subnet."""
     return "cache" in type(value).__name__.lower()
 

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
-from subnetact.insertion.description_proof import disturbed_copy
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.layer_vocabulary import number_of
 from subnetact.insertion.skippable import skippable_blocks
@@ -36,7 +35,7 @@ from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
-from subnetact.supernet.unused_weights import private_copy, structure_copy
+from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
 
 __all__ = ["declared"]
 
@@ -621,7 +620,13 @@ class _Repeated(nn.Module):
 
 
 def _fresh(value: Any) -> Any:
-    """Return an argument for another call: tensors are copied, caches are left out."""
+    """Return an argument for another call: copied tensors, with other numbers where all rows are alike."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        rows = value.float().flatten(0, -2)
+        if value.dim() > 1 and bool(rows.isfinite().all()) and bool((rows == rows[:1]).all()):
+            noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
+            return noise.to(value.device) * (float(rows.square().mean().sqrt()) or 1.0)
+        return value.float()
     if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value.clone()
+        return value.clone()
     return None if _is_cache(value) else value

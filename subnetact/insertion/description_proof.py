@@ -1,9 +1,8 @@
 """Proof at insertion: `supernet/proof.py` on copies, and the groups and stages that make a subnet wrong.
 
-The weights of the copies are disturbed. Otherwise a scale that training begins at zero, such as that of the
-last BatchNorm of a residual block, would hide the block, and small weights would hide which rows of queries
-and keys are used. The subnets are those of `covering`; all but two of them run on as little of an example as
-the model takes. What no example and no input like it shows cannot be proved, and is refused.
+The weights of the copies are disturbed. The subnets are those of `covering`; all but two of them run on as
+little of an example as the model takes. What no example and no input like it shows cannot be proved, and is
+refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, ROUNDED, equal
@@ -23,12 +21,17 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.covering import covering
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import TIES, in_double, outputs_and_calls, outputs_of, prove
+from subnetact.supernet.proof import TIES, as_double, in_double, outputs_and_calls, outputs_of, prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, smaller
-from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
+from subnetact.supernet.unused_weights import (
+    disturbed_copy,
+    private_copy,
+    shared_view,
+    structure_copy,
+)
 
-__all__ = ["Proof", "disturbed_copy"]
+__all__ = ["Proof"]
 
 RANDOM_OUTPUT = ", whose output differs from run to run; make it deterministic in evaluation mode"
 _FAULTS = {
@@ -62,8 +65,8 @@ class Proof:
         self.largest = self.space.resolve(self.space.largest())
         self._disturbed = disturbed_copy(self.network)
         self._spare = private_copy(self._disturbed)
-        self._exact = False
-        self.foreign = True
+        self._exact = self._is_double = False
+        self._tries: tuple[list[Any], bool] = self.inputs, True
         self._trials = 0
 
     def failure(self) -> tuple[str, dict[str, str]] | None:
@@ -83,36 +86,47 @@ class Proof:
             self.few.append(less if alike else x)
         smallest, *others = covering(self.network, self.space)
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
-        hidden = self._hidden(every_block)
-        if hidden:
-            return next(iter(hidden.values())), hidden
-        for spec in dict.fromkeys([smallest, every_block, *others]):
+        failure = self._tried([smallest]) or self._tried([every_block], self.few)
+        if failure is None:
+            hidden, more = self._hidden(every_block)
+            if hidden:
+                return next(iter(hidden.values())), hidden
+            failure = self._tried([smallest, every_block], more)
+        return failure or self._tried(others, self.few, foreign=False)
+
+    def _tried(
+        self, specs: Iterable[SubnetSpec], inputs: list[Any] | None = None, foreign: bool = True
+    ) -> tuple[str, dict[str, str]] | None:
+        """Return what is wrong with the first bad one of some subnets, and what makes it so."""
+        self._tries = self.inputs if inputs is None else inputs, foreign
+        for spec in specs:
             wrong = self._wrong(spec)
             if wrong is not None:
-                found: dict[str, str] = {}
-                self._search(list(self.description.slots), found, spec, wrong)
-                return wrong, found
-            self.inputs, self.foreign = self.few, spec == smallest != every_block
+                culprits: dict[str, str] = {}
+                self._search(list(self.description.slots), culprits, spec, wrong)
+                return wrong, culprits
         return None
 
-    def _hidden(self, spec: SubnetSpec) -> dict[str, str]:
-        """Add inputs that show more, if the examples do not show all; return what nothing shows, and why."""
+    def _hidden(self, spec: SubnetSpec) -> tuple[dict[str, str], list[Any]]:
+        """Return the groups that nothing shows, and why, and inputs that show more than the examples do."""
         row = self.space.resolve(spec)
         view = shared_view(self._disturbed, row)
-        places = showing(self.network, view, row, self.few)[1]
+        more: list[Any] = []
+        _, places = showing(self.network, view, row, self.few)
         if places:
             others = chain(self.inputs, other_inputs(view, self.inputs[0]))
             useful, places = showing(self.network, view, row, others)
-            self.inputs += [x for x in useful if not any(x is known for known in self.inputs)]
-            self.few = self.inputs
+            more = [x for x in useful if not any(x is example for example in self.inputs)]
+            self.few = [*self.inputs, *more]
         dims = {operator.path: operator.dims for operator in operators_in(self.network)}
         dimensions = {self.space.dimensions[dims[path][part]]: f"{path}.{part}" for path, part in places}
-        return {
+        hidden = {
             group.name: NOT_SHOWN.format(dimensions[name])
             for group in self.description.groups.values()
             for name in group.dimensions(group.full)
             if name in dimensions
         }
+        return hidden, more
 
     def _search(self, slots: list[str], found: dict[str, str], spec: SubnetSpec, known: str | None) -> None:
         """Note the culprits among some slots; `known` is what is wrong with all of them, if that is known."""
@@ -168,19 +182,20 @@ class Proof:
     def _wrong(self, spec: SubnetSpec, located: bool = True) -> str | None:
         """Return what is wrong with one subnet, and where if `located`, or None."""
         row = self.space.resolve(spec)
-        for x in self.inputs:
-            trial = self._disturbed, self._spare, row, self.largest, x, ROUNDED
-            finding = prove(*trial, foreign=self.foreign)
+        inputs, foreign = self._tries
+        for x in inputs:
+            wide = as_double(x) if self._is_double else x
+            trial = self._disturbed, self._spare, row, self.largest, wide, ROUNDED
+            finding = prove(*trial, foreign=foreign)
             if finding is not None:
                 break
         else:
             return None
         if finding.kind in ("differs", "foreign") and not self._exact:
             self._exact = True  # Disturbed networks amplify rounding: go on in double precision if it runs.
-            double = in_double(self._disturbed, self.largest, (*self.inputs, *self.few))
+            double = in_double(self._disturbed, self.largest, inputs)
             if double is not None:
-                self._disturbed, inputs, _ = double
-                self.inputs, self.few = inputs[: len(self.inputs)], inputs[len(self.inputs) :]
+                self._disturbed, self._is_double = double[0], True
                 self._spare = private_copy(self._disturbed)
             return self._wrong(spec, located)
         if finding.kind == "differs" and located:
@@ -188,28 +203,3 @@ class Proof:
             where = exact if exact is not None and exact.kind == "differs" else finding
             return f"{_FAULTS['differs']}, first at {where.why}"
         return _FAULTS[finding.kind].format(why=finding.why)
-
-
-def disturbed_copy(network: nn.Module) -> nn.Module:
-    """Return a private copy whose vectors are not zero and whose matrices have at least the gain of one."""
-    copied = private_copy(network)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in copied.state_dict(keep_vars=True).items():
-            if tensor.is_floating_point():
-                _disturb_(name, tensor, generator)
-    return copied
-
-
-def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    if tensor.numel() <= max(tensor.shape, default=1):
-        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
-        tensor.add_(0.2 * noise - 0.1 if "running_mean" in name else 0.2 * noise + 0.1)
-        return
-    gain = (tensor.shape[0] / tensor.numel()) ** 0.5
-    spread = float(tensor.float().std())
-    if spread < 1e-3 * gain:
-        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
-        tensor.add_(gain * (2 * noise - 1))
-    elif spread < gain:
-        tensor.mul_(gain / spread)

@@ -52,10 +52,13 @@ from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
-from subnetact.supernet.batches import as_batch
-from subnetact.supernet.proof import outputs_of
+from subnetact.supernet.batches import as_batch, map_tensors
+from subnetact.supernet.proof import outputs_and_calls, outputs_of
+from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.put_operators import put_operators_
+from subnetact.supernet.sensitivity import smaller
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import shared_view
 
 __all__ = ["describe", "insert_"]
 
@@ -82,7 +85,9 @@ def describe(
 
     Args:
         model: an ordinary model, in evaluation mode.
-        example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
+        example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments. Of
+            a list of such batches (a short one, a long one, one with padding), what the first one shows
+            becomes elastic, and all are proved.
         axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels that one layer
             computes, inside a block for example), "stream" (channels that several layers share, because
             their outputs are added or concatenated), "ffn" (neurons between two linear layers, and those of
@@ -124,9 +129,10 @@ def describe(
     if chosen is not None and not isinstance(chosen, Mapping | Sequence):
         raise InsertError(f"choices: {choices!r} is neither a list nor a mapping from axes or names to lists")
     _check_model(model)
-    example = as_batch(example)
+    examples = _examples(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
-    expected = _runs(model, example)
+    expected = [_runs(model, x) for x in examples]
+    example = examples[0]
     with forgetting(model):
         found = _found(model, example, axes, each_block, stream)
     kept, stages, refused = _selected(model, found, axes, *patterns)
@@ -144,7 +150,7 @@ def describe(
         del asked["experts"]
     for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
         description = description.with_choices(pattern, given)
-    return _proved(model, description, example, expected) if proof else description
+    return _proved(model, description, examples, expected) if proof else description
 
 
 def insert_(
@@ -174,7 +180,9 @@ def insert_(
             follows. What consumes a narrowed output is named as well: the BatchNorm after a convolution
             (`channels=`), and the next layer (`in_=`). Without a space, the entries replace what `describe`
             finds.
-        example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
+        example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments. Of
+            a list of such batches (a short one, a long one, one with padding), what the first one shows
+            becomes elastic, and all are proved.
         options: the further arguments of `describe`.
 
     Returns:
@@ -191,17 +199,17 @@ def insert_(
         >>> supernet = insert_(torchvision.models.resnet18().eval(), example=torch.randn(1, 3, 224, 224))
         >>> print(supernet.report)
     """
-    example = as_batch(example)
+    examples = [] if example is None else _examples(example)
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
         _check_model(model, by_hand=True)
         supernet = put_operators_(model, description, elastic)
         try:
-            if example is not None:
-                supernet.check(example)
+            for x in examples:
+                supernet.check(x)
         except SubnetActError:
             supernet.remove()  # This gives the model back.
             raise
-        return guard_caches_(supernet, example)
+        return guard_caches_(supernet, *examples[:1])
     if "proof" in options:
         raise InsertError("proof: insert_ tries every description; give the option to describe")
     if description is None and example is not None:
@@ -219,13 +227,15 @@ def insert_(
             "(insert_(model, space, elastic))"
         )
     if not proved:
-        description = _proved(model, description, example, _runs(model, example), leave_out=False)
+        expected = [_runs(model, x) for x in examples]
+        description = _proved(model, description, examples, expected, leave_out=False)
     supernet = put_operators_(model, description.space, description.elastic)
     forget_(supernet.network)
     supernet.description = description
     if supernet.norm_operators():
         supernet.adopt_statistics()
-    return guard_caches_(supernet, example)
+    supernet.proved = _proved_inputs(supernet, examples)
+    return guard_caches_(supernet, examples[0])
 
 
 # -- finding ----------------------------------------------------------------------------------------
@@ -347,12 +357,16 @@ def _nothing(model: nn.Module, description: Description) -> str:
 
 
 def _proved(
-    model: nn.Module, description: Description, example: Any, expected: list[Tensor], leave_out: bool = True
+    model: nn.Module,
+    description: Description,
+    examples: list[Any],
+    expected: list[list[Tensor]],
+    leave_out: bool = True,
 ) -> Description:
     """Return the description without what fails its proof; otherwise refuse the description."""
     while True:
         with forgetting(model):
-            failure = Proof(model, description, [example], [expected]).failure()
+            failure = Proof(model, description, examples, expected).failure()
         if failure is None:
             return description
         wrong, culprits = failure
@@ -364,6 +378,30 @@ def _proved(
             description = description.without(name, why)
         if not description.slots:
             raise InsertError(_nothing(model, description))
+
+
+def _examples(example: Any) -> list[Any]:
+    """Return the batches of a list of examples, or the one batch that is given."""
+    if isinstance(example, list) and not example:
+        raise InsertError("example: the list is empty; give a batch for the model, or several in a list")
+    return [as_batch(x) for x in (example if isinstance(example, list) else [example])]
+
+
+def _proved_inputs(supernet: Supernet, examples: list[Any]) -> ProvedInputs:
+    """Return the forms of examples, and of one or several inputs at once where the same functions run."""
+    proved = ProvedInputs(supernet.network)
+    view = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
+    for x in examples:
+        proved.add(x)
+        few = smaller(view, x)
+        other = map_tensors(lambda t: torch.cat([t, t]) if len(t) == 1 else t[:1], few)
+        with suppress(Exception):
+            if (
+                outputs_and_calls(supernet.network, view, few)[1]
+                == outputs_and_calls(supernet.network, view, other)[1]
+            ):
+                proved.add(other)
+    return proved
 
 
 # -- bad input --------------------------------------------------------------------------------------

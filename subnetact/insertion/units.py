@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
-from subnetact.insertion.description_proof import WHOLE, disturbed_copy
+from subnetact.insertion.description_proof import WHOLE
 from subnetact.operators import ElasticAttribute, LayerSelect, Operator
 from subnetact.operators.elastic_attribute import NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
@@ -38,7 +38,7 @@ from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import first_changed, in_double, outputs_of
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing
 from subnetact.supernet.supernet import Supernet
-from subnetact.supernet.unused_weights import private_copy, shared_view
+from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
 
 __all__ = ["Orders", "Part", "Trial", "UnitGroup", "full_orders", "permute_", "unit_groups"]
 

@@ -74,7 +74,7 @@ class LayerNormSlice(Operator):
 
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Return False where the mean and the variance are over all features, dropped ones included."""
-        return self.traits.kind == "channel norm"
+        return self.traits.kind == "channel norm" or getattr(self.template, "num_groups", 1) > 1
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the features, also for the RMSNorms that are not in the table of layer traits."""

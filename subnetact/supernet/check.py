@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
+from subnetact.supernet.bind import operators_in
 from subnetact.supernet.chain import Chain
+from subnetact.supernet.covering import covering
 from subnetact.supernet.failure import failure, summary
 from subnetact.supernet.proof import in_double, outputs_of, prove
-from subnetact.supernet.unused_weights import private_copy, shared_view
+from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing
+from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
 
 __all__ = ["SHOW_AFTER_S", "CheckReport", "check", "check_precisions", "corners"]
 
@@ -108,8 +112,10 @@ def check_precisions(
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) -> CheckReport:
-    """Run the corners of a space, as `Supernet.check` says."""
+def check(
+    network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True, thorough: bool = True
+) -> CheckReport:
+    """Run subnets of a space, as `Supernet.check` says; only its corners if the check is not `thorough`."""
     if any(isinstance(tensor, Tensor) and not tensor.numel() for tensor in tensors_of(x)):
         raise SpecError("check: the batch has a tensor without values, which shows nothing; give one input")
     full, *narrow = corners(space)
@@ -126,29 +132,45 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
             f"check: {full} does not run on {describe_input(x)}: {summary(view, error)}; give a batch "
             "that the network takes, with a batch dimension, (N, C, H, W) for images"
         ) from error
-    for stack, chain in chains.items():
-        for layers, what in chain.breaks():
+    for stack, layers_of in chains.items():
+        for layers, what in layers_of.breaks():
             if not layers.isdisjoint(stack.dims):
                 raise InsertError(
                     f"check: {what}; let every layer return one tensor, which the next layer gets as it is, "
                     "never skip these layers, or accept it with compare=False"
                 )
+    inputs, hidden = [x], dict[int, str]()
+    if thorough and compare and narrow:
+        narrow = list(dict.fromkeys([*narrow, *covering(network, space)]))
+        disturbed = shared_view(disturbed_copy(network), largest)
+        useful, places = showing(network, disturbed, largest, chain([x], other_inputs(view, x)))
+        inputs += [other for other in useful if other is not x]
+        dims = {operator.path: operator.dims for operator in operators_in(network)}
+        hidden = {dims[path][part]: NOT_SHOWN.format(f"{path}.{part}") for path, part in places}
     copy = private_copy(network) if narrow else network
     not_compared: dict[SubnetSpec, str] = {}
     for spec in tqdm(narrow, "checking the space", delay=SHOW_AFTER_S, leave=False, disable=None):
-        rows = space.resolve(spec), largest
-        finding = prove(network, copy, *rows, x, modules=True, compare=compare)
-        if finding is not None and finding.kind == "differs" and _equal_in_double(network, *rows, x):
-            finding = None  # The sums of a deep network differ by their rounding.
-        if finding is None:
-            continue
-        if finding.kind in _INCOMPARABLE:
-            not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
-            continue
-        fault = _FAULTS[finding.kind].format(
-            spec=spec, x=describe_input(x), why=finding.why, advice=finding.advice
-        )
-        raise InsertError(f"check: {fault}")
+        row = space.resolve(spec)
+        blind = next((why for i, why in hidden.items() if row[i] != largest[i]), None)
+        if blind is not None:
+            not_compared[spec] = f"because {blind}"
+        for batch in inputs:
+            finding = prove(network, copy, row, largest, batch, modules=True, compare=compare)
+            if (
+                finding is not None
+                and finding.kind == "differs"
+                and _equal_in_double(network, row, largest, batch)
+            ):
+                finding = None  # The sums of a deep network differ by their rounding.
+            if finding is None:
+                continue
+            if finding.kind in _INCOMPARABLE:
+                not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
+                continue
+            fault = _FAULTS[finding.kind].format(
+                spec=spec, x=describe_input(batch), why=finding.why, advice=finding.advice
+            )
+            raise InsertError(f"check: {fault}")
     compared = tuple(spec for spec in narrow if spec not in not_compared)
     return CheckReport((full, *narrow), compared, not_compared)
 

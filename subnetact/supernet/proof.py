@@ -32,7 +32,16 @@ from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy, shared_view
 
-__all__ = ["TIES", "Finding", "first_changed", "in_double", "outputs_and_calls", "outputs_of", "prove"]
+__all__ = [
+    "TIES",
+    "Finding",
+    "as_double",
+    "first_changed",
+    "in_double",
+    "outputs_and_calls",
+    "outputs_of",
+    "prove",
+]
 
 TIES = 0.01
 """The share of whole numbers in outputs that may differ, as rounding decides between equal ones."""
@@ -132,10 +141,17 @@ class _Narrow:
 
     def __init__(self, operator: LayerNormSlice | WeightSlice, row: SizeRow) -> None:
         self.operator = operator
-        self.layer = operator.bind(row)
-        self.sizes = operator.sizes(row)
-        kept = operator.kept_parts(self.sizes)
+        sizes = operator.sizes(row)
+        kept = operator.kept_parts(sizes)
         self.out, self.inputs = kept[0], kept[-1]  # the same for a norm
+        # By indices, and not by the rule of the operator, which is what is proved.
+        self.tensors = dict(operator._parameters)
+        for name, tensor in self.tensors.items():
+            for axis, part in enumerate(operator.axes(name) if tensor is not None else ()):
+                tensor = tensor.index_select(axis, _indices(kept[operator.parts.index(part)], tensor))
+            self.tensors[name] = tensor
+        self.make = partial(view_module, operator.shell, **operator.attributes(sizes))
+        self.layer = self.make(parameters=self.tensors)
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return what the narrowed layer computes if it may, and otherwise the `output`."""
@@ -165,12 +181,8 @@ class _Narrow:
 
     def normalises(self, x: Tensor, found: Tensor) -> bool:
         """Tell whether twice the matrices of weights change nothing."""
-        twice = {
-            name: tensor * 2 if tensor is not None and tensor.dim() > 1 else tensor
-            for name, tensor in self.operator.tensors(self.sizes).items()
-        }
-        layer = view_module(self.operator.shell, parameters=twice, **self.operator.attributes(self.sizes))
-        return equal(layer(x), found, MASKED)
+        twice = {n: t * 2 if t is not None and t.dim() > 1 else t for n, t in self.tensors.items()}
+        return equal(self.make(parameters=twice)(x), found, MASKED)
 
     def is_linear(self, x: Tensor, found: Tensor) -> bool:
         """Try whether f(x) + f(z) = f(x + z) + f(0) with inputs in another order and all outputs."""
@@ -218,12 +230,17 @@ def _layers(network: nn.Module) -> set[str]:
     return {o.path for o in operators_in(network) if not isinstance(o, ElasticAttribute | LayerSelect)}
 
 
+def as_double(x: Any) -> Any:
+    """Return a batch whose numbers are in double precision."""
+    return map_tensors(lambda t: t.double() if t.is_floating_point() else t, x)
+
+
 def in_double(
     network: nn.Module, row: SizeRow, inputs: Iterable[Any]
 ) -> tuple[nn.Module, list[Any], list[list[Tensor]]] | None:
     """Return a private copy, inputs and their outputs in double precision, or None if it does not run so."""
     double = private_copy(network).double()
-    wide = [map_tensors(lambda t: t.double() if t.is_floating_point() else t, x) for x in inputs]
+    wide = [as_double(x) for x in inputs]
     try:
         return double, wide, [outputs_of(shared_view(double, row), x) for x in wide]
     except Exception as error:  # The network computes in a precision of its own.

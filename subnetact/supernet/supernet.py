@@ -42,6 +42,7 @@ from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, callers_level, fitting, load_
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
+from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.views import Views
@@ -111,6 +112,7 @@ class Supernet(nn.Module):
         description: what `insert_` found out about the model; None if it was described by hand.
         precision: the arguments of `enable_precision`. If None, all subnets are float32.
         card: the named subnets, their quality, and the licence, which bundles keep.
+        proved: the forms of the inputs for which subnets were proved; None if these are not known.
         on_bind: called with the supernet, every new view or extracted network, its subnet and the weights
             that it reads, before anybody uses it. Key-value caches are guarded by it.
 
@@ -127,6 +129,7 @@ class Supernet(nn.Module):
     description: Any = None
     precision: PrecisionSettings | None = None
     card: Card = Card()
+    proved: ProvedInputs | None = None
     on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
@@ -423,17 +426,20 @@ class Supernet(nn.Module):
         self.refresh()
         return network
 
-    def check(self, x: Any, compare: bool = True) -> CheckReport:
-        """Run the supernet at the corners of its space, and prove that its slices fit together.
+    def check(self, x: Any, compare: bool = True, *, thorough: bool = True) -> CheckReport:
+        """Run subnets in which all choices that meet occur, and prove that the slices fit together.
 
-        The corners are the largest subnet, the smallest one, and each axis alone at its smallest. Each runs
-        with NaN in all weights that it does not use, and is then compared with the original network in which
-        these weights are zero and skipped layers are identities, which finds slices of wrong rows. This
-        happens on a private copy and takes about two forward passes per corner.
+        The subnets are the corners of the space (the largest subnet, the smallest one, and each axis alone at
+        its smallest) and, if they are compared, so many that every pair of choices of two slots that meet
+        occurs. Each runs with NaN in all weights that it does not use, and is then compared with the original
+        network in which these weights are zero and skipped layers are identities, which finds slices of wrong
+        rows. This happens on a private copy and takes about two forward passes per subnet. A comparison
+        counts only if the batch, or another one like it, shows what the narrowed modules compute.
 
         Args:
             x: a batch that the network takes, a tensor or a tuple or dictionary of them; one input suffices.
                 Floating-point tensors that are all zero are replaced by random ones, if these run.
+            thorough: if False, only the corners run, on this batch alone.
             compare: whether to compare with the original network, and to refuse networks that change the
                 output of a layer that can be skipped before the next layer gets it. False is for networks
                 whose forward normalises over an elastic width by itself.
@@ -449,7 +455,9 @@ class Supernet(nn.Module):
         Example:
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
-        report = check(self._present(), self.space, x, compare)
+        report = check(self._present(), self.space, x, compare, thorough)
+        if self.proved is not None:
+            self.proved.add(x)
         if self.precision is not None:
             with torch.inference_mode():
                 precisions = self.precision.precisions
@@ -459,7 +467,7 @@ class Supernet(nn.Module):
         return report
 
     def check_once(self, x: Any) -> None:
-        """Run `check` on the first input of `x`, unless its shapes and dtypes have passed since `refresh`.
+        """Check the corners on the first input of `x`, unless its shapes have passed since `refresh`.
 
         `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Whoever loads
         weights meanwhile has to wait.
@@ -468,7 +476,7 @@ class Supernet(nn.Module):
         shapes = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x))
         with self.generation.lock:
             if (shapes, self._generation.number) not in self._checked:
-                self.check(x)
+                self.check(x, thorough=False)
                 self._checked.add((shapes, self._generation.number))
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
@@ -801,6 +809,8 @@ class Supernet(nn.Module):
         with self._generation.lock, nullcontext() if fresh else outside_modes():
             pairs = None if statistics is None else statistics.pairs()
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
+            if hooked and self.proved is not None:
+                self.proved.watch(view)
             if hooked and self.on_bind is not None:
                 self.on_bind(self, view, spec, self._generation.weights)
         return view

@@ -16,7 +16,14 @@ from subnetact.operators.outside_modes import outside_modes
 from subnetact.space import SizeRow
 from subnetact.supernet.bind import bind, operators_in, private_buffers
 
-__all__ = ["fill_unused_", "masked_reference", "private_copy", "shared_view", "structure_copy"]
+__all__ = [
+    "disturbed_copy",
+    "fill_unused_",
+    "masked_reference",
+    "private_copy",
+    "shared_view",
+    "structure_copy",
+]
 
 
 def private_copy(network: nn.Module) -> nn.Module:
@@ -27,6 +34,35 @@ def private_copy(network: nn.Module) -> nn.Module:
         own = memo[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
         own.__dict__.update(tensor.__dict__)
     return _copy(network, memo)
+
+
+def disturbed_copy(network: nn.Module) -> nn.Module:
+    """Return a private copy whose vectors are not zero and whose matrices have at least the gain of one.
+
+    Otherwise a scale that training begins at zero, such as that of the last BatchNorm of a residual block,
+    would hide the block, and small weights would hide which rows of queries and keys are used.
+    """
+    copied = private_copy(network)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in copied.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point():
+                _disturb_(name, tensor, generator)
+    return copied
+
+
+def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    if tensor.numel() <= max(tensor.shape, default=1):
+        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
+        tensor.add_(0.2 * noise - 0.1 if "running_mean" in name else 0.2 * noise + 0.1)
+        return
+    gain = (tensor.shape[0] / tensor.numel()) ** 0.5
+    spread = float(tensor.float().std())
+    if spread < 1e-3 * gain:
+        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
+        tensor.add_(gain * (2 * noise - 1))
+    elif spread < gain:
+        tensor.mul_(gain / spread)
 
 
 def structure_copy(network: nn.Module) -> nn.Module:
@@ -85,7 +121,11 @@ def _restore(copy: nn.Module, network: nn.Module, row: SizeRow, done: set[int]) 
 def _restore_slices(copy: Operator, operator: Operator, row: SizeRow) -> None:
     sizes = operator.sizes(row)
     storages = {p.untyped_storage().data_ptr() for p in copy._parameters.values() if p is not None}
-    slices = [t for t in copy.tensors(sizes).values() if t is not None]
+    tensors = copy.tensors(sizes)
+    for name, parameter in operator._parameters.items():
+        if parameter is not None and tensors.get(name) is None:  # The original has it.
+            copy.get_parameter(name).copy_(parameter)
+    slices = [t for t in tensors.values() if t is not None]
     if all(t.untyped_storage().data_ptr() in storages for t in slices):
         originals = [t for t in operator.tensors(sizes).values() if t is not None]
         for mine, original in zip(slices, originals, strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from seeded_models import MODELS, described, reference, seeded_model
-from torch import Tensor, nn
+from torch import Tensor
 
 import subnetact
 from subnetact.errors import SubnetActError
@@ -25,7 +25,6 @@ from subnetact.operators import (
     AttentionSlice,
     ElasticAttribute,
     LayerNormSlice,
-    LayerSelect,
     Operator,
     SubnetNorm,
     WeightSlice,
@@ -333,22 +332,6 @@ def early(operator: Any, found: tuple[Kept, Kept], sizes: Any) -> tuple[Kept, Ke
     return outputs, replace(inputs, lengths=(first - 1, second + 1, third))
 
 
-def no_block_skipped(operator: Any, found: list[str], row: Any) -> list[str]:
-    return [*operator._modules]
-
-
-def first_blocks(operator: Any, found: list[str], row: Any) -> list[str]:
-    """Return as many blocks from the first one on, and the layer behind the blocks."""
-    return [*[*operator._modules][: len(found) - 1], "3"]
-
-
-def blocks_reversed(operator: Any, found: nn.Module, layers: dict[str, Any]) -> nn.Module:
-    blocks = [name for name in layers if name != "3"]
-    if len(layers) < len(operator._modules):
-        found._modules.update({name: layers[other] for name, other in zip(blocks, blocks[::-1], strict=True)})
-    return found
-
-
 def off_by_one_at(rows: int, columns: int | None = None) -> Callable[..., Any]:
     """Let rows be off by one at one size only, or at one size of rows and of columns."""
 
@@ -359,17 +342,12 @@ def off_by_one_at(rows: int, columns: int | None = None) -> Callable[..., Any]:
     return narrowed(change)
 
 
-def last_is_zero(weight: Tensor, full: Tensor) -> Tensor:
-    return torch.cat([weight[:-1], torch.zeros_like(weight[-1:])])
-
-
 IN_RULES: list[tuple[str, str, type[Operator], str, str, Callable[..., Any]]] = [
     ("perceptron", "rows are off by one", WeightSlice, "0", "sliced", shifted(1, "weight", "bias")),
     ("perceptron", "columns are off by one", WeightSlice, "2", "sliced", shifted(1, "weight", axis=1)),
     ("perceptron", "the bias is off by one", WeightSlice, "0", "sliced", shifted(1, "bias")),
     ("perceptron", "the bias is whole", WeightSlice, "0", "sliced", narrowed(lambda b, full: full, "bias")),
     ("perceptron", "the bias is forgotten", WeightSlice, "4", "sliced", without_bias),
-    ("perceptron", "the last of the kept rows is zero", WeightSlice, "0", "sliced", narrowed(last_is_zero)),
     (
         "perceptron",
         "rows of a square weight are taken for columns",
@@ -560,16 +538,6 @@ IN_RULES: list[tuple[str, str, type[Operator], str, str, Callable[..., Any]]] = 
     ),
     ("group normed", "the last scales are kept", LayerNormSlice, "1", "sliced", shifted(LAST, "weight")),
     ("group normed", "the number of groups stays", LayerNormSlice, "1", "attributes", stays("num_groups")),
-    ("stack", "no block is skipped", LayerSelect, "1", "kept", no_block_skipped),
-    (
-        "stack",
-        "the first blocks are kept, whichever these are",
-        LayerSelect,
-        "1",
-        "kept",
-        first_blocks,
-    ),
-    ("stack", "kept blocks run in reverse order", LayerSelect, "1", "select", blocks_reversed),
 ]
 """The model, what is wrong, whose rule it is, in which module and method, and what that returns instead."""
 
