@@ -43,6 +43,8 @@ __all__ = [
     "prove",
 ]
 
+_LOOKS = ("__get__", "is_inference")
+"""Functions that only look at a tensor, as packed copies do at what they follow."""
 TIES = 0.01
 """The share of whole numbers in outputs that may differ, as rounding decides between equal ones."""
 
@@ -277,7 +279,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function and note its name, unless a layer calls it or it only reads an attribute."""
-        if not self.hidden and (name := getattr(func, "__name__", "")) != "__get__":
+        if not self.hidden and (name := getattr(func, "__name__", "")) not in _LOOKS:
             self.names[self.inside[-1], name] = None
         return func(*args, **(kwargs or {}))
 
