@@ -314,7 +314,8 @@ class TracedModel:
             multiple, rest = divmod(stop - start, full - kept)
             begin = stop - multiple * full
             if rest or not multiple or begin < end:
-                raise _Refused(f"{name} keeps no prefix: {start} to {stop} of {length} go with its outputs")
+                gone = f"{start} to {stop} of {length} go with its outputs"
+                raise _Refused(f"{name} keeps no prefix, {gone}; let the forward keep their order")
             end = stop
             alone = (begin, stop) == (0, length)
             if not alone and (kind is ElasticAttribute or (kind is LayerNormSlice and list(made.buffers()))):
