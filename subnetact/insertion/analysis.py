@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
@@ -28,6 +29,7 @@ from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.elementwise import ADDITIONS
+from subnetact.supernet.failure import failure
 from subnetact.supernet.unused_weights import structure_copy
 
 __all__ = ["TracedModel"]
@@ -47,6 +49,8 @@ WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "in
 CHANNEL_NORM = "channel norm"
 """The kind of norms that treat each channel by itself."""
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+WRITTEN = {"assigned": "x[...] = ...", "getitem": "x[...]"}
+"""How users write functions whose names they do not know."""
 REDUCTIONS = ("mean", "amax", "amin")
 """Reductions in which zeros do not stand for dropped values, at some weights."""
 
@@ -86,6 +90,8 @@ class TracedModel:
         self._followed = 0
         self._modules = dict(model.named_modules())
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
+        made, (*_, output) = self._graph._data.operations, self._nodes.values()
+        self._returned = [{tensor.id for tensor in made[node.name].outputs} for node in output.args[0]]
 
     def layers(self) -> list[str]:
         """Return the names of the layers that run, or whose weights are read, in this order."""
@@ -122,8 +128,7 @@ class TracedModel:
         finally:
             self._graph._queries_checked.reset(checked)
         yield from found
-        left = (layer for layer in layers if layer in refused and (layer, "out") not in known)
-        yield from ((layer, refused[layer]) for layer in left)
+        yield from ((n, refused[n]) for n in layers if n in refused and (n, "out") not in known)
 
     # -- inner parts -------------------------------------------------------------------------------
 
@@ -149,8 +154,7 @@ class TracedModel:
 
     def _pieces(self, axis: Any, outputs: int) -> int:
         """Return how many outputs of a layer go with the last one: 2 if they are chunked and multiplied."""
-        impact = self._removal(axis, outputs - 1, outputs)
-        chosen = impact.selections[axis.tensor.id]
+        chosen = self._removal(axis, outputs - 1, outputs).selections[axis.tensor.id]
         return len(chosen.fully_selected_indices(axis.dim))
 
     def _group_of(self, layer: str, axis: Any, outputs: int, full: int) -> Group:
@@ -168,6 +172,10 @@ class TracedModel:
         except _Refused as refused:
             refused.alike = tuple(self._alike(impact, full)) if full == outputs else ()
             raise
+        lengths = (stop - start for _, runs in removed.values() for start, stop in runs)
+        each = (full - kept) // math.gcd(full - kept, *lengths)  # outputs per entry of another tensor
+        if unit == 1 and full % each == kept % each == 0:
+            full, kept = full // each, kept // each
         members = [
             member
             for (path, part), (kind, runs) in removed.items()
@@ -206,11 +214,14 @@ class TracedModel:
                 if diagnostic.message.startswith(BY_THE_FORWARD):
                     raise _Refused(f"{diagnostic.message}, {self._place(diagnostic.node)}")
                 raise _Refused(f"the analysis cannot see through the model{where}: {diagnostic.message}")
-        if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
-            raise _Refused("its outputs are inputs or outputs of the model")
+        ends = {ref.id for ref in impact.interfaces if not self._graph._data.refs[ref.id].paths}
+        if ends:
+            which = [str(i) for i, ids in enumerate(self._returned, 1) if not ends.isdisjoint(ids)]
+            advice = "; leave it out there to narrow it" if len(self._returned) > 1 else ""
+            place = f", tensor {' and '.join(which)} of those returned{advice}" if which else ""
+            raise _Refused(f"its outputs are inputs or outputs of the model{place}")
         for requirement in impact.requirements:
-            what = self._reduction(requirement, impact.selections)
-            if what is not None:
+            if (what := self._reduction(requirement, impact.selections)) is not None:
                 raise _Refused(f"{BY_THE_FORWARD} {what} its outputs, {self._place(requirement.target)}")
         removed: dict[tuple[str, str], tuple[type[Operator], _Runs]] = {}
         for selection in (*impact.parameters, *impact.buffers):
@@ -256,9 +267,8 @@ class TracedModel:
 
     def _reduction(self, requirement: Any, chosen: Mapping[Any, Any]) -> str | None:
         """Return what the forward does if it is one of the `REDUCTIONS` over removed channels."""
-        if getattr(requirement, "kind", "") != "reduction_domain":
-            return None
-        name = _name(self._nodes[requirement.target])
+        reduces = getattr(requirement, "kind", "") == "reduction_domain"
+        name = _name(self._nodes[requirement.target]) if reduces else ""
         if name not in REDUCTIONS:
             return None
         removed, axes = chosen.get(requirement.tensors[0].id), dict(requirement.data)["axes"]
@@ -270,8 +280,9 @@ class TracedModel:
         node = self._nodes[name]
         path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
         where = f"{path or 'the model itself'} ({kind.__name__})"
+        called = WRITTEN.get(_name(node), _name(node))
         return (
-            f"with {_name(node)} in {where}: the first ones alone would give something else; it stays whole, "
+            f"with {called} in {where}: the first ones alone would give something else; it stays whole, "
             "unless the forward treats each output by itself"
         )
 
@@ -282,8 +293,7 @@ class TracedModel:
             module = self._modules[selection.tensor.paths[0].rpartition(".")[0]]
             groups = int(getattr(module, "num_groups" if isinstance(module, nn.GroupNorm) else "groups", 1))
             if groups > 1 and (isinstance(module, nn.GroupNorm) or computes_channels(module)):
-                rows = selection.tensor.shape[0]
-                unit = math.lcm(unit, rows // groups)
+                unit = math.lcm(unit, selection.tensor.shape[0] // groups)
         return unit
 
     def _members(
@@ -296,34 +306,33 @@ class TracedModel:
             length = made.full(part)
         except InsertError as error:
             raise _Refused(str(error)) from None
+        name = f"{path}.{part}".lstrip(".")
         if len(runs) > MOST_SEGMENTS:
-            raise _Refused(f"the channels of {path} are interleaved")
+            raise _Refused(f"the channels of {name} are interleaved")
         end = 0
         for start, stop in runs:
             multiple, rest = divmod(stop - start, full - kept)
             begin = stop - multiple * full
             if rest or not multiple or begin < end:
-                raise _Refused(f"{path} keeps no prefix of its channels: {start} to {stop} go with it")
+                gone = f"{start} to {stop} of {length} go with its outputs"
+                raise _Refused(f"{name} keeps no prefix, {gone}; let the forward keep their order")
             end = stop
             alone = (begin, stop) == (0, length)
             if not alone and (kind is ElasticAttribute or (kind is LayerNormSlice and list(made.buffers()))):
-                raise _Refused(f"{path}.{part} consists of several segments")
+                raise _Refused(f"{name} consists of several segments")
             yield Member(path, part, kind, multiple, *((None, None) if alone else (begin, length)))
 
     def _is_free(self, path: str, name: str, dim: int) -> bool:
         """Tell whether an axis is the heads of a MultiheadAttention, which need not follow the width."""
-        if name.startswith("in_proj"):
-            return dim == 0 and isinstance(self._modules[path], nn.MultiheadAttention)
+        if name.startswith(("in_proj", "bias_")):
+            return dim in (0, 2) and isinstance(self._modules[path], nn.MultiheadAttention)
         owner = self._modules.get(path.removesuffix(".out_proj"))
         return dim == 1 and path.endswith(".out_proj") and isinstance(owner, nn.MultiheadAttention)
 
     def _numbers(self, impact: Any, full: int) -> Iterator[Member]:
         """Yield the attributes that a forward reads to reshape what goes, if they hold the full size."""
-        for requirement in impact.requirements:
-            if getattr(requirement, "kind", "") != "shape_arguments":
-                continue
-            if requirement.tensors[0].id not in impact.selections:
-                continue
+        shaping = (r for r in impact.requirements if getattr(r, "kind", "") == "shape_arguments")
+        for requirement in (r for r in shaping if r.tensors[0].id in impact.selections):
             node = self._nodes[requirement.target]
             for value in (*node.args[1:], *node.kwargs.values()):
                 if isinstance(value, _Attribute) and value == full:
@@ -388,7 +397,7 @@ def _check_apart(group: Group, others: Sequence[Group]) -> None:
     for m in group.members:
         start, stop = _extent(group, m)
         if any(start < b and a < stop for a, b in taken.get((m.module, m.part), ())):
-            raise _Refused(f"{m.module}.{m.part} follows other channels, too")
+            raise _Refused(f"{m.module}.{m.part} follows other channels, too".lstrip("."))
 
 
 def _extent(group: Group, member: Member) -> tuple[int, float]:
@@ -406,7 +415,7 @@ def _kind(modules: Mapping[str, nn.Module], members: Sequence[Member]) -> str:
 
 def _why(error: BaseException) -> str:
     if type(error).__name__ == "StaleGraphError":
-        return "its forward changes attributes of the model, a counter for example"
+        return "its forward changes attributes of the model, such as a counter that it reads"
     return f"{type(error).__name__}: {first_line(error)}"[:300]
 
 
@@ -424,10 +433,8 @@ def _few_regions() -> Iterator[None]:
     with _TURN:
         normalize, thread = selection.normalize, threading.get_ident()
 
-        def joined(regions: Iterable[Any]) -> tuple[Any, ...]:
-            own = threading.get_ident() == thread
-            found: tuple[Any, ...] = normalize(_joined(regions) if own else regions)
-            return found
+        def joined(regions: Iterable[Any]) -> Any:
+            return normalize(_joined(regions) if threading.get_ident() == thread else regions)
 
         selection.normalize = joined
         try:
@@ -454,7 +461,7 @@ def _recording(example: Any) -> Iterator[None]:
             known = type(module) in registry.opaque_modules or isinstance(module, nn.RNNBase)
             return known or traits_of(module).kind == CHANNEL_NORM
 
-        found: Any = recorded(model, example, is_leaf)
+        found: Any = _recorded(model, example, is_leaf)
         if found.branches:
             raise InsertError("its forward branches on values that it computes with its weights")
         results = {node: tree_map(facts, result) for node, result in found.results.items()}
@@ -467,6 +474,43 @@ def _recording(example: Any) -> Iterator[None]:
         yield
     finally:
         construction.capture, construction.resolve_attribute = usual
+
+
+def _recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool]) -> Recording:
+    """Record a copy of a model, and put back what its forward counts if it does nothing else with it."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    recording, count = recorded(model, example, is_leaf), _Count()
+    counts = [
+        (now, name, (value, now[name]))
+        for now, former in before
+        for name, value in former.items()
+        if type(now.get(name)) in (int, float) and str(now[name]) != str(value)
+    ]
+    for now, name, _ in counts:
+        now[name] = count
+    # A set asks for hashes, so that what is returned is read, too.
+    error = failure(lambda *a, **k: set(tree_leaves(model(*a, **k))), example) if counts else None
+    for now, name, values in counts:
+        now[name] = values[bool(error or count.reads)]
+    return recording
+
+
+class _Count:
+    """Stands for a number to which a forward may add others; it notes whatever else is done with it."""
+
+    __class__: Any = int  # for isinstance()
+
+    def __init__(self) -> None:
+        self.reads: list[Any] = []
+
+    def __add__(self, number: Any) -> Any:
+        return self if isinstance(number, int | float) else self.reads.append(number)
+
+    __radd__ = __sub__ = __add__
+
+
+for _method in {*vars(int), *vars(float)} - {*vars(_Count), "__new__", "__getattribute__"}:
+    setattr(_Count, _method, lambda self, *others: self.reads.append(others))
 
 
 def _joined(regions: Iterable[Any]) -> list[Any]:

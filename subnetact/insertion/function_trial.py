@@ -24,6 +24,7 @@ SPREAD = ("linspace", "logspace")
 """Functions of no tensor whose numbers depend on how many there are."""
 EFFECTS = {
     **{"mean": "averages over", "roll": "shifts", "flip": "reverses the order of", "sort": "sorts"},
+    "assigned": "writes over some of",
     **dict.fromkeys(("amax", "amin"), "takes the largest or the least of"),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), "takes the variance over"),
     **dict.fromkeys(SPREAD, "spreads numbers over"),
@@ -115,15 +116,14 @@ class _Trial:
                 if result.dim() != whole.dim():
                     return None
                 shorter = [axis for axis in range(whole.dim()) if result.shape[axis] != whole.shape[axis]]
-                if len(shorter) > 1:
-                    return None
-                if shorter and (whole.shape[shorter[0]], result.shape[shorter[0]]) != (length, len(kept)):
+                lengths = [(whole.shape[axis], result.shape[axis]) for axis in shorter]
+                if lengths not in ([], [(length, len(kept))]):
                     return None
                 expected = whole.index_select(shorter[0], kept) if shorter else whole
                 if not equal([result], [expected], ROUNDED):
                     return None
                 now += [(i, axis) for axis in shorter]
-            if found is not None and now != found:
+            if found not in (None, now):
                 return None
             found = now
         return found

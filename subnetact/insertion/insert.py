@@ -48,8 +48,9 @@ from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
 from subnetact.insertion.skippable import stages_of, watched_blocks
 from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
-from subnetact.operators import Elastic
+from subnetact.operators import Elastic, ElasticAttribute
 from subnetact.operators.base import Operator
+from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.batches import as_batch, map_tensors
@@ -66,6 +67,7 @@ SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
 CAPTURING = "transformers.utils.output_capturing"
 """The home of hooks that a model of transformers gives itself, which only note hidden states if asked to."""
+LOOSE = "the parameters {} belong to no known layer: use nn.Linear, or describe them with ElasticAttribute"
 UNTRACED = "everything else"
 """The name under which a description says why the graph was not analysed, whatever `only` selects."""
 
@@ -350,6 +352,10 @@ def _means(patterns: Sequence[str], name: str) -> bool:
 
 def _nothing(model: nn.Module, description: Description) -> str:
     reasons = "; ".join(f"{name}: {why}" for name, why in list(description.refused.items())[:5])
+    unknown = {path for path, module in model.named_modules() if traits_of(module).kind == "unknown"}
+    loose = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in unknown]
+    if loose:
+        reasons += "; " * bool(reasons) + LOOSE.format(", ".join(loose[:5]))
     return f"nothing in {type(model).__name__} can be elastic; {reasons or 'no layer or block is in reach'}"
 
 
@@ -370,6 +376,7 @@ def _proved(
         if failure is None:
             return description
         wrong, culprits = failure
+        culprits = {name: why + _advice(description.slots.get(name), why) for name, why in culprits.items()}
         if not culprits:
             raise InsertError(f"{type(model).__name__}: {wrong}")
         if not leave_out:
@@ -404,6 +411,15 @@ def _proved_inputs(supernet: Supernet, examples: list[Any]) -> ProvedInputs:
     return proved
 
 
+def _advice(slot: Any, why: str) -> str:
+    """Return what to change if a forward states a size, or computes with an attribute that holds one."""
+    members = getattr(slot, "members", ())
+    sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)
+    if not sizes and "size" not in why:
+        return ""
+    return f"; where the forward shapes tensors by {sizes or 'a number'}, use the tensor's own size or -1"
+
+
 # -- bad input --------------------------------------------------------------------------------------
 
 
@@ -428,9 +444,11 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
             "return some, in tuples, lists or dictionaries"
         )
     if not any(bool(t.isfinite().any()) for t in numbers):
+        what, search = "nothing but NaN and infinity", "look for them in the example and in the weights"
+        if not any(t.numel() for t in found):
+            what, search = "empty outputs", "give an example in which it finds something"
         raise InsertError(
-            f"{type(model).__name__} returns nothing but NaN and infinity, with which no subnet can be "
-            "compared; look for them in the example and in the weights"
+            f"{type(model).__name__} returns {what}, with which no subnet can be compared; {search}"
         )
     _check_memos(model, example)
     return found
@@ -522,12 +540,8 @@ def _unseen(module: nn.Module) -> str | None:
             f"computes its {computed} from other parameters in every call (a weight or spectral norm, or "
             "another parametrisation); make that permanent first, with subnetact.insertion.fold_(model)"
         )
-    held = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    held = (vars(module)[f"_{when}_hooks"] for when in ("forward", "forward_pre", "backward", "backward_pre"))
     if any(getattr(hook, "__module__", "") != CAPTURING for hooks in held for hook in hooks.values()):
-        return "has hooks, which subnets would run as well; remove them first"
+        adding = "calls that add them, such as gradient_checkpointing_enable(), belong after insert_"
+        return f"has hooks, which subnets would run as well; remove them first; {adding}"
     return None

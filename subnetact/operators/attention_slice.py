@@ -24,7 +24,7 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` with fewer heads; `in_proj_weight` is (3, heads * head width, inputs)."""
 
     def forward(
-        self,
+        self: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -37,15 +37,21 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         """Compute what `nn.MultiheadAttention` does, with the heads of the subnet, also in masks of heads."""
         swap = not self.batch_first and query.dim() == 3
         given = (t.transpose(0, 1) for t in (query, key, value)) if swap else (query, key, value)
-        projected: Any = (self.project(t, i) for i, t in enumerate(given))
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for t in projected)
+        q, *pair = (self.project(t, i) for i, t in enumerate(given))
+        if self.bias_k is not None:
+            rows = zip(pair, (self.bias_k[0], self.bias_v[0]), strict=True)
+            pair = [torch.cat((t, row.expand_as(t[..., :1, :])), -2) for t, row in rows]
+        if self.add_zero_attn:
+            pair = [F.pad(t, (0, 0, 0, 1)) for t in pair]
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for t in (q, *pair))
         mask = None if attn_mask is None else _added(attn_mask, q)
         if mask is not None and mask.dim() == 3:
             mask = mask.view(-1, self.num_heads, *mask.shape[1:]) if q.dim() == 4 else mask
         if key_padding_mask is not None:
-            padded = _added(key_padding_mask, q)
-            padded = padded[:, None, None, :] if padded.dim() == 2 else padded
+            padded = _added(key_padding_mask, q)[..., None, None, :]
             mask = padded if mask is None else mask + padded
+        if mask is not None and mask.shape[-1] < k.shape[-2]:  # appended keys are never masked
+            mask = F.pad(mask, (0, k.shape[-2] - mask.shape[-1]))
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -103,12 +109,11 @@ class AttentionSlice(Operator):
     parts = ("out", "in_")
 
     def check(self) -> None:
-        """Refuse other templates, keys or values of another width, and appended keys (`add_bias_kv`)."""
+        """Refuse other templates, and keys or values of another width."""
         super().check()
-        template = self.template
-        if template.in_proj_weight is None or template.bias_k is not None or template.add_zero_attn:
-            raise self.refuse("kdim, vdim, add_bias_kv and add_zero_attn are not supported")
-        sliced = view_module(template, _qkv_same_embed_dim=False)  # keeps encoders off fused kernels
+        if self.template.in_proj_weight is None:
+            raise self.refuse("kdim and vdim are not supported; project to embed_dim before the attention")
+        sliced = view_module(self.template, _qkv_same_embed_dim=False)  # keeps encoders off fused kernels
         object.__setattr__(sliced, "__class__", SlicedMultiheadAttention)
         self.__dict__["_shell"] = sliced
 
@@ -127,15 +132,14 @@ class AttentionSlice(Operator):
         found["in_proj_weight"] = found["in_proj_weight"].unflatten(0, (3, -1))[:, :out, :in_]
         if found["in_proj_bias"] is not None:
             found["in_proj_bias"] = found["in_proj_bias"].unflatten(0, (3, -1))[:, :out]
+        found |= {n: found[n][..., :out] for n in ("bias_k", "bias_v") if found.get(n) is not None}
         return found
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the widths and the number of heads of the subnet's module."""
         out, in_ = sizes
-        return {
-            "num_heads": out // self.template.head_dim,
-            **dict.fromkeys(("embed_dim", "kdim", "vdim"), in_),
-        }
+        widths = dict.fromkeys(("embed_dim", "kdim", "vdim"), in_)
+        return {"num_heads": out // self.template.head_dim, **widths}
 
     def low_mixin(self) -> type[Low]:
         """Return the projections at a lower precision."""

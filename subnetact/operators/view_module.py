@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class _View(nn.Module):
 def _unsharing(register: str) -> Callable[..., Any]:
     """Return a method of `nn.Module` that gives a module registries of its own before it changes one."""
 
+    @wraps(getattr(nn.Module, register))  # torch asks for the arguments of register_buffer
     def method(self: _View, *args: Any, **kwargs: Any) -> Any:
         for name in HOOKS:
             if isinstance(self.__dict__[name], _NoHooks):
@@ -108,7 +109,6 @@ def _unsharing(register: str) -> Callable[..., Any]:
         self._unshare()
         return getattr(super(_View, self), register)(*args, **kwargs)
 
-    method.__name__ = register
     return method
 
 

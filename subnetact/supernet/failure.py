@@ -35,9 +35,8 @@ def culprit(network: nn.Module, error: BaseException) -> str:
 
 
 def summary(network: nn.Module, error: BaseException) -> str:
-    """Return the first line of an error, after the name of the module that raised it."""
-    where = culprit(network, error)
-    return f"{where}: {first_line(error)}" if where else first_line(error)
+    """Return the first line of an error, after the name of the module, or the class of the network."""
+    return f"{culprit(network, error) or type(network).__name__}: {first_line(error)}"
 
 
 def missing_entry(view: nn.Module, error: BaseException) -> str:

@@ -434,10 +434,46 @@ def test_the_fused_kernel_of_encoder_layers_does_not_see_a_sliced_attention() ->
         torch.testing.assert_close(supernet.subnet(supernet.space.spec(h=8))(x), zeroed(x))
 
 
-@pytest.mark.parametrize("options", [{"kdim": 6}, {"add_zero_attn": True}, {"add_bias_kv": True}])
-def test_attention_of_other_kinds_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InsertError, match="kdim, vdim, add_bias_kv and add_zero_attn are not supported"):
-        supernet_of(nn.MultiheadAttention(12, 3, **options), AttentionSlice.on(out="h"), h=[4, 12])
+def test_attention_of_other_kinds_is_refused() -> None:
+    with pytest.raises(InsertError, match="kdim and vdim are not supported; project to embed_dim before"):
+        supernet_of(nn.MultiheadAttention(12, 3, kdim=6), AttentionSlice.on(out="h"), h=[4, 12])
+
+
+@pytest.mark.parametrize("masked", ["nothing", "positions", "heads", "keys", "both", "one example"])
+@pytest.mark.parametrize("options", [["bias_kv"], ["zero_attn"], ["bias_kv", "zero_attn"]])
+def test_keys_that_an_attention_appends_belong_to_its_heads(options: list[str], masked: str) -> None:
+    full = Attending(True)
+    appends = {f"add_{option}": True for option in options}
+    full.attention = randomised(nn.MultiheadAttention(12, 3, batch_first=True, **appends))
+    elastic = {"attention": AttentionSlice.on(out="h"), "attention.out_proj": WeightSlice.on(in_="h")}
+    supernet = supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])
+    zeroed = copy.deepcopy(full.attention)
+    with torch.no_grad():
+        zeroed.out_proj.weight[:, 8:] = 0
+    x = torch.randn(2, 5, 12)
+    positions, keys = torch.ones(5, 5).triu(1).bool(), torch.zeros(2, 5).bool()
+    keys[0, 3:] = True
+    heads = torch.rand(6, 5, 5) < 0.2
+    masks: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "positions": {"attn_mask": positions},
+        "heads": {"attn_mask": heads},
+        "keys": {"key_padding_mask": keys},
+        "both": {"attn_mask": positions, "key_padding_mask": keys},
+        "one example": {"key_padding_mask": keys[0], "attn_mask": positions},
+    }
+    given, mask = x[0] if masked == "one example" else x, masks[masked]
+    narrowed = dict(mask)
+    if masked == "heads":
+        narrowed["attn_mask"] = heads.unflatten(0, (2, 3))[:, :2].flatten(0, 1)
+    for size, expected, own in ((12, full.attention, mask), (8, zeroed, narrowed)):
+        view = supernet.subnet(supernet.space.spec(h=size)).attention
+        for weights in (True, False):
+            wanted = expected(given, given, given, **mask, need_weights=weights, average_attn_weights=False)
+            result = view(given, given, given, **own, need_weights=weights, average_attn_weights=False)
+            torch.testing.assert_close(result[0], wanted[0], rtol=5e-5, atol=5e-5)
+            if weights:
+                torch.testing.assert_close(result[1], wanted[1].narrow(-3, 0, size // 4))
 
 
 def test_a_number_that_a_configuration_states() -> None:
