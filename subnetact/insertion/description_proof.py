@@ -164,7 +164,7 @@ class Proof:
                     high = middle
             needed.append(rest[high - 1])
             rest = rest[: high - 1]
-        return needed
+        return sorted(needed, key=slots.index)
 
     def _narrowed(self, slots: Iterable[str], to: SubnetSpec | None = None) -> SubnetSpec:
         """Return the subnet that is in some slots like the smallest or another one, and otherwise full."""

@@ -141,7 +141,7 @@ def check(
                 )
     inputs, hidden = [x], dict[int, str]()
     if thorough and compare and narrow:
-        narrow = list(dict.fromkeys([*narrow, *covering(network, space)]))
+        narrow = [spec for spec in dict.fromkeys([*narrow, *covering(network, space)]) if spec != full]
         disturbed = shared_view(disturbed_copy(network), largest)
         useful, places = showing(network, disturbed, largest, chain([x], other_inputs(view, x)))
         inputs += [other for other in useful if other is not x]

@@ -30,6 +30,8 @@ NOT_SHOWN = (
 )
 WEAK = 1e-5
 """A row of a weight whose influence is below this share of the strongest one's may have none."""
+LARGE = 30.0
+"""How many times as large numbers are tried where others change nothing, which may decide a choice."""
 FEW_TOKENS, FEW_PIXELS = 8, 56
 """What is tried on many subnets has about so many tokens, or pixels per side, if the network takes these."""
 
@@ -86,7 +88,7 @@ def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, li
         parameters = getattr(modules.get(operator.path), "_parameters", {})
         for part, kept in zip(operator.parts, operator.kept_parts(operator.sizes(row)), strict=False):
             start = 0
-            for name, size in zip(operator.names(part), kept.sizes, strict=True):
+            for name, size in zip(operator.names(part), kept.sizes, strict=False):
                 slices = [
                     _Slice(parameter, axis, start, size, bool(extra), part == "out")
                     for n, parameter in parameters.items()
@@ -152,15 +154,18 @@ def _gradients(
 
 
 def _moves(view: nn.Module, weak: list[tuple[_Slice, Tensor]], x: Any, outputs: list[Tensor]) -> bool:
-    """Tell whether other numbers in weak lines change an output by more than rounding."""
+    """Tell whether other numbers in weak lines, some of them very large, change an output."""
     draw = torch.Generator().manual_seed(1)
     former = [s.parameter.detach().clone() for s, _ in weak]
     try:
-        for s, chosen in weak:
-            numbers = torch.randn(s.parameter.shape, generator=draw).to(s.parameter)
-            scale = float(s.parameter.square().mean().sqrt()) or 1.0
-            s.parameter.copy_(torch.where(s.mask(chosen), scale * numbers, s.parameter))
-        return not equal(outputs_of(view, x), outputs, ROUNDED)
+        for size in (1.0, LARGE):
+            for (s, chosen), numbers in zip(weak, former, strict=True):
+                scale = size * (float(numbers.square().mean().sqrt()) or 1.0)
+                other = scale * torch.randn(numbers.shape, generator=draw).to(numbers)
+                s.parameter.copy_(torch.where(s.mask(chosen), other, numbers))
+            if not equal(outputs_of(view, x), outputs, ROUNDED):
+                return True
+        return False
     except Exception as error:  # It fails, so that it is not as before.
         raise_if_out_of_memory(error)
         return True

@@ -293,7 +293,7 @@ class Standardised(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(x, weight, self.bias)
+        return F.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
 
 
 def test_a_layer_that_normalises_its_weights_over_the_kept_inputs_is_compared() -> None:
