@@ -65,7 +65,7 @@ class Proof:
         self.largest = self.space.resolve(self.space.largest())
         self._disturbed = disturbed_copy(self.network)
         self._spare = private_copy(self._disturbed)
-        self._exact = self._is_double = False
+        self._exact = self._is_double = self._modules = False
         self._tries: tuple[list[Any], bool] = self.inputs, True
         self._trials = 0
 
@@ -91,7 +91,7 @@ class Proof:
             hidden, more = self._hidden(every_block)
             if hidden:
                 return next(iter(hidden.values())), hidden
-            failure = self._tried([smallest, every_block], more)
+            failure = self._tried([smallest, every_block], self.few if self._modules else more)
         return failure or self._tried(others, self.few, foreign=False)
 
     def _tried(
@@ -110,13 +110,17 @@ class Proof:
     def _hidden(self, spec: SubnetSpec) -> tuple[dict[str, str], list[Any]]:
         """Return the groups that nothing shows, and why, and inputs that show more than the examples do."""
         row = self.space.resolve(spec)
-        view = shared_view(self._disturbed, row)
+        view, full = (shared_view(self._disturbed, sizes) for sizes in (row, self.largest))
+        few, inputs = ([self._cast(x) for x in batches] for batches in (self.few, self.inputs))
         more: list[Any] = []
-        _, places = showing(self.network, view, row, self.few)
+        _, places = showing(self.network, view, row, few)
         if places:
-            others = chain(self.inputs, other_inputs(view, self.inputs[0]))
-            useful, places = showing(self.network, view, row, others)
-            more = [x for x in useful if not any(x is example for example in self.inputs)]
+            self._modules = True  # The proof looks at the outputs of modules then.
+            _, places = showing(self.network, view, row, few, full)
+        if places:
+            others = other_inputs(view, inputs[0])
+            useful, places = showing(self.network, view, row, chain(inputs, others), full)
+            more = [x for x in useful if not any(x is example for example in inputs)]
             self.few = [*self.inputs, *more]
         dims = {operator.path: operator.dims for operator in operators_in(self.network)}
         dimensions = {self.space.dimensions[dims[path][part]]: f"{path}.{part}" for path, part in places}
@@ -179,14 +183,17 @@ class Proof:
             }
         )
 
+    def _cast(self, x: Any) -> Any:
+        """Return a batch in the precision of the copies."""
+        return as_double(x) if self._is_double else x
+
     def _wrong(self, spec: SubnetSpec, located: bool = True) -> str | None:
         """Return what is wrong with one subnet, and where if `located`, or None."""
         row = self.space.resolve(spec)
         inputs, foreign = self._tries
         for x in inputs:
-            wide = as_double(x) if self._is_double else x
-            trial = self._disturbed, self._spare, row, self.largest, wide, ROUNDED
-            finding = prove(*trial, foreign=foreign)
+            trial = self._disturbed, self._spare, row, self.largest, self._cast(x), ROUNDED
+            finding = prove(*trial, foreign=foreign, modules=self._modules)
             if finding is not None:
                 break
         else:

@@ -8,7 +8,10 @@ part (it is zero, all its tokens are alike or there is one only), other inputs o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,11 +19,11 @@ from torch import Tensor, nn
 
 from subnetact.comparison import ROUNDED, equal, tensors_in
 from subnetact.device import raise_if_out_of_memory
+from subnetact.errors import InsertError
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import failure
-from subnetact.supernet.proof import outputs_of
 
 __all__ = ["NOT_SHOWN", "Place", "other_inputs", "showing", "smaller"]
 
@@ -37,6 +40,8 @@ FEW_TOKENS, FEW_PIXELS = 8, 56
 
 Place: TypeAlias = tuple[str, str]
 """The name of an operator, and of a part of it or a segment of a part."""
+Shapes: TypeAlias = dict[tuple[str, int, int], torch.Size]
+"""Name of a module, number of its call and of a tensor in what it returned -> the shape of the tensor."""
 
 
 class _Slice(NamedTuple):
@@ -66,19 +71,48 @@ class _Slice(NamedTuple):
 
 
 def showing(
-    network: nn.Module, view: nn.Module, row: SizeRow, inputs: Iterable[Any]
+    network: nn.Module, view: nn.Module, row: SizeRow, inputs: Iterable[Any], full: nn.Module | None = None
 ) -> tuple[list[Any], list[Place]]:
-    """Return the first of some inputs that together show all of a subnet, and what none of them shows."""
+    """Return the first of some inputs that together show all of a subnet, and what none of them shows.
+
+    With the view of the `full` network, outputs of modules count, too, if they have the same shape there.
+    """
     places = _places(network, view, row)
     useful: list[Any] = []
     for x in inputs if places else ():
-        hidden = _hidden(view, places, x)
+        shapes = None if full is None else {place: t.shape for place, t in _outputs(full, x, {}).items()}
+        hidden = _hidden(view, places, x, shapes)
         if len(hidden) < len(places):
             useful.append(x)
         places = {place: places[place] for place in hidden}
         if not places:
             break
     return useful, list(places)
+
+
+def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> dict[Any, Tensor]:
+    """Run a view and return the tensors of its output or, if there are shapes, those of all its modules.
+
+    The keys are the name of the module, the number of the call, and that of the tensor; only tensors with the
+    given shapes are returned, or all of them.
+    """
+    tensors: dict[Any, Tensor] = {}
+    calls = Counter[str]()
+
+    def note(path: str, module: nn.Module, _: Any, output: Any) -> None:
+        calls[path] += 1
+        with suppress(InsertError):
+            for i, t in enumerate(
+                tensors_in(output[0] if isinstance(module, nn.MultiheadAttention) else output)
+            ):
+                if not shapes or shapes.get((path, calls[path], i)) == t.shape:
+                    tensors[path, calls[path], i] = t
+
+    with ExitStack() as hooks:
+        for path, module in view.named_modules() if shapes is not None else ():
+            hooks.enter_context(module.register_forward_hook(partial(note, path)))
+        output = call_with(view, map_tensors(Tensor.clone, x))
+    return dict(enumerate(tensors_in(output))) if shapes is None else tensors
 
 
 def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, list[_Slice]]:
@@ -102,10 +136,13 @@ def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, li
     return places
 
 
-def _hidden(view: nn.Module, places: Mapping[Place, list[_Slice]], x: Any) -> list[Place]:
+def _hidden(
+    view: nn.Module, places: Mapping[Place, list[_Slice]], x: Any, shapes: Shapes | None
+) -> list[Place]:
     """Return the places in which other numbers change no output for an input."""
     parameters = list({id(s.parameter): s.parameter for slices in places.values() for s in slices}.values())
-    outputs, gradients = _gradients(view, parameters, x)
+    run = partial(_outputs, view, x, shapes)
+    outputs, gradients = _gradients(run, parameters)
     strengths = {id(p): g * p.square().mean().sqrt() for p, g in zip(parameters, gradients, strict=True)}
     lines = {
         place: [(s, s.lines(strengths[id(s.parameter)]).norm(dim=1)) for s in slices]
@@ -115,26 +152,25 @@ def _hidden(view: nn.Module, places: Mapping[Place, list[_Slice]], x: Any) -> li
     hidden = []
     for place, each in lines.items():
         weak = [(s, norms <= least) for s, norms in each]
-        if all(int(chosen.sum()) * 2 > len(chosen) for _, chosen in weak) and not _moves(
-            view, weak, x, outputs
-        ):
+        faint = all(int(chosen.sum()) * 2 > len(chosen) for _, chosen in weak)
+        if faint and not _moves(run, weak, outputs):
             hidden.append(place)
     return hidden
 
 
 def _gradients(
-    view: nn.Module, parameters: Sequence[nn.Parameter], x: Any
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs of a view and the gradients of a random sum of them, zeros where there are none."""
+    run: Callable[[], dict[Any, Tensor]], parameters: Sequence[nn.Parameter]
+) -> tuple[dict[Any, Tensor], list[Tensor]]:
+    """Return the outputs of a run and the gradients of a random sum of them, zeros where there are none."""
     gradients: Sequence[Tensor | None] = [None] * len(parameters)
     try:
         for parameter in parameters:
             parameter.requires_grad_(True)
         with torch.enable_grad():
-            outputs = tensors_in(call_with(view, map_tensors(Tensor.clone, x)))
+            outputs = run()
             draw = torch.Generator().manual_seed(0)
             total: Any = 0.0
-            for y in (t for t in outputs if t.requires_grad):
+            for y in (t for t in outputs.values() if t.requires_grad):
                 y = torch.view_as_real(y) if y.is_complex() else y
                 seen = torch.where(y.isfinite(), y, 0.0).float()
                 weights = torch.rand(y.shape, generator=draw).to(seen.device) + 0.5
@@ -143,35 +179,40 @@ def _gradients(
             gradients = torch.autograd.grad(total, list(parameters), allow_unused=True)
     except Exception as error:  # It runs without gradients only.
         raise_if_out_of_memory(error)
-        outputs = outputs_of(view, x)
+        with torch.no_grad():
+            outputs = run()
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
-    return [t.detach() for t in outputs], [
+    return {key: t.detach() for key, t in outputs.items()}, [
         torch.zeros_like(p) if g is None else g.nan_to_num()
         for p, g in zip(parameters, gradients, strict=True)
     ]
 
 
-def _moves(view: nn.Module, weak: list[tuple[_Slice, Tensor]], x: Any, outputs: list[Tensor]) -> bool:
+def _moves(
+    run: Callable[[], dict[Any, Tensor]], weak: list[tuple[_Slice, Tensor]], outputs: dict[Any, Tensor]
+) -> bool:
     """Tell whether other numbers in weak lines, some of them very large, change an output."""
     draw = torch.Generator().manual_seed(1)
     former = [s.parameter.detach().clone() for s, _ in weak]
     try:
-        for size in (1.0, LARGE):
-            for (s, chosen), numbers in zip(weak, former, strict=True):
-                scale = size * (float(numbers.square().mean().sqrt()) or 1.0)
-                other = scale * torch.randn(numbers.shape, generator=draw).to(numbers)
-                s.parameter.copy_(torch.where(s.mask(chosen), other, numbers))
-            if not equal(outputs_of(view, x), outputs, ROUNDED):
-                return True
+        with torch.no_grad():
+            for size in (1.0, LARGE):
+                for (s, chosen), numbers in zip(weak, former, strict=True):
+                    scale = size * (float(numbers.square().mean().sqrt()) or 1.0)
+                    other = scale * torch.randn(numbers.shape, generator=draw).to(numbers)
+                    s.parameter.copy_(torch.where(s.mask(chosen), other, numbers))
+                if not equal(run(), outputs, ROUNDED):
+                    return True
         return False
     except Exception as error:  # It fails, so that it is not as before.
         raise_if_out_of_memory(error)
         return True
     finally:
-        for (s, _), numbers in zip(weak, former, strict=True):
-            s.parameter.copy_(numbers)
+        with torch.no_grad():
+            for (s, _), numbers in zip(weak, former, strict=True):
+                s.parameter.copy_(numbers)
 
 
 # -- inputs ------------------------------------------------------------------------------------------
