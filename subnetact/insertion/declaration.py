@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.errors import InsertError
@@ -33,7 +34,7 @@ from subnetact.insertion.state_space import is_state_space, state_space_group
 from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.operators.layer_traits import traits_of
-from subnetact.supernet.batches import call_with
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, structure_copy
@@ -143,7 +144,8 @@ class _Observation:
                 module, enter = self.modules[path], partial(self._enter, path)
                 hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(partial(self._leave, path)))
-            call_with(model, example)
+            hooks.enter_context(BaseTorchFunctionMode())  # Under any, torch makes no nested tensors.
+            call_with(model, map_tensors(Tensor.clone, example))
 
     def block_of(self, path: str) -> str | None:
         """Return the innermost block around a module, or None."""
@@ -623,5 +625,5 @@ class _Repeated(nn.Module):
 def _fresh(value: Any) -> Any:
     """Return an argument for another call: tensors are copied, caches are left out."""
     if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value.clone()
+        return value.clone().float() if value.is_floating_point() else value.clone()
     return None if _is_cache(value) else value

@@ -56,6 +56,7 @@ from subnetact.supernet.batches import as_batch
 from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import private_copy
 
 __all__ = ["describe", "insert_"]
 
@@ -194,7 +195,7 @@ def insert_(
     example = as_batch(example)
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
         _check_model(model, by_hand=True)
-        supernet = put_operators_(model, description, elastic)
+        supernet = _inserted(model, description, elastic)
         try:
             if example is not None:
                 supernet.check(example)
@@ -220,12 +221,36 @@ def insert_(
         )
     if not proved:
         description = _proved(model, description, example, _runs(model, example), leave_out=False)
-    supernet = put_operators_(model, description.space, description.elastic)
+    supernet = _inserted(model, description.space, description.elastic)
     forget_(supernet.network)
     supernet.description = description
     if supernet.norm_operators():
         supernet.adopt_statistics()
     return guard_caches_(supernet, example)
+
+
+def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
+    """Put operators into a model, unless they train where a `train` of its modules keeps these from it."""
+    frozen = _frozen(model)
+    supernet = put_operators_(model, space, elastic)
+    differing = sorted(frozen ^ _frozen(supernet.network)) if frozen else ()
+    if differing:
+        raise InsertError(
+            f"{_called(supernet.remove(), differing[0])} is left in evaluation mode by the train() of the model, "
+            "which does otherwise with operators; let it find modules by isinstance or by name"
+        )
+    return supernet
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    """Return what `train` leaves in evaluation mode, on a copy, as it may change weights."""
+    if all(type(module).train in (nn.Module.train, Operator.train) for module in model.modules()):
+        return set()
+    try:
+        modules = private_copy(model).train().named_modules(remove_duplicate=False)
+    except Exception:  # A model may refuse to be trained.
+        return set()
+    return {path for path, module in modules if not module.training}
 
 
 # -- finding ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ CUMULATIVE_UNBIASED = "cumulative_unbiased"
 CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
 """How calibration averages the statistics of batches (docstring of `subnetact.calibration`)."""
 
-_STATISTICS = ("running_mean", "running_var")
+_STATISTICS: tuple[str, str] = ("running_mean", "running_var")
 
 
 class SubnetNorm(Operator):
@@ -46,6 +46,29 @@ class SubnetNorm(Operator):
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
 
+    @property  # Who freezes BatchNorms finds them by isinstance.
+    def __class__(self) -> Any:
+        return type(self.__dict__.get("template", self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (type(self),), self.__getstate__()
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def momentum(self) -> float | None:
+        """The momentum of the template, with which training moves the shared statistics."""
+        return self.template.momentum  # type: ignore[no-any-return]
+
+    @momentum.setter
+    def momentum(self, momentum: float | None) -> None:
+        self.template.momentum = self.shell.momentum = momentum
+
+    def reset_running_stats(self) -> None:
+        """Reset the shared statistics, as `torch.optim.swa_utils.update_bn` does before it makes new ones."""
+        self.template.reset_running_stats()
+
     def check(self) -> None:
         """Refuse templates that are no BatchNorm with running statistics."""
         super().check()
@@ -67,14 +90,17 @@ class SubnetNorm(Operator):
         """Write `part`, of shape (channels,), into the channels of `full` that the subnet of a `row` uses."""
         full[self.gather(row, torch.arange(len(full), device=full.device))] = part
 
+    def statistics_names(self, row: SizeRow) -> tuple[str, str]:  # noqa: ARG002
+        """Return the names of the buffers with the shared statistics of the subnet of a size `row`."""
+        return _STATISTICS
+
     def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
         """Return the shared running mean and variance of the subnet of a size `row`, each (channels,).
 
         Subnets without a statistics row of their own run on them. Segments that do not touch are packed
         copies; `write_statistics` changes the shared ones themselves.
         """
-        mean: Any = self._buffers["running_mean"]
-        var: Any = self._buffers["running_var"]
+        mean, var = (self.get_buffer(name) for name in self.statistics_names(row))
         sizes = self.sizes(row)
         if self.segments and len(self.kept_parts(sizes)[0].runs()) > 1:
             packed = self.packed(
@@ -89,9 +115,8 @@ class SubnetNorm(Operator):
     def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
         """Write `mean` and `var`, of shape (channels,), of the subnet of a `row` into the shared ones."""
         with torch.no_grad():
-            for name, statistic in zip(_STATISTICS, (mean, var), strict=True):
-                full: Any = self._buffers[name]
-                self.scatter_(row, full, statistic)
+            for name, statistic in zip(self.statistics_names(row), (mean, var), strict=True):
+                self.scatter_(row, self.get_buffer(name), statistic)
 
     def batches_tracked(self) -> Tensor | None:
         """Return the shared counter of training batches."""

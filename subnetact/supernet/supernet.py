@@ -35,7 +35,7 @@ from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
-from subnetact.supernet.bind import OF_LAYERS, bind, operators_in
+from subnetact.supernet.bind import OF_LAYERS, bind, operators_in, private_buffers
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.generation import Generation, Weights
@@ -128,6 +128,8 @@ class Supernet(nn.Module):
     precision: PrecisionSettings | None = None
     card: Card = Card()
     on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
+    _moving: NormRow | None = None
+    """The row of the largest subnet from which training has moved the shared statistics on since."""
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
@@ -349,7 +351,8 @@ class Supernet(nn.Module):
         """Run a subnet.
 
         In training mode gradients reach the supernet's parameters, and BatchNorm normalises with the
-        statistics of the batch and updates the shared running statistics.
+        statistics of the batch. The largest subnet updates the shared running statistics and other buffers
+        as the plain network would; other subnets update copies, which are dropped.
 
         `torch.func.functional_call(supernet, parameters, ...)` runs on the given parameters and leaves no
         trace in cached views. While it runs, other threads must not call the supernet; engines may run.
@@ -371,14 +374,55 @@ class Supernet(nn.Module):
     def _bound(self, spec: SubnetSpec) -> nn.Module:
         if not self.training:
             return self.subnet(spec)
-        row = self.space.resolve(spec)
+        row, largest = self.space.resolve(spec), spec.base == self.space.largest().base
 
         def bind_norm(norm: SubnetNorm) -> nn.Module:
-            self._generation.weights.note_training()
-            return norm.bind(row, trainable=True)
+            if largest:
+                self._generation.weights.note_training()
+                return norm.bind(row, trainable=True)
+            mean, var = norm.shared_statistics(row)
+            return norm.bind_with(row, mean.clone(), var.clone(), trainable=True)
 
         with self._generation.lock:
-            return bind(self._present(), row, bind_norm, trainable=True)
+            if largest:
+                self._continue_statistics(spec)
+            network = bind(self._present(), row, bind_norm, trainable=True)
+        own = private_buffers()
+        for module in () if largest else network.modules():
+            buffers = {name: t if t is None else own(t) for name, t in module._buffers.items()}
+            object.__setattr__(module, "_buffers", buffers)
+        return network
+
+    def _continue_statistics(self, largest: SubnetSpec) -> None:
+        """Let training move the shared statistics from those on which the largest subnet runs."""
+        statistics = self._norms.get(largest)
+        if statistics not in (None, self._moving) and not self._generation.notice_replacements():
+            for name, tensor in self.statistics_of_largest().items():
+                self._present().get_buffer(name).copy_(tensor)
+            self._moving = statistics
+
+    def _settle_statistics(self) -> None:
+        """Give the largest subnet the statistics to which training has moved those of its row."""
+        row, self._moving = self._moving, None
+        if row is not None and self._norms.get(self.space.largest()) is row:
+            self.adopt_statistics()
+
+    def statistics_of_largest(self) -> dict[str, Tensor]:
+        """Return, by name, the shared statistics that are others in the statistics row of the largest subnet."""
+        with self._generation.lock:
+            self._settle_statistics()
+            largest, found = self.space.largest(), dict[str, Tensor]()
+            row, sizes = self._norms.get(largest), self.space.resolve(largest)
+            pairs = {} if row is None else row.pairs()
+            for path, norm in self._present().named_modules(remove_duplicate=False):
+                if isinstance(norm, SubnetNorm) and norm.path in pairs:
+                    for name, statistic in zip(norm.statistics_names(sizes), pairs[norm.path], strict=True):
+                        shared = norm.get_buffer(name)
+                        tensor = shared.clone()
+                        norm.scatter_(sizes, tensor, statistic)
+                        if tensor.is_meta or not torch.equal(tensor, shared):
+                            found[f"{path}.{name}"] = tensor
+            return found
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
         """Return an ordinary network of the subnet `spec`, in evaluation mode, with its own weights.
@@ -399,7 +443,8 @@ class Supernet(nn.Module):
     def remove(self) -> nn.Module:
         """Put every module that an operator replaced back into its place, and return the ordinary network.
 
-        The supernet cannot be used any more afterwards; views and extracted networks can.
+        It computes what the largest subnet computes, with its BatchNorm statistics. The supernet cannot be
+        used any more afterwards; views and extracted networks can.
 
         Raises:
             InsertError: the operators were removed before.
@@ -409,6 +454,9 @@ class Supernet(nn.Module):
             >>> assert supernet.remove() is model
         """
         network = self._present()
+        for path, tensor in self.statistics_of_largest().items():
+            norm, _, name = path.rpartition(".")
+            network.get_submodule(norm)._buffers[name] = tensor
         for module in list(network.modules()):
             for name, child in module._modules.items():
                 if isinstance(child, Operator):
@@ -593,7 +641,7 @@ class Supernet(nn.Module):
 
         Latency tables and files of unfinished work carry it, so that they are not used with other weights.
         """
-        return fingerprint_of(self.space.id, self.state_dict())
+        return fingerprint_of(self.space.id, self._present().state_dict())
 
     def save_pretrained(
         self,
@@ -674,9 +722,25 @@ class Supernet(nn.Module):
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state_dict of the network. `supernet.norms.save` saves the statistics of subnets."""
+        """Return the state_dict of the network, with the BatchNorm statistics of the largest subnet.
+
+        `supernet.norms.save` saves the statistics of all subnets.
+        """
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         with self._generation.lock:
-            return self._present().state_dict(*args, **kwargs)
+            state = self._present().state_dict(*args, **kwargs)
+            for name, tensor in self.statistics_of_largest().items():
+                if prefix + name in state:
+                    state[prefix + name] = tensor
+            return state
+
+    def train(self, mode: bool = True) -> Supernet:
+        """Set the mode of the network, and after training let the largest subnet run on its new statistics."""
+        super().train(mode)
+        if not mode:
+            with self._generation.lock:
+                self._settle_statistics()
+        return self
 
     def load_state_dict(
         self,
@@ -734,6 +798,7 @@ class Supernet(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._generation.lock:
+            self._settle_statistics()
             original = self._unchanged_since_then()
             before = [storage_id(tensor) for tensor in self.tensors()]
             self._generation.drop_copies()

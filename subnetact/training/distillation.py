@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from hashlib import blake2b
 from os import PathLike
@@ -21,7 +21,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.training.batch_stream import BatchStream, kept_random_states
-from subnetact.training.measurement import Measurement
+from subnetact.training.measurement import NO_BATCH, Measurement
 from subnetact.training.report import DistillationReport
 from subnetact.training.run import TrainingRun, even_subnet
 from subnetact.training.state import TrainingState
@@ -206,63 +206,61 @@ def distill_(
     if optimizer is not None:
         _check_optimizer(optimizer, parameters)
     chosen: Any = FROZEN if teacher is None and not learns else teacher
-    was_training, calibrated = supernet.training, list(supernet.norms)
-    with _evaluating(chosen), kept_random_states(device):
+    calibrated = list(supernet.norms)
+    with _kept_modes(chosen), _kept_modes(supernet) as modes, kept_random_states(device):
+        first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
+        inputs = [x for x, _ in first]
+        given = None if isinstance(chosen, str) else chosen
+        measurement = Measurement(supernet, specs, held_out, meaning, given, inputs, progress)
+        measurement.check(first[0][1])
+        if isinstance(chosen, str):  # Its statistics may be those of other weights.
+            calibrate(supernet, [space.largest()], inputs, progress=progress)
+            chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
+            measurement.teacher = chosen
+        scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
+        run = TrainingRun(
+            supernet=supernet,
+            stream=BatchStream(batches, seed),
+            task=meaning,
+            teacher=chosen,
+            learns=learns,
+            optimizer=optimizer or torch.optim.AdamW(parameters, learning_rate),
+            scheduler=scheduler,
+            scaler=scaler,
+            rate=learning_rate if optimizer is None else None,
+            steps=steps,
+            minutes=minutes,
+            save_every_s=save_every_s,
+            progress=progress,
+            **settings,
+        )
+        keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
+        weights = "" if resume is None else supernet.fingerprint()
+        environment = {
+            **settings,
+            "autocast": str(autocast),
+            **names,
+            "subnets": keys,
+            "weights": weights,
+        }
+        kept = {n: o for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o is not None}
+        state = TrainingState(resume, environment, supernet, run.optimizer, kept)
+        done = state.load()
+        if done is None:
+            before = measurement.run([])
+            order = _sort(supernet, importance, first, meaning)
+            run.facts = {"step": 0, "seconds": 0.0, "losses": [], "before": before, "order": order}
+            state.save({**run.facts, "stream": run.stream.facts()})
+        else:
+            run.stream.go_to(done.pop("stream"))
+            run.facts = done
+        supernet.norms = NormTable(space.id)
+        supernet.train()
+        if any(modes.values()):  # What is in evaluation mode beside what trains is frozen.
+            _set_modes(modes | {supernet: True})
+        run.go_on(state)
         supernet.eval()
-        try:
-            first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
-            inputs = [x for x, _ in first]
-            given = None if isinstance(chosen, str) else chosen
-            measurement = Measurement(supernet, specs, held_out, meaning, given, inputs, progress)
-            measurement.check(first[0][1])
-            if isinstance(chosen, str):  # Its statistics may be those of other weights.
-                calibrate(supernet, [space.largest()], inputs, progress=progress)
-                chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
-                measurement.teacher = chosen
-            scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
-            run = TrainingRun(
-                supernet=supernet,
-                stream=BatchStream(batches, seed),
-                task=meaning,
-                teacher=chosen,
-                learns=learns,
-                optimizer=optimizer or torch.optim.AdamW(parameters, learning_rate),
-                scheduler=scheduler,
-                scaler=scaler,
-                rate=learning_rate if optimizer is None else None,
-                steps=steps,
-                minutes=minutes,
-                save_every_s=save_every_s,
-                progress=progress,
-                **settings,
-            )
-            keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
-            weights = "" if resume is None else supernet.fingerprint()
-            environment = {
-                **settings,
-                "autocast": str(autocast),
-                **names,
-                "subnets": keys,
-                "weights": weights,
-            }
-            kept = {n: o for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o is not None}
-            state = TrainingState(resume, environment, supernet, run.optimizer, kept)
-            done = state.load()
-            if done is None:
-                before = measurement.run([])
-                order = _sort(supernet, importance, first, meaning)
-                run.facts = {"step": 0, "seconds": 0.0, "losses": [], "before": before, "order": order}
-                state.save({**run.facts, "stream": run.stream.facts()})
-            else:
-                run.stream.go_to(done.pop("stream"))
-                run.facts = done
-            supernet.norms = NormTable(space.id)
-            supernet.train()
-            run.go_on(state)
-            supernet.eval()
-            after = measurement.run(calibrated)
-        finally:
-            supernet.train(was_training)
+        after = measurement.run(calibrated)
     facts = run.facts
     return DistillationReport(
         subnets=tuple(specs),
@@ -314,6 +312,8 @@ def _check_data(batches: Any, held_out: Any, resume: Any) -> None:
             "resume: the random numbers of persistent workers depend on all earlier epochs, so a later run "
             "cannot read the same batches; give the DataLoader persistent_workers=False"
         )
+    if isinstance(held_out, Sized) and not len(held_out):
+        raise TrainingError(NO_BATCH)
     if batches is held_out:
         raise TrainingError(
             "held_out is the training data; measure on other data, or the figures say nothing"
@@ -337,16 +337,23 @@ def _name(given: Any) -> Any:
 
 
 @contextmanager
-def _evaluating(teacher: Any) -> Iterator[None]:
-    """Keep a teacher that is a module in evaluation mode."""
-    was = isinstance(teacher, nn.Module) and teacher.training
-    if was:
-        teacher.eval()
+def _kept_modes(network: Any) -> Iterator[dict[nn.Module, bool]]:
+    """Put a network, if it is a module, into evaluation mode, and at the end every part back into its mode."""
+    if not isinstance(network, nn.Module):
+        yield {}
+        return
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
     try:
-        yield
+        yield modes
     finally:
-        if was:
-            teacher.train()
+        network.train(modes[network])
+        _set_modes(modes)
+
+
+def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    for module, training in modes.items():
+        module.training = training
 
 
 def _first(batches: Iterable[Any], count: int, seed: int) -> list[Any]:
