@@ -148,7 +148,7 @@ def save_folder(
             supernet.require_calibrated(require)
             tensors = _copies(supernet.network.state_dict())
             norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
-            shared = {n: t for n, t in _copies(supernet.statistics_of_largest()).items() if n in tensors}
+            shared = _copies(supernet.statistics_of_largest())
         fingerprint = fingerprint_of(space.id, tensors)
         own = {name: tensors[name] for name in shared}
         tensors.update(shared)  # The library's own reader gets the statistics of the largest subnet.
@@ -343,7 +343,7 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
 
 def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Path, own_dtype: bool) -> None:
     """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
-    own: OrderedDict[str, Tensor] = supernet.network.state_dict()
+    own: dict[str, Tensor] = supernet.network.state_dict()
     tied = {storage_id(own[name]): tensor for name, tensor in tensors.items() if name in own}
     for name in [n for n in own if n not in tensors and storage_id(own[n]) in tied]:
         tensors[name] = tied[storage_id(own[name])]  # Files leave out tied output layers.

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.errors import InsertError
@@ -144,7 +143,7 @@ class _Observation:
                 module, enter = self.modules[path], partial(self._enter, path)
                 hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(partial(self._leave, path)))
-            hooks.enter_context(BaseTorchFunctionMode())  # Under any, torch makes no nested tensors.
+            hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # Then torch nests no tensors.
             call_with(model, map_tensors(Tensor.clone, example))
 
     def block_of(self, path: str) -> str | None:

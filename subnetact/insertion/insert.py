@@ -230,27 +230,25 @@ def insert_(
 
 
 def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
-    """Put operators into a model, unless they train where a `train` of its modules keeps these from it."""
+    """Put operators into a model, unless its own `train` would not freeze then what it freezes now."""
     frozen = _frozen(model)
     supernet = put_operators_(model, space, elastic)
-    differing = sorted(frozen ^ _frozen(supernet.network)) if frozen else ()
-    if differing:
+    if frozen and (differing := sorted(frozen ^ _frozen(supernet.network))):
         raise InsertError(
-            f"{_called(supernet.remove(), differing[0])} is left in evaluation mode by the train() of the model, "
-            "which does otherwise with operators; let it find modules by isinstance or by name"
+            f"{_called(supernet.remove(), differing[0])} stays in evaluation mode in model.train(), but not "
+            "with operators; let train() find modules by isinstance or by name"
         )
     return supernet
 
 
 def _frozen(model: nn.Module) -> set[str]:
-    """Return what `train` leaves in evaluation mode, on a copy, as it may change weights."""
-    if all(type(module).train in (nn.Module.train, Operator.train) for module in model.modules()):
-        return set()
-    try:
-        modules = private_copy(model).train().named_modules(remove_duplicate=False)
-    except Exception:  # A model may refuse to be trained.
-        return set()
-    return {path for path, module in modules if not module.training}
+    """Return what a `train` of its own leaves in evaluation mode, on a copy, whose weights it may change."""
+    with suppress(Exception):  # A model may refuse to be trained.
+        if any(type(module).train not in (nn.Module.train, Operator.train) for module in model.modules()):
+            copied = private_copy(model)
+            copied.train()
+            return {path for path, module in copied.named_modules() if not module.training}
+    return set()
 
 
 # -- finding ----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.overrides import BaseTorchFunctionMode
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import DepthStage
@@ -98,7 +97,7 @@ def watched_blocks(
             hooks.callback(chain.close)
         for path in blocks:
             hooks.enter_context(model.get_submodule(path).register_forward_hook(partial(measure, path)))
-        hooks.enter_context(BaseTorchFunctionMode())  # Under any, torch makes no nested tensors.
+        hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # Then torch nests no tensors.
         call_with(model, map_tensors(Tensor.clone, x))
     broken: dict[str, str] = {}
     for path, chain in chains.items():

@@ -108,7 +108,6 @@ class _Rows:
 
     def __init__(self, supernet: Any) -> None:
         self._supernet = supernet
-        supernet._settle_statistics()
         self._adopted = self._largest_is_adopted()
         self._sums = self._checksum()
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from subnetact.comparison import EXACT, MASKED, Tolerance, equal
@@ -215,7 +214,7 @@ def _module_outputs(network: nn.Module, x: Any, inside: bool = True) -> list[_Mo
                 found.append(_ModuleOutput(path, type(module).__name__, [t.shape for t in tensors], kept))
 
             hooks.enter_context(module.register_forward_hook(note))
-        hooks.enter_context(BaseTorchFunctionMode())  # Under any, torch makes no nested tensors.
+        hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # Then torch nests no tensors.
         call_with(network, map_tensors(Tensor.clone, x))
     return found
 

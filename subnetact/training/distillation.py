@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from os import PathLike
@@ -21,7 +21,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.training.batch_stream import BatchStream, kept_random_states
-from subnetact.training.measurement import NO_BATCH, Measurement
+from subnetact.training.measurement import Measurement
 from subnetact.training.report import DistillationReport
 from subnetact.training.run import TrainingRun, even_subnet
 from subnetact.training.state import TrainingState
@@ -120,6 +120,7 @@ def distill_(
             the labels.
         divergence: what subnets minimise to be like the teacher, a function of the two outputs. If None, the
             cross-entropy for scores, the squared error for values, and one minus the cosine for vectors.
+            Scores of classes are the teacher's in both where a label does not count.
         balance: whether the losses of all subnets are scaled to that of the first one, so that a bad subnet
             does not dominate the shared weights.
         loss: a function of outputs and labels instead of the one of the task: cross-entropy or squared error.
@@ -206,7 +207,7 @@ def distill_(
     if optimizer is not None:
         _check_optimizer(optimizer, parameters)
     chosen: Any = FROZEN if teacher is None and not learns else teacher
-    calibrated = list(supernet.norms)
+    former = supernet.norms.to_like(None)
     with _kept_modes(chosen), _kept_modes(supernet) as modes, kept_random_states(device):
         first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
         inputs = [x for x, _ in first]
@@ -236,19 +237,17 @@ def distill_(
         )
         keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
         weights = "" if resume is None else supernet.fingerprint()
-        environment = {
-            **settings,
-            "autocast": str(autocast),
-            **names,
-            "subnets": keys,
-            "weights": weights,
-        }
+        environment = {**settings, "autocast": str(autocast), **names, "subnets": keys, "weights": weights}
         kept = {n: o for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o is not None}
         state = TrainingState(resume, environment, supernet, run.optimizer, kept)
         done = state.load()
         if done is None:
-            before = measurement.run([])
-            order = _sort(supernet, importance, first, meaning)
+            try:
+                before = measurement.run([])
+                order = _sort(supernet, importance, first, meaning)
+            except BaseException:
+                supernet.norms = former  # Those that it has now were to measure.
+                raise
             run.facts = {"step": 0, "seconds": 0.0, "losses": [], "before": before, "order": order}
             state.save({**run.facts, "stream": run.stream.facts()})
         else:
@@ -256,11 +255,11 @@ def distill_(
             run.facts = done
         supernet.norms = NormTable(space.id)
         supernet.train()
-        if any(modes.values()):  # What is in evaluation mode beside what trains is frozen.
-            _set_modes(modes | {supernet: True})
+        for module, training in modes.items() if any(modes.values()) else ():
+            module.training = training or module is supernet  # The others are frozen.
         run.go_on(state)
         supernet.eval()
-        after = measurement.run(calibrated)
+        after = measurement.run(list(former))
     facts = run.facts
     return DistillationReport(
         subnets=tuple(specs),
@@ -312,8 +311,6 @@ def _check_data(batches: Any, held_out: Any, resume: Any) -> None:
             "resume: the random numbers of persistent workers depend on all earlier epochs, so a later run "
             "cannot read the same batches; give the DataLoader persistent_workers=False"
         )
-    if isinstance(held_out, Sized) and not len(held_out):
-        raise TrainingError(NO_BATCH)
     if batches is held_out:
         raise TrainingError(
             "held_out is the training data; measure on other data, or the figures say nothing"
@@ -338,22 +335,17 @@ def _name(given: Any) -> Any:
 
 @contextmanager
 def _kept_modes(network: Any) -> Iterator[dict[nn.Module, bool]]:
-    """Put a network, if it is a module, into evaluation mode, and at the end every part back into its mode."""
-    if not isinstance(network, nn.Module):
-        yield {}
-        return
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
+    """Put a network, if it is a module, into evaluation mode, and later all parts back into their modes."""
+    modes = {m: m.training for m in network.modules()} if isinstance(network, nn.Module) else {}
     try:
+        if modes:
+            network.eval()
         yield modes
     finally:
-        network.train(modes[network])
-        _set_modes(modes)
-
-
-def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
-    for module, training in modes.items():
-        module.training = training
+        if modes:
+            network.train(modes[network])
+        for module, training in modes.items():
+            module.training = training
 
 
 def _first(batches: Iterable[Any], count: int, seed: int) -> list[Any]:

@@ -18,9 +18,7 @@ from subnetact.supernet.batches import call_with, describe_input
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.task import Task, number
 
-__all__ = ["NO_BATCH", "Measurement"]
-
-NO_BATCH = "held_out: there is no batch; give at least one"
+__all__ = ["Measurement"]
 
 
 class Measurement:
@@ -95,5 +93,5 @@ class Measurement:
                     meter.update(task.output(call_with(view, x), x), labels)
                 read = True
         if not read:
-            raise TrainingError(NO_BATCH)
+            raise TrainingError("held_out: there is no batch; give at least one")
         return [number(meter.compute()) for meter in meters]

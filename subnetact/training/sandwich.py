@@ -64,8 +64,7 @@ def sandwich_step(
         random_subnets: number of random subnets per step.
         subnets: the subnets to train instead, the teacher first. Use this to shrink progressively.
         distillation: share, from 0 to 1, of the distillation in the loss of all subnets but the first; the
-            rest is `loss`. It is the cross-entropy with the teacher's probabilities, without what
-            `cross_entropy` of torch or a `loss` with an `ignore_index` ignores.
+            rest is `loss`. It is the cross-entropy with the teacher, without what `loss` ignores (-100).
         class_dim: the dimension of the classes in the scores, which distillation needs: 1 for images of
             scores (N, classes, H, W), -1 for language models (N, tokens, vocabulary). If None, it is 1 if
             the scores have two dimensions or `loss` is `cross_entropy` of torch, which reads it there.
@@ -124,8 +123,7 @@ def sandwich_step(
     place = 1 if class_dim is None and loss is F.cross_entropy else class_dim
     target: Callable[[Any], Any] = partial(_scores, class_dim=place)
     ignored = getattr(loss, "ignore_index", IGNORED if loss is F.cross_entropy else None)
-    given = None if ignored is None else labels
-    apart: Loss = partial(_distillation, class_dim=place, labels=given, ignored=ignored)
+    apart: Loss = partial(_distillation, class_dim=place, labels=labels, ignored=ignored)
     if divergence is not None:
         target, apart = (lambda scores: scores), divergence
     wanted: Any = None
@@ -244,13 +242,13 @@ def _scores(scores: Any, class_dim: int | None) -> Tensor:
     return scores.movedim(place, 1)
 
 
-def counted(scores: Tensor, labels: Any, ignored: int = IGNORED) -> Tensor | None:
+def counted(scores: Any, labels: Any, ignored: int | None) -> Tensor | None:
     """Return where labels (N, ...) of scores (N, classes, ...) are classes; None if all are, or others."""
-    fitting = scores.shape[:1] + scores.shape[2:]
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != fitting:
+    tensors = isinstance(scores, Tensor) and isinstance(labels, Tensor)
+    if ignored is None or not tensors or labels.is_floating_point():
         return None
     counts = (labels != ignored) & (labels >= 0) & (labels < scores.shape[1])
-    return None if bool(counts.all()) else counts
+    return None if labels.shape != scores[:, 0].shape or bool(counts.all()) else counts
 
 
 def cross_entropy(student: Tensor, teacher: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -263,7 +261,7 @@ def cross_entropy(student: Tensor, teacher: Tensor, counts: Tensor | None = None
 
 
 def _distillation(
-    output: Any, wanted: Tensor, class_dim: int | None, labels: Any, ignored: int
+    output: Any, wanted: Tensor, class_dim: int | None, labels: Any, ignored: int | None
 ) -> Tensor:
     scores = _scores(output, class_dim)
     if scores.shape != wanted.shape:

@@ -129,11 +129,10 @@ class Task:
         if self.name == "tokens":
             student, _ = _next(student, labels)
             teacher, _ = _next(teacher, labels)
-        counts: Tensor | None = None
-        if self.name == "classes" and isinstance(student, Tensor):
-            counts = counted(student, labels, getattr(self.own_loss, "ignore_index", IGNORED))
+        ignored = getattr(self.own_loss, "ignore_index", IGNORED) if self.name == "classes" else None
+        counts = counted(student, labels, ignored)
         if self.own_divergence is not None:
-            if counts is not None:  # Its scores keep their shape, and where they do not count, nothing is to learn.
+            if counts is not None:  # The scores keep their shape; equal ones teach nothing.
                 student = torch.where(counts.unsqueeze(1), student, teacher)
             return self.own_divergence(student, teacher)
         if self.name in ("classes", "tokens"):
