@@ -49,7 +49,7 @@ from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, voc
 from subnetact.insertion.skippable import stages_of, watched_blocks
 from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
 from subnetact.operators import Elastic
-from subnetact.operators.base import Operator
+from subnetact.operators.base import Operator, template_of
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.batches import as_batch
@@ -244,7 +244,7 @@ def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
 def _frozen(model: nn.Module) -> set[str]:
     """Return what a `train` of its own leaves in evaluation mode, on a copy, whose weights it may change."""
     with suppress(Exception):  # A model may refuse to be trained.
-        if any(type(module).train not in (nn.Module.train, Operator.train) for module in model.modules()):
+        if any(type(template_of(module)).train is not nn.Module.train for module in model.modules()):
             copied = private_copy(model)
             copied.train()
             return {path for path, module in copied.named_modules() if not module.training}

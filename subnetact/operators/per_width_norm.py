@@ -80,10 +80,9 @@ class PerWidthNorm(SubnetNorm):
         """Return the number of channels. The position decides the statistics only, not the shape."""
         return (self.size("channels", row),)
 
-    def statistics_names(self, row: SizeRow) -> tuple[str, str]:
+    def statistics_names(self, row: SizeRow) -> tuple[str, ...]:
         """Return the names of the buffers with the statistics that are listed for the subnet."""
-        position = self.size("position", row) - 1
-        return f"running_mean_{position}", f"running_var_{position}"
+        return tuple(f"{name}_{self.size('position', row) - 1}" for name in super().statistics_names(row))
 
     def batches_tracked(self) -> Tensor:
         """Return the counter of training batches of the widest."""

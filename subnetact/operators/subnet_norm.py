@@ -21,7 +21,7 @@ CUMULATIVE_UNBIASED = "cumulative_unbiased"
 CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
 """How calibration averages the statistics of batches (docstring of `subnetact.calibration`)."""
 
-_STATISTICS: tuple[str, str] = ("running_mean", "running_var")
+_STATISTICS = ("running_mean", "running_var")
 
 
 class SubnetNorm(Operator):
@@ -44,7 +44,6 @@ class SubnetNorm(Operator):
     segmented: ClassVar[tuple[str, ...]] = ("channels",)
 
     momentum: Any = property(attrgetter("template.momentum"), lambda s, m: setattr(s.template, "momentum", m))
-    """The momentum of the template."""
 
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
@@ -80,7 +79,7 @@ class SubnetNorm(Operator):
         """Write `part`, of shape (channels,), into the channels of `full` that the subnet of a `row` uses."""
         full[self.gather(row, torch.arange(len(full), device=full.device))] = part
 
-    def statistics_names(self, row: SizeRow) -> tuple[str, str]:  # noqa: ARG002
+    def statistics_names(self, row: SizeRow) -> tuple[str, ...]:  # noqa: ARG002
         """Return the names of the buffers with the shared statistics of the subnet of a size `row`."""
         return _STATISTICS
 

@@ -336,14 +336,13 @@ def _name(given: Any) -> Any:
 @contextmanager
 def _kept_modes(network: Any) -> Iterator[dict[nn.Module, bool]]:
     """Put a network, if it is a module, into evaluation mode, and later all parts back into their modes."""
-    modes = {m: m.training for m in network.modules()} if isinstance(network, nn.Module) else {}
+    network = network if isinstance(network, nn.Module) else nn.Module()
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
     try:
-        if modes:
-            network.eval()
         yield modes
     finally:
-        if modes:
-            network.train(modes[network])
+        network.train(modes[network])
         for module, training in modes.items():
             module.training = training
 

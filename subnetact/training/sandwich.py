@@ -255,9 +255,7 @@ def cross_entropy(student: Tensor, teacher: Tensor, counts: Tensor | None = None
     """Return the mean cross-entropy with the teacher's probabilities, of the scores that are `counted`."""
     if counts is not None:
         student, teacher = (scores.movedim(1, -1)[counts] for scores in (student, teacher))
-        if not len(student):
-            return student.sum()
-    return F.cross_entropy(student.float(), teacher.float().softmax(1))
+    return F.cross_entropy(student.float(), teacher.float().softmax(1)) if len(student) else student.sum()
 
 
 def _distillation(
