@@ -43,7 +43,7 @@ class SubnetNorm(Operator):
     parts: tuple[str, ...] = ("channels",)
     segmented: ClassVar[tuple[str, ...]] = ("channels",)
 
-    momentum: Any = property(attrgetter("template.momentum"), lambda s, m: setattr(s.template, "momentum", m))
+    momentum: Any = property(attrgetter("shell.momentum"), lambda s, m: setattr(s.shell, "momentum", m))
 
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
