@@ -460,10 +460,10 @@ def test_labels_that_do_not_count_teach_nothing(shape: str, learning: str) -> No
     assert not torch.allclose(learnt(make, x, y, **options), changed), "what counts does teach"
 
 
-@pytest.mark.parametrize("options", [{}, {"distillation": 0.5}, {"divergence": squared}], ids=str)
+@pytest.mark.parametrize("learning", ["the usual", "a share of labels", "an own divergence"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_batch_without_a_label_that_counts_teaches_nothing(shape: str, options: dict[str, Any]) -> None:
-    make, places = SHAPES[shape]
+def test_a_batch_without_a_label_that_counts_teaches_nothing(shape: str, learning: str) -> None:
+    (make, places), (options, _) = SHAPES[shape], LEARNING[learning]
     x, _, y = dense_data(places, -100)
     torch.manual_seed(0)
     supernet = insert_(make().eval(), example=torch.randn_like(x))
