@@ -184,7 +184,8 @@ def upstream_state_dict(supernet: Supernet) -> dict[str, Tensor]:
         )
     found = family_of(origin["name"])
     state: dict[str, Tensor] = dict(supernet.state_dict())
-    norms, places = supernet.norm_operators(), {t.data_ptr(): name for name, t in state.items()}
+    norms, own = supernet.norm_operators(), supernet.network.state_dict()
+    places = {t.data_ptr(): name for name, t in own.items()}
     for spec in supernet.space.enumerate() if found.listed_statistics else ():
         row, sizes = supernet.norms.get(spec), supernet.space.resolve(spec)
         for path, pair in row.pairs().items() if row is not None else ():

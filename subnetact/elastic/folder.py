@@ -146,16 +146,10 @@ def save_folder(
         network = ordinary(supernet.network)
         with supernet.generation.unchanged():  # All is of one checkpoint, whatever other threads load.
             supernet.require_calibrated(require)
-            tensors = _copies(supernet.state_dict())
-            norms, space = supernet.norms.to_like(None), supernet.space
-            precision, largest = supernet.precision, supernet.norms.get(supernet.space.largest())
+            tensors = _copies(supernet.network.state_dict())
+            norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
+            shared = _copies(supernet.statistics_of_largest())
         fingerprint = fingerprint_of(space.id, tensors)
-        shared = {
-            f"{name}.{buffer}": value.clone().cpu()
-            for name, pair in (largest.pairs() if largest is not None else {}).items()
-            for buffer, value in zip(("running_mean", "running_var"), pair, strict=True)
-        }
-        shared = {n: t for n, t in shared.items() if n in tensors and not tensors[n].equal(t)}
         own = {name: tensors[name] for name in shared}
         tensors.update(shared)  # The library's own reader gets the statistics of the largest subnet.
         model = _model_of(supernet, network, card)
@@ -283,7 +277,7 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         supernet = as_supernet(model) if given else _made(document, folder, size, model)
         network = ordinary(supernet.network)
         if type(network).__module__.startswith("transformers.") and not tensors.keys() <= set(
-            supernet.state_dict()
+            supernet.network.state_dict()
         ):
             tensors = under_runtime_names(network, tensors)
         space, precision = supernet.space, document["precision"]
@@ -349,7 +343,7 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
 
 def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Path, own_dtype: bool) -> None:
     """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
-    own: OrderedDict[str, Tensor] = supernet.state_dict()
+    own: dict[str, Tensor] = supernet.network.state_dict()
     tied = {storage_id(own[name]): tensor for name, tensor in tensors.items() if name in own}
     for name in [n for n in own if n not in tensors and storage_id(own[n]) in tied]:
         tensors[name] = tied[storage_id(own[name])]  # Files leave out tied output layers.
@@ -364,10 +358,10 @@ def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Pat
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if not own_dtype and len(kinds) == 1:
         kind = kinds.pop()
-        for kept in supernet.state_dict(keep_vars=True).values():
+        for kept in supernet.network.state_dict(keep_vars=True).values():
             if kept.is_floating_point() and kept.dtype != kind:
                 kept.data = torch.empty_like(kept, dtype=kind)
-        own = supernet.state_dict()
+        own = supernet.network.state_dict()
     for name, tensor in tensors.items():
         if tensor.dtype != own[name].dtype:
             raise FileFormatError(
@@ -380,11 +374,11 @@ def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], norms: NormTable, m
     """Give a supernet weights that fit, and their statistics."""
     if mapped:  # `read_model` returns views of the mapped files
         with supernet.generation.lock:
-            for name, kept in supernet.state_dict(keep_vars=True).items():
+            for name, kept in supernet.network.state_dict(keep_vars=True).items():
                 kept.data = tensors[name]
             supernet.norms = norms
             supernet.refresh()
         return
     versioned = OrderedDict(tensors)
-    versioned._metadata = supernet.state_dict()._metadata  # type: ignore[attr-defined]
+    versioned._metadata = supernet.network.state_dict()._metadata  # type: ignore[attr-defined]
     supernet.load_state_dict(versioned, norms=norms)

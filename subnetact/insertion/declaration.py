@@ -32,7 +32,7 @@ from subnetact.insertion.state_space import is_state_space, state_space_group
 from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.operators.layer_traits import traits_of
-from subnetact.supernet.batches import call_with
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
@@ -142,7 +142,8 @@ class _Observation:
                 module, enter = self.modules[path], partial(self._enter, path)
                 hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(partial(self._leave, path)))
-            call_with(model, example)
+            hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # Then torch nests no tensors.
+            call_with(model, map_tensors(Tensor.clone, example))
 
     def block_of(self, path: str) -> str | None:
         """Return the innermost block around a module, or None."""
@@ -626,7 +627,7 @@ def _fresh(value: Any) -> Any:
         if value.dim() > 1 and bool(rows.isfinite().all()) and bool((rows == rows[:1]).all()):
             noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
             return noise.to(value.device) * (float(rows.square().mean().sqrt()) or 1.0)
-        return value.float()
+        return value.clone().float()
     if isinstance(value, Tensor):
         return value.clone()
     return None if _is_cache(value) else value

@@ -49,7 +49,7 @@ from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, voc
 from subnetact.insertion.skippable import stages_of, watched_blocks
 from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
 from subnetact.operators import Elastic, ElasticAttribute
-from subnetact.operators.base import Operator
+from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
@@ -59,7 +59,7 @@ from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.sensitivity import smaller
 from subnetact.supernet.supernet import Supernet
-from subnetact.supernet.unused_weights import shared_view
+from subnetact.supernet.unused_weights import private_copy, shared_view
 
 __all__ = ["describe", "insert_"]
 
@@ -204,7 +204,7 @@ def insert_(
     examples = [] if example is None else _examples(example)
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
         _check_model(model, by_hand=True)
-        supernet = put_operators_(model, description, elastic)
+        supernet = _inserted(model, description, elastic)
         try:
             for x in examples:
                 supernet.check(x)
@@ -231,13 +231,35 @@ def insert_(
     if not proved:
         expected = [_runs(model, x) for x in examples]
         description = _proved(model, description, examples, expected, leave_out=False)
-    supernet = put_operators_(model, description.space, description.elastic)
+    supernet = _inserted(model, description.space, description.elastic)
     forget_(supernet.network)
     supernet.description = description
     if supernet.norm_operators():
         supernet.adopt_statistics()
     supernet.proved = _proved_inputs(supernet, examples)
     return guard_caches_(supernet, examples[0])
+
+
+def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
+    """Put operators into a model, unless its own `train` would not freeze then what it freezes now."""
+    frozen = _frozen(model)
+    supernet = put_operators_(model, space, elastic)
+    if frozen and (differing := sorted(frozen ^ _frozen(supernet.network))):
+        raise InsertError(
+            f"{_called(supernet.remove(), differing[0])} stays in evaluation mode in model.train(), but not "
+            "with operators; let train() find modules by isinstance or by name"
+        )
+    return supernet
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    """Return what a `train` of its own leaves in evaluation mode, on a copy, whose weights it may change."""
+    with suppress(Exception):  # A model may refuse to be trained.
+        if any(type(template_of(module)).train is not nn.Module.train for module in model.modules()):
+            copied = private_copy(model)
+            copied.train()
+            return {path for path, module in copied.named_modules() if not module.training}
+    return set()
 
 
 # -- finding ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from subnetact.comparison import tensors_in
-from subnetact.supernet.batches import call_with
+from subnetact.supernet.batches import call_with, map_tensors
 
 __all__ = ["Recording", "TensorFacts", "assigned", "recorded"]
 
@@ -71,7 +71,7 @@ class Recording:
 
 def recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool]) -> Recording:
     """Run a model, which nobody else uses, on an example and return the graph of its calls."""
-    recorder = _Recorder(model)
+    recorder, example = _Recorder(model), map_tensors(Tensor.clone, example)
     inputs = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
     for i, tensor in enumerate(inputs):
         recorder.add("placeholder", f"input{i}", (), {}, tensor)

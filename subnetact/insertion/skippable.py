@@ -97,6 +97,7 @@ def watched_blocks(
             hooks.callback(chain.close)
         for path in blocks:
             hooks.enter_context(model.get_submodule(path).register_forward_hook(partial(measure, path)))
+        hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # Then torch nests no tensors.
         call_with(model, map_tensors(Tensor.clone, x))
     broken: dict[str, str] = {}
     for path, chain in chains.items():

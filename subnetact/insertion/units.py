@@ -245,7 +245,7 @@ class Trial:
 
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that units of a group changed places, or that nothing shows it."""
-        if hidden := self._not_shown(group):
+        if (hidden := self._not_shown(group)) and self.stays(_shuffled([group])):
             return NOT_SHOWN.format(str(hidden))
         plain = shared_view(private_copy(self._copy), self.row)
         where = self._permuted(_shuffled([group]), lambda view: first_changed(view, plain, self._inputs[0]))

@@ -35,6 +35,11 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,  # noqa: ARG002  # a hint that the mask, which is applied anyway, is causal
     ) -> tuple[Tensor, Tensor | None]:
         """Compute what `nn.MultiheadAttention` does, with the heads of the subnet, also in masks of heads."""
+        if query.is_nested:  # `nn.TransformerEncoder` leaves out what is padded.
+            x, lengths = query.to_padded_tensor(0.0), [len(row) for row in query.unbind()]
+            kept = torch.arange(x.shape[1], device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
+            out, weights = self.forward(x, x, x, ~kept, need_weights)
+            return torch._nested_tensor_from_mask(out, kept), weights
         swap = not self.batch_first and query.dim() == 3
         given = (t.transpose(0, 1) for t in (query, key, value)) if swap else (query, key, value)
         q, *pair = (self.project(t, i) for i, t in enumerate(given))

@@ -427,6 +427,12 @@ class Operator(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_shared": {}, "_packed": {}}
 
+    def train(self, mode: bool = True) -> Operator:
+        """Put the template into training mode, or out of it; what a `train` of its own does counts here."""
+        self.template.train(mode)  # It has the same submodules.
+        self.training = self.template.training
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Return nothing, whatever `args` and `kwargs` are: raise `SpecError`, as there is no subnet here."""
         raise SpecError(

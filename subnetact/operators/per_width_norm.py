@@ -80,17 +80,9 @@ class PerWidthNorm(SubnetNorm):
         """Return the number of channels. The position decides the statistics only, not the shape."""
         return (self.size("channels", row),)
 
-    def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
-        """Return the mean and the variance, each of shape (channels,), that are listed for the subnet."""
-        position = self.size("position", row) - 1
-        mean: Any = self._buffers[f"running_mean_{position}"]
-        var: Any = self._buffers[f"running_var_{position}"]
-        return mean.data, var.data
-
-    def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
-        """Write statistics, each of shape (channels,), into those that are listed for the subnet."""
-        for listed, statistic in zip(self.shared_statistics(row), (mean, var), strict=True):
-            listed.copy_(statistic)
+    def statistics_names(self, row: SizeRow) -> tuple[str, ...]:
+        """Return the names of the buffers with the statistics that are listed for the subnet."""
+        return tuple(f"{name}_{self.size('position', row) - 1}" for name in super().statistics_names(row))
 
     def batches_tracked(self) -> Tensor:
         """Return the counter of training batches of the widest."""

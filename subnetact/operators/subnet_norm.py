@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
 from subnetact.operators.segments import cut
-from subnetact.operators.view_module import mix_in_, view_module
+from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
 __all__ = ["CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
@@ -43,8 +43,20 @@ class SubnetNorm(Operator):
     parts: tuple[str, ...] = ("channels",)
     segmented: ClassVar[tuple[str, ...]] = ("channels",)
 
+    momentum: Any = property(attrgetter("shell.momentum"), lambda s, m: setattr(s.shell, "momentum", m))
+
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # Who freezes BatchNorms finds them by isinstance.
+        return type(self.__dict__.get("template", self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (type(self),), self.__getstate__()
+
+    def _get_name(self) -> str:
+        return type(self).__name__
 
     def check(self) -> None:
         """Refuse templates that are no BatchNorm with running statistics."""
@@ -67,14 +79,17 @@ class SubnetNorm(Operator):
         """Write `part`, of shape (channels,), into the channels of `full` that the subnet of a `row` uses."""
         full[self.gather(row, torch.arange(len(full), device=full.device))] = part
 
+    def statistics_names(self, row: SizeRow) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the names of the buffers with the shared statistics of the subnet of a size `row`."""
+        return _STATISTICS
+
     def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
         """Return the shared running mean and variance of the subnet of a size `row`, each (channels,).
 
         Subnets without a statistics row of their own run on them. Segments that do not touch are packed
-        copies; `write_statistics` changes the shared ones themselves.
+        copies, which training does not move.
         """
-        mean: Any = self._buffers["running_mean"]
-        var: Any = self._buffers["running_var"]
+        mean, var = (self.get_buffer(name) for name in self.statistics_names(row))
         sizes = self.sizes(row)
         if self.segments and len(self.kept_parts(sizes)[0].runs()) > 1:
             packed = self.packed(
@@ -85,13 +100,6 @@ class SubnetNorm(Operator):
             return own[0], own[1]
         count = self.totals(sizes)[0]
         return mean.data[:count].data, var.data[:count].data
-
-    def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
-        """Write `mean` and `var`, of shape (channels,), of the subnet of a `row` into the shared ones."""
-        with torch.no_grad():
-            for name, statistic in zip(_STATISTICS, (mean, var), strict=True):
-                full: Any = self._buffers[name]
-                self.scatter_(row, full, statistic)
 
     def batches_tracked(self) -> Tensor | None:
         """Return the shared counter of training batches."""
@@ -117,21 +125,8 @@ class SubnetNorm(Operator):
         given = self.parameters_of(sizes, trainable)
         bound = view_module(self.shell, parameters=given, buffers=buffers, **self.attributes(sizes))
         object.__setattr__(bound, "training", trainable and self.training)
-        if bound.training and hasattr(mean, "packed"):
-            object.__setattr__(bound, "write_back", partial(self.write_statistics, row))
-            mix_in_(bound, _WritingBack)
         return bound
 
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the BatchNorm of one subnet with the shared statistics, as `bind_with` does."""
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)
-
-
-class _WritingBack:
-    """The mixin of a BatchNorm in training whose statistics are packed copies of the shared ones."""
-
-    def forward(self: Any, *args: Any) -> Tensor:
-        """Normalise with the statistics of the batch, and write the running ones back."""
-        output: Tensor = super().forward(*args)  # type: ignore[misc]
-        self.write_back(*(self._buffers[name] for name in _STATISTICS))
-        return output

@@ -13,7 +13,7 @@ from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["OF_LAYERS", "bind", "bind_module", "operators_in", "private_buffers"]
+__all__ = ["OF_LAYERS", "bind", "bind_module", "each_tensor", "operators_in", "private_buffers"]
 
 OF_LAYERS = "_numbers_of_layers"
 """The attribute of a module with its own whole numbers that are the largest of those of several layers: name
@@ -84,12 +84,12 @@ def bind_module(
         if modules:
             object.__setattr__(bound, "_modules", modules)
         if frozen is not None and bound._buffers and bound._buffers is module._buffers:
-            object.__setattr__(bound, "_buffers", _each(module._buffers, frozen))
+            object.__setattr__(bound, "_buffers", each_tensor(module._buffers, frozen))
         return bound
     own: dict[str, Any] = module._parameters
     buffers: dict[str, Any] = module._buffers
     if frozen is not None:
-        own, buffers = _each(own, frozen), _each(buffers, frozen)
+        own, buffers = each_tensor(own, frozen), each_tensor(buffers, frozen)
     of_layers = {name: max(row[i] for i in at) for name, at in vars(module).get(OF_LAYERS, {}).items()}
     view = view_module(module, parameters=own, buffers=buffers, modules=modules, **of_layers)
     if trainable:
@@ -97,7 +97,8 @@ def bind_module(
     return view
 
 
-def _each(tensors: dict[str, Any], function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def each_tensor(tensors: dict[str, Any], function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return what a function makes of parameters or buffers, by name; those that are None stay."""
     if not tensors:
         return tensors
     return {name: None if tensor is None else function(tensor) for name, tensor in tensors.items()}

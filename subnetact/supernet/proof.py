@@ -332,7 +332,8 @@ def _module_outputs(
         x = map_tensors(Tensor.clone, x)
         if layers is not None:
             calls.watched(network, layers)
-            stack.enter_context(calls)
+        # With any such mode, torch nests no tensors.
+        stack.enter_context(calls if layers is not None else torch.overrides.BaseTorchFunctionMode())
         call_with(network, x)
     return found, list(calls.names)
 

@@ -35,7 +35,7 @@ from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
-from subnetact.supernet.bind import OF_LAYERS, bind, operators_in
+from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, private_buffers
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.generation import Generation, Weights
@@ -131,6 +131,8 @@ class Supernet(nn.Module):
     card: Card = Card()
     proved: ProvedInputs | None = None
     on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
+    _moving: NormRow | None = None
+    """The row of the largest subnet from which training has moved the shared statistics on since."""
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
@@ -191,6 +193,11 @@ class Supernet(nn.Module):
     @property
     def norms(self) -> NormTable:
         """The statistics rows of calibrated subnets. Assign another table to use a copy of that table."""
+        if self._moving is not None:
+            with self._generation.lock:
+                row, self._moving = self._moving, None
+                if row in self._norms.rows.values():  # Training has moved it.
+                    self.adopt_statistics()
         return self._norms
 
     @norms.setter
@@ -308,9 +315,10 @@ class Supernet(nn.Module):
             spec = self.space.check(spec)
         if self._generation.notice_replacements():
             with self._generation.lock:
-                return self._bind(spec, self._norms.get(spec), fresh=True)
+                return self._bind(spec, self.norms.get(spec), fresh=True)
+        norms = self.norms
         with self._views.lock:
-            view = self._views.get(spec, self._norms.get(spec))
+            view = self._views.get(spec, norms.get(spec))
         return self._build(self.space.check(spec)) if view is None else view
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
@@ -325,7 +333,7 @@ class Supernet(nn.Module):
             while number != self._generation.number:  # Another thread may replace a tensor meanwhile.
                 number = self.generation.number
                 with self._generation.own_weights():
-                    statistics = self._norms.get(spec)
+                    statistics = self.norms.get(spec)
                     view = self._bind(spec, statistics)
         if statistics is None:
             self._warn_uncalibrated(spec)
@@ -351,8 +359,8 @@ class Supernet(nn.Module):
     def forward(self, *args: Any, subnet: SubnetSpec | None = None, **kwargs: Any) -> Any:
         """Run a subnet.
 
-        In training mode gradients reach the supernet's parameters, and BatchNorm normalises with the
-        statistics of the batch and updates the shared running statistics.
+        In training mode gradients reach the supernet's parameters, and BatchNorm normalises with the batch.
+        The largest subnet updates running statistics and other buffers; other subnets update copies.
 
         `torch.func.functional_call(supernet, parameters, ...)` runs on the given parameters and leaves no
         trace in cached views. While it runs, other threads must not call the supernet; engines may run.
@@ -374,14 +382,38 @@ class Supernet(nn.Module):
     def _bound(self, spec: SubnetSpec) -> nn.Module:
         if not self.training:
             return self.subnet(spec)
-        row = self.space.resolve(spec)
+        row, largest = self.space.resolve(spec), spec.base == self.space.largest().base
 
         def bind_norm(norm: SubnetNorm) -> nn.Module:
-            self._generation.weights.note_training()
+            if largest:
+                self._generation.weights.note_training()
             return norm.bind(row, trainable=True)
 
         with self._generation.lock:
-            return bind(self._present(), row, bind_norm, trainable=True)
+            statistics = self._norms.get(spec) if largest else None
+            if statistics not in (None, self._moving) and not self._generation.notice_replacements():
+                for name, tensor in self.statistics_of_largest().items():
+                    self._present().get_buffer(name).copy_(tensor)  # Training goes on from its own.
+                self._moving = statistics
+            network = bind(self._present(), row, bind_norm, trainable=True)
+        own = private_buffers()
+        for module in network.modules():
+            if not largest or any(hasattr(t, "packed") for t in module._buffers.values()):
+                object.__setattr__(module, "_buffers", each_tensor(module._buffers, own))
+        return network
+
+    def statistics_of_largest(self) -> dict[str, Tensor]:
+        """Return, by name, the shared statistics that are others in the row of the largest subnet."""
+        row, sizes = self.norms.get(self.space.largest()), self.space.resolve(self.space.largest())
+        pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
+        for path, norm in self._present().named_modules(remove_duplicate=False):
+            if isinstance(norm, SubnetNorm) and norm.path in pairs:
+                for name, statistic in zip(norm.statistics_names(sizes), pairs[norm.path], strict=True):
+                    shared = norm.get_buffer(name)
+                    norm.scatter_(sizes, tensor := shared.clone(), statistic)
+                    if tensor.is_meta or not torch.equal(tensor, shared):
+                        others[f"{path}.{name}"] = tensor
+        return others
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
         """Return an ordinary network of the subnet `spec`, in evaluation mode, with its own weights.
@@ -394,7 +426,7 @@ class Supernet(nn.Module):
         spec = self.space.check(spec)
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
-            network = owned(self._bind(spec, self._norms.get(spec), fresh=fresh, hooked=False)).eval()
+            network = owned(self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)).eval()
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network))
             return network
@@ -402,7 +434,8 @@ class Supernet(nn.Module):
     def remove(self) -> nn.Module:
         """Put every module that an operator replaced back into its place, and return the ordinary network.
 
-        The supernet cannot be used any more afterwards; views and extracted networks can.
+        It computes what the largest subnet did. The supernet cannot be used any more afterwards; views and
+        extracted networks can.
 
         Raises:
             InsertError: the operators were removed before.
@@ -412,6 +445,9 @@ class Supernet(nn.Module):
             >>> assert supernet.remove() is model
         """
         network = self._present()
+        for path, tensor in self.statistics_of_largest().items():
+            norm, _, name = path.rpartition(".")
+            network.get_submodule(norm)._buffers[name] = tensor
         for module in list(network.modules()):
             for name, child in module._modules.items():
                 if isinstance(child, Operator):
@@ -462,7 +498,7 @@ class Supernet(nn.Module):
             with torch.inference_mode():
                 precisions = self.precision.precisions
                 check_precisions(
-                    self.space, precisions, x, lambda spec: self._bind(spec, self._norms.get(spec))
+                    self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec))
                 )
         return report
 
@@ -518,7 +554,7 @@ class Supernet(nn.Module):
             SpecError: its own statistics lack a BatchNorm or have another number of channels.
         """
         spec = self.space.check(spec)
-        return self._statistics(spec, self._norms.get(spec))
+        return self._statistics(spec, self.norms.get(spec))
 
     def adopt_statistics(self) -> None:
         """Give the largest subnet the BatchNorm statistics that the network came with as its statistics row.
@@ -601,7 +637,7 @@ class Supernet(nn.Module):
 
         Latency tables and files of unfinished work carry it, so that they are not used with other weights.
         """
-        return fingerprint_of(self.space.id, self.state_dict())
+        return fingerprint_of(self.space.id, self._present().state_dict())
 
     def save_pretrained(
         self,
@@ -682,9 +718,12 @@ class Supernet(nn.Module):
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state_dict of the network. `supernet.norms.save` saves the statistics of subnets."""
+        """Return that of the network, with the statistics of the largest subnet; `norms.save` saves all."""
+        prefix = kwargs.get("prefix", "".join(args[1:2]))
         with self._generation.lock:
-            return self._present().state_dict(*args, **kwargs)
+            state = self._present().state_dict(*args, **kwargs)
+            state.update({prefix + name: t for name, t in self.statistics_of_largest().items()})
+            return state
 
     def load_state_dict(
         self,
@@ -729,7 +768,7 @@ class Supernet(nn.Module):
 
     def tensors(self) -> list[Tensor]:
         """Return all parameters, buffers and statistics rows."""
-        return [*self.parameters(), *self.buffers(), *(row.flat for row in self._norms.rows.values())]
+        return [*self.parameters(), *self.buffers(), *(row.flat for row in self.norms.rows.values())]
 
     def exchange_storage(self, storages: Mapping[int, UntypedStorage]) -> None:
         """Move weights and statistics to other `storages`, by the `storage_id` of the former ones."""

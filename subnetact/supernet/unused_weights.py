@@ -135,7 +135,8 @@ def _restore_slices(copy: Operator, operator: Operator, row: SizeRow) -> None:
             parameter = copy.get_parameter(name)
             parameter.copy_(torch.where(used, operator.get_parameter(name), parameter))
     if isinstance(operator, SubnetNorm) and isinstance(copy, SubnetNorm):
-        copy.write_statistics(row, *operator.shared_statistics(row))
+        for name, part in zip(copy.statistics_names(row), operator.shared_statistics(row), strict=True):
+            copy.scatter_(row, copy.get_buffer(name), part)
     elif _sliced_buffers(operator):
         own: Any = copy.sliced(sizes, _sliced_buffers(copy))
         for name, buffer in operator.sliced(sizes, _sliced_buffers(operator)).items():

@@ -120,6 +120,7 @@ def distill_(
             the labels.
         divergence: what subnets minimise to be like the teacher, a function of the two outputs. If None, the
             cross-entropy for scores, the squared error for values, and one minus the cosine for vectors.
+            Scores of classes are the teacher's in both where a label does not count.
         balance: whether the losses of all subnets are scaled to that of the first one, so that a bad subnet
             does not dominate the shared weights.
         loss: a function of outputs and labels instead of the one of the task: cross-entropy or squared error.
@@ -206,63 +207,59 @@ def distill_(
     if optimizer is not None:
         _check_optimizer(optimizer, parameters)
     chosen: Any = FROZEN if teacher is None and not learns else teacher
-    was_training, calibrated = supernet.training, list(supernet.norms)
-    with _evaluating(chosen), kept_random_states(device):
-        supernet.eval()
-        try:
-            first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
-            inputs = [x for x, _ in first]
-            given = None if isinstance(chosen, str) else chosen
-            measurement = Measurement(supernet, specs, held_out, meaning, given, inputs, progress)
-            measurement.check(first[0][1])
-            if isinstance(chosen, str):  # Its statistics may be those of other weights.
-                calibrate(supernet, [space.largest()], inputs, progress=progress)
-                chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
-                measurement.teacher = chosen
-            scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
-            run = TrainingRun(
-                supernet=supernet,
-                stream=BatchStream(batches, seed),
-                task=meaning,
-                teacher=chosen,
-                learns=learns,
-                optimizer=optimizer or torch.optim.AdamW(parameters, learning_rate),
-                scheduler=scheduler,
-                scaler=scaler,
-                rate=learning_rate if optimizer is None else None,
-                steps=steps,
-                minutes=minutes,
-                save_every_s=save_every_s,
-                progress=progress,
-                **settings,
-            )
-            keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
-            weights = "" if resume is None else supernet.fingerprint()
-            environment = {
-                **settings,
-                "autocast": str(autocast),
-                **names,
-                "subnets": keys,
-                "weights": weights,
-            }
-            kept = {n: o for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o is not None}
-            state = TrainingState(resume, environment, supernet, run.optimizer, kept)
-            done = state.load()
-            if done is None:
+    former = supernet.norms.to_like(None)
+    with _kept_modes(chosen), _kept_modes(supernet) as modes, kept_random_states(device):
+        first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
+        inputs = [x for x, _ in first]
+        given = None if isinstance(chosen, str) else chosen
+        measurement = Measurement(supernet, specs, held_out, meaning, given, inputs, progress)
+        measurement.check(first[0][1])
+        if isinstance(chosen, str):  # Its statistics may be those of other weights.
+            calibrate(supernet, [space.largest()], inputs, progress=progress)
+            chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
+            measurement.teacher = chosen
+        scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
+        run = TrainingRun(
+            supernet=supernet,
+            stream=BatchStream(batches, seed),
+            task=meaning,
+            teacher=chosen,
+            learns=learns,
+            optimizer=optimizer or torch.optim.AdamW(parameters, learning_rate),
+            scheduler=scheduler,
+            scaler=scaler,
+            rate=learning_rate if optimizer is None else None,
+            steps=steps,
+            minutes=minutes,
+            save_every_s=save_every_s,
+            progress=progress,
+            **settings,
+        )
+        keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
+        weights = "" if resume is None else supernet.fingerprint()
+        environment = {**settings, "autocast": str(autocast), **names, "subnets": keys, "weights": weights}
+        kept = {n: o for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o is not None}
+        state = TrainingState(resume, environment, supernet, run.optimizer, kept)
+        done = state.load()
+        if done is None:
+            try:
                 before = measurement.run([])
                 order = _sort(supernet, importance, first, meaning)
-                run.facts = {"step": 0, "seconds": 0.0, "losses": [], "before": before, "order": order}
-                state.save({**run.facts, "stream": run.stream.facts()})
-            else:
-                run.stream.go_to(done.pop("stream"))
-                run.facts = done
-            supernet.norms = NormTable(space.id)
-            supernet.train()
-            run.go_on(state)
-            supernet.eval()
-            after = measurement.run(calibrated)
-        finally:
-            supernet.train(was_training)
+            except BaseException:
+                supernet.norms = former  # Those that it has now were to measure.
+                raise
+            run.facts = {"step": 0, "seconds": 0.0, "losses": [], "before": before, "order": order}
+            state.save({**run.facts, "stream": run.stream.facts()})
+        else:
+            run.stream.go_to(done.pop("stream"))
+            run.facts = done
+        supernet.norms = NormTable(space.id)
+        supernet.train()
+        for module, training in modes.items() if any(modes.values()) else ():
+            module.training = training or module is supernet  # The others are frozen.
+        run.go_on(state)
+        supernet.eval()
+        after = measurement.run(list(former))
     facts = run.facts
     return DistillationReport(
         subnets=tuple(specs),
@@ -337,16 +334,17 @@ def _name(given: Any) -> Any:
 
 
 @contextmanager
-def _evaluating(teacher: Any) -> Iterator[None]:
-    """Keep a teacher that is a module in evaluation mode."""
-    was = isinstance(teacher, nn.Module) and teacher.training
-    if was:
-        teacher.eval()
+def _kept_modes(network: Any) -> Iterator[dict[nn.Module, bool]]:
+    """Put a network, if it is a module, into evaluation mode, and later all parts back into their modes."""
+    network = network if isinstance(network, nn.Module) else nn.Module()
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
     try:
-        yield
+        yield modes
     finally:
-        if was:
-            teacher.train()
+        network.train(modes[network])
+        for module, training in modes.items():
+            module.training = training
 
 
 def _first(batches: Iterable[Any], count: int, seed: int) -> list[Any]:

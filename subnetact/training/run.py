@@ -75,7 +75,7 @@ class TrainingRun:
             disable=not progress or None,
         ) as bar:
             while self._share() < 1.0:
-                before = self._batch_norm_statistics()
+                before = [(buffer, buffer.clone()) for buffer in self.supernet.buffers()]
                 try:
                     losses = self._step()
                 except TrainingError:
@@ -175,10 +175,6 @@ class TrainingRun:
             found.append(even_subnet(space, rng.random()) if even else space.sample(rng))
         values = ({n: v for n, v in space.values(spec).items() if n != PRECISION} for spec in found)
         return list(dict.fromkeys(space.spec(**given) for given in values))
-
-    def _batch_norm_statistics(self) -> list[tuple[Tensor, Tensor]]:
-        norms = self.supernet.norm_operators().values()
-        return [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
 
     def _note(self, losses: tuple[float, ...]) -> None:
         """Keep the losses of evenly distributed steps, a bounded number."""

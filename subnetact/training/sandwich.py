@@ -21,7 +21,10 @@ from subnetact.supernet.batches import as_batch, call_with, describe_input, logi
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = ["cross_entropy", "sandwich_step"]
+__all__ = ["IGNORED", "counted", "cross_entropy", "sandwich_step"]
+
+IGNORED = -100
+"""The label of a pixel or token that does not count, as transformers and `cross_entropy` of torch have it."""
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -61,7 +64,7 @@ def sandwich_step(
         random_subnets: number of random subnets per step.
         subnets: the subnets to train instead, the teacher first. Use this to shrink progressively.
         distillation: share, from 0 to 1, of the distillation in the loss of all subnets but the first; the
-            rest is `loss`. It is the cross-entropy with the teacher's probabilities.
+            rest is `loss`. It is the cross-entropy with the teacher, without what `loss` ignores (-100).
         class_dim: the dimension of the classes in the scores, which distillation needs: 1 for images of
             scores (N, classes, H, W), -1 for language models (N, tokens, vocabulary). If None, it is 1 if
             the scores have two dimensions or `loss` is `cross_entropy` of torch, which reads it there.
@@ -119,7 +122,8 @@ def sandwich_step(
         raise SpecError(f"inputs: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
     place = 1 if class_dim is None and loss is F.cross_entropy else class_dim
     target: Callable[[Any], Any] = partial(_scores, class_dim=place)
-    apart: Loss = partial(_distillation, class_dim=place)
+    ignored = getattr(loss, "ignore_index", IGNORED if loss is F.cross_entropy else None)
+    apart: Loss = partial(_distillation, class_dim=place, labels=labels, ignored=ignored)
     if divergence is not None:
         target, apart = (lambda scores: scores), divergence
     wanted: Any = None
@@ -238,16 +242,29 @@ def _scores(scores: Any, class_dim: int | None) -> Tensor:
     return scores.movedim(place, 1)
 
 
-def cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean cross-entropy with the teacher's probabilities, of scores (N, classes, ...)."""
-    return F.cross_entropy(student.float(), teacher.float().softmax(1))
+def counted(scores: Any, labels: Any, ignored: int | None) -> Tensor | None:
+    """Return where labels (N, ...) of scores (N, classes, ...) are classes; None if all are, or others."""
+    tensors = isinstance(scores, Tensor) and isinstance(labels, Tensor)
+    if ignored is None or not tensors or labels.is_floating_point():
+        return None
+    counts = (labels != ignored) & (labels >= 0) & (labels < scores.shape[1])
+    return None if labels.shape != scores[:, 0].shape or bool(counts.all()) else counts
 
 
-def _distillation(output: Any, wanted: Tensor, class_dim: int | None) -> Tensor:
+def cross_entropy(student: Tensor, teacher: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Return the mean cross-entropy with the teacher's probabilities, of the scores that are `counted`."""
+    if counts is not None:
+        student, teacher = (scores.movedim(1, -1)[counts] for scores in (student, teacher))
+    return F.cross_entropy(student.float(), teacher.float().softmax(1)) if len(student) else student.sum()
+
+
+def _distillation(
+    output: Any, wanted: Tensor, class_dim: int | None, labels: Any, ignored: int | None
+) -> Tensor:
     scores = _scores(output, class_dim)
     if scores.shape != wanted.shape:
         raise SpecError(
             f"distillation: the student's scores {tuple(scores.shape)} do not fit the teacher's "
             f"{tuple(wanted.shape)}; the classes are in dimension 1 of both"
         )
-    return cross_entropy(scores, wanted)
+    return cross_entropy(scores, wanted, counted(scores, labels, ignored))

@@ -107,7 +107,7 @@ class TrainingState:
     def _weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, those that share memory once."""
         found: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
-        for name, tensor in self._supernet.state_dict().items():
+        for name, tensor in self._supernet.network.state_dict().items():
             found.setdefault((tensor.data_ptr() or id(tensor), tensor.shape), (f"weights/{name}", tensor))
         return dict(found.values())
 

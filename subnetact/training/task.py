@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.errors import SpecError, TrainingError
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, logits, map_tensors
-from subnetact.training.sandwich import cross_entropy
+from subnetact.training.sandwich import IGNORED, counted, cross_entropy
 
 __all__ = ["TASKS", "Task", "number"]
 
@@ -26,8 +26,6 @@ METRICS = {
     "tokens": "perplexity",
 }
 TASKS = tuple(METRICS)
-IGNORED = -100
-"""The label of a pixel or token that does not count, as transformers and `cross_entropy` of torch have it."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +129,14 @@ class Task:
         if self.name == "tokens":
             student, _ = _next(student, labels)
             teacher, _ = _next(teacher, labels)
+        ignored = getattr(self.own_loss, "ignore_index", IGNORED) if self.name == "classes" else None
+        counts = counted(student, labels, ignored)
         if self.own_divergence is not None:
+            if counts is not None:  # The scores keep their shape; equal ones teach nothing.
+                student = torch.where(counts.unsqueeze(1), student, teacher)
             return self.own_divergence(student, teacher)
         if self.name in ("classes", "tokens"):
-            return cross_entropy(student, teacher)
+            return cross_entropy(student, teacher, counts)
         if self.name == "vectors":
             return (1.0 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)).mean()
         return F.mse_loss(student.float(), teacher.float())

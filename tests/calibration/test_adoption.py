@@ -42,6 +42,8 @@ def test_statistics_that_are_not_the_networks_own_are_calibrated() -> None:
     trained = supernet_of(pretrained())
     trained.train()
     trained(BATCHES[0], subnet=trained.space.smallest()).sum().backward()
+    assert trained.has_original_statistics(), "a narrow subnet moves copies of them"
+    trained(BATCHES[0], subnet=trained.space.largest()).sum().backward()
     assert not adopted(trained.eval())
     loaded = supernet_of(pretrained())
     loaded.load_state_dict({name: t * 1.5 for name, t in loaded.state_dict().items()})

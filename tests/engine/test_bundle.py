@@ -314,7 +314,7 @@ def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
         for line in Path("/proc/self/maps").read_text().splitlines()
         if ".safetensors" in line
     ]
-    weights = [tensor for tensor in mapped.supernet.state_dict().values() if tensor.numel()]
+    weights = [tensor for tensor in mapped.supernet.network.state_dict().values() if tensor.numel()]
     assert weights
     assert all(any(low <= tensor.data_ptr() < high for low, high in ranges) for tensor in weights)
     before = mapped(x, 1)

@@ -148,7 +148,7 @@ class Images:
         return {spec: {f"norm.{i}": pair() for i in range(LAYERS)} for spec in self.specs}
 
     def taken(self) -> State:
-        return {name: tensor.clone() for name, tensor in self.supernet.state_dict().items()}
+        return {name: tensor.clone() for name, tensor in self.supernet.network.state_dict().items()}
 
     # doors that change weights
 
@@ -209,13 +209,17 @@ class Images:
     # what uses weights
 
     def train(self) -> None:
-        """Run a batch in training mode, which changes the shared statistics and no weight."""
+        """Run a batch in training mode, which moves the statistics of the largest subnet and no weight."""
         self.supernet.train()
         self.supernet(X, subnet=self.specs[1])
         self.supernet.eval()
         if any(not torch.equal(self.state[n], t) for n, t in self.taken().items() if "running" in n):
             self.held = None
         self.state, self.original = self.taken(), False
+        if self.specs[1] in self.rows:
+            names = [f"norm.{i}" for i in range(LAYERS)]
+            pairs = {n: (self.state[f"{n}.running_mean"], self.state[f"{n}.running_var"]) for n in names}
+            self.rows = {**self.rows, self.specs[1]: pairs}
 
     def calibrate(self) -> None:
         """Calibrate while other doors open between the batches."""

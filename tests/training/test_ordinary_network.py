@@ -1,0 +1,490 @@
+"""Training leaves an ordinary network: it moves, freezes and ignores what training without subnets does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_families import small_supernet
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subnetact import calibrate, insert_
+from subnetact.errors import InsertError, TrainingError
+from subnetact.operators import SubnetNorm
+from subnetact.supernet.norm_table import NormTable
+from subnetact.supernet.supernet import Supernet
+from subnetact.training import distill_, sandwich_step
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+X = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(1)) * 3 + 1
+LABELS = torch.arange(12) % 5
+QUIET: dict[str, Any] = {"progress": False, "steps": 2, "calibration": 1, "importance": None}
+HELD_OUT = [(X + 0.1, LABELS)]
+
+
+class Net(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1), norm(16)
+        self.wide, self.norm2 = nn.Conv2d(16, 8, 1), norm(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(torch.relu(self.norm2(self.wide(x))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Counting(nn.Module):
+    """Keeps a running mean and counts its calls in buffers, as codebooks and observers do."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(), 0.1)
+            self.calls.add_(1)
+        return x * self.scale - self.mean
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch norm": nn.BatchNorm2d,
+    "cumulative": lambda n: nn.BatchNorm2d(n, momentum=None),
+    "without affine": lambda n: nn.BatchNorm2d(n, affine=False),
+    "instance norm": lambda n: nn.InstanceNorm2d(n, affine=True, track_running_stats=True),
+    "other buffers": Counting,
+}
+
+
+def plain_and_elastic(network: nn.Module) -> tuple[nn.Module, Supernet]:
+    torch.manual_seed(0)
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.uniform_(0.5, 1.5) if tensor.dim() == 1 else tensor.data.normal_(0, 0.3)
+    plain = copy.deepcopy(network.eval())
+    return plain, insert_(network, example=X[:2], axes=("width",))
+
+
+def same(found: nn.Module, wanted: nn.Module) -> None:
+    state = found.state_dict()
+    assert list(state) == list(wanted.state_dict())
+    for name, tensor in wanted.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def sandwich(supernet: Supernet, steps: int = 3) -> None:
+    for i in range(steps):
+        sandwich_step(supernet, X, LABELS, rng=random.Random(i))
+
+
+# -- what training moves ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_steps_move_what_steps_of_the_plain_network_move(
+    norm: Callable[[int], nn.Module], calibrated: bool
+) -> None:
+    plain, supernet = plain_and_elastic(Net(norm))
+    largest = supernet.space.largest()
+    if calibrated:
+        calibrate(supernet, [largest, supernet.space.smallest()], [X * 2], progress=False, adopt=False)
+        plain.load_state_dict(supernet.state_dict())
+    supernet.train()
+    plain.train()
+    sandwich(supernet)
+    for _ in range(3):
+        plain(X)
+    for mid in (copy.deepcopy(supernet), pickle.loads(pickle.dumps(supernet))):
+        same(mid.remove(), plain)
+    supernet.eval()
+    torch.testing.assert_close(supernet(X, subnet=largest), plain.eval()(X))
+    torch.testing.assert_close(supernet.extract(largest)(X), plain(X))
+    same(supernet.remove(), plain)
+
+
+def test_a_narrow_subnet_alone_moves_nothing() -> None:
+    plain, supernet = plain_and_elastic(Net())
+    supernet.train()
+    supernet(X, subnet=supernet.space.smallest()).sum().backward()
+    assert supernet.network.conv.weight.grad is not None
+    same(supernet.eval().remove(), plain)
+
+
+def distilled(supernet: Supernet) -> None:
+    distill_(supernet, [(X, LABELS)], held_out=HELD_OUT, **QUIET)
+
+
+def calibrated(supernet: Supernet) -> None:
+    calibrate(supernet, [supernet.space.largest()], [X + 1], progress=False, adopt=False)
+
+
+def trained(supernet: Supernet) -> None:
+    sandwich(supernet.train())
+    supernet.eval()
+
+
+def calibrated_while_it_trains(supernet: Supernet) -> None:
+    sandwich(supernet.train())
+    calibrated(supernet)
+    supernet.eval()
+
+
+def given_statistics(supernet: Supernet) -> None:
+    calibrated(supernet)
+    table = NormTable(supernet.space.id)
+    table.update({s: row.map(lambda t: t + 0.5) for s, row in supernet.norms.rows.items()})
+    supernet.load_state_dict(supernet.state_dict(), norms=table)
+
+
+@pytest.mark.parametrize(
+    "change", [distilled, calibrated, trained, calibrated_while_it_trains, given_statistics, lambda s: None]
+)
+def test_its_state_is_the_largest_subnet(change: Callable[[Supernet], Any]) -> None:
+    plain, supernet = plain_and_elastic(Net())
+    fresh, outer = copy.deepcopy(plain), nn.ModuleList([supernet])
+    change(supernet)
+    with torch.no_grad():
+        wanted = supernet(X, subnet=supernet.space.largest())
+        small = supernet(X, subnet=supernet.space.smallest())
+        before = supernet.fingerprint()
+        state = supernet.state_dict()
+        plain.load_state_dict(state)
+        torch.testing.assert_close(plain(X), wanted)
+        assert supernet.fingerprint() == before
+        assert torch.equal(supernet(X, subnet=supernet.space.smallest()), small), "asking changes nothing"
+        assert all(p.data_ptr() == state[n].data_ptr() for n, p in supernet.network.named_parameters())
+        fresh.load_state_dict({n.removeprefix("0."): t for n, t in outer.state_dict().items()})
+        torch.testing.assert_close(fresh(X), wanted)
+        supernet.load_state_dict(state)
+        torch.testing.assert_close(supernet(X, subnet=supernet.space.largest()), wanted)
+        torch.testing.assert_close(supernet.remove()(X), wanted)
+
+
+def test_a_view_of_shared_statistics_outlives_the_supernet_as_it_was() -> None:
+    _, supernet = plain_and_elastic(Net())
+    calibrated(supernet)
+    view = supernet.subnet(supernet.space.smallest())
+    with torch.no_grad():
+        before = view(X)
+        supernet.remove()
+        assert torch.equal(view(X), before)
+
+
+@pytest.mark.parametrize("family", ["ofa_mbv3", "us_mobilenet_v2"])
+def test_published_weights_stay_bit_for_bit(family: str) -> None:
+    supernet = small_supernet(family)
+    raw = supernet.network.state_dict()
+    assert all(torch.equal(tensor, raw[name]) for name, tensor in supernet.state_dict().items())
+
+
+# -- what stays frozen --------------------------------------------------------------------------------
+
+
+class Steady(nn.BatchNorm2d):
+    """A BatchNorm that never trains."""
+
+    def train(self, mode: bool = True) -> Steady:
+        super().train(False)
+        return self
+
+
+class Freezing(Net):
+    """A network that freezes modules in `train`, found by some test."""
+
+    def __init__(self, chosen: Callable[[str, nn.Module], bool]) -> None:
+        super().__init__()
+        self.chosen = chosen
+
+    def train(self, mode: bool = True) -> Freezing:
+        super().train(mode)
+        for name, module in self.named_modules():
+            if self.chosen(name, module):
+                module.eval()
+        return self
+
+
+def by_isinstance(_: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.BatchNorm2d)
+
+
+def by_base_class(_: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def by_class_name(_: str, module: nn.Module) -> bool:
+    return "BatchNorm" in module.__class__.__name__
+
+
+def by_name(name: str, _: nn.Module) -> bool:
+    return name.endswith(("norm", "norm2"))
+
+
+def one_part(name: str, _: nn.Module) -> bool:
+    return name.endswith("norm2")
+
+
+RECIPES = [by_isinstance, by_base_class, by_class_name, by_name, one_part]
+
+
+def frozen_alike(plain: nn.Module, supernet: Supernet) -> None:
+    torch.testing.assert_close(supernet(X, subnet=supernet.space.largest()), plain(X))
+    sandwich(supernet)
+    for _ in range(3):
+        plain(X)
+    supernet.eval()
+    same(supernet.remove(), plain)
+
+
+@pytest.mark.parametrize("chosen", RECIPES)
+def test_a_network_freezes_its_norms_in_train(chosen: Callable[[str, nn.Module], bool]) -> None:
+    plain, supernet = plain_and_elastic(Freezing(chosen))
+    frozen_alike(plain.train(), supernet.train())
+
+
+@pytest.mark.parametrize("chosen", RECIPES)
+def test_a_loop_freezes_norms(chosen: Callable[[str, nn.Module], bool]) -> None:
+    plain, supernet = plain_and_elastic(Net())
+    for network in (plain.train(), supernet.train()):
+        for name, module in network.named_modules():
+            if chosen(name, module):
+                module.eval()
+    assert not supernet.network.norm2.training
+    frozen_alike(plain, supernet)
+
+
+def test_a_norm_freezes_itself() -> None:
+    plain, supernet = plain_and_elastic(Net(Steady))
+    frozen_alike(plain.train(), supernet.train())
+
+
+def test_a_momentum_of_zero_freezes_the_statistics() -> None:
+    plain, supernet = plain_and_elastic(Net())
+    for network in (plain.train(), supernet.train()):
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = 0.0
+    frozen_alike(plain, supernet)
+
+
+def test_a_network_whose_train_does_not_know_its_operators_is_refused() -> None:
+    network = Freezing(lambda _, module: type(module) is nn.BatchNorm2d).eval()
+    before = dict(network.named_modules())
+    with pytest.raises(InsertError, match=r"Freezing.norm stays in evaluation mode in model.train\(\)"):
+        insert_(network, example=X[:2])
+    assert dict(network.named_modules()) == before
+
+
+def test_a_train_that_cannot_run_is_no_obstacle() -> None:
+    class Fixed(Net):
+        def train(self, mode: bool = True) -> Fixed:
+            if mode:
+                raise RuntimeError("this network is for inference")
+            super().train(False)
+            return self
+
+    assert isinstance(insert_(Fixed().eval(), example=X[:2]), Supernet)
+
+
+def test_trying_train_changes_no_weight() -> None:
+    class Merging(Net):
+        """Changes weights in `train`, as merged adapters do."""
+
+        def train(self, mode: bool = True) -> Merging:
+            super().train(mode)
+            if mode:
+                self.conv.weight.data.sub_(1)
+                self.requires_grad_(False)
+            return self
+
+    network = Merging().eval()
+    before = copy.deepcopy(network.state_dict())
+    supernet = insert_(network, example=X[:2])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in supernet.state_dict().items())
+    assert all(parameter.requires_grad for parameter in supernet.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_an_operator_of_a_norm_is_a_norm_and_an_operator(copied: Callable[[Any], Any]) -> None:
+    _, supernet = plain_and_elastic(Net(Steady))
+    norm = copied(supernet).network.norm
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert isinstance(norm, Steady)
+    assert isinstance(norm, SubnetNorm)
+    assert type(norm) is SubnetNorm
+    assert repr(norm).startswith("SubnetNorm(Steady(16")
+    assert not norm.train().training
+
+
+# -- modes --------------------------------------------------------------------------------------------
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Dropout(0.5), nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.part(x))
+
+
+@pytest.mark.parametrize("frozen", [("norm",), ("norm", "norm2"), ("part",), ("part.0", "norm2"), ()])
+@pytest.mark.parametrize("error", [False, True])
+def test_distillation_gives_parts_back_in_their_modes(frozen: tuple[str, ...], error: bool) -> None:
+    _, supernet = plain_and_elastic(Dropping())
+    supernet.train()
+    for name in frozen:
+        supernet.network.get_submodule(name).eval()
+    modes = {name: module.training for name, module in supernet.named_modules()}
+    seen: list[dict[str, bool]] = []
+
+    class Seeing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append({name: module.training for name, module in supernet.named_modules()})
+            return super().step(closure)
+
+    statistics = {n: t.clone() for n, t in supernet.network.named_buffers()}
+    given = {
+        "optimizer": Seeing(supernet.parameters(), 0.01),
+        "metric": (lambda o, y: "no number") if error else None,
+    }
+    try:
+        distill_(supernet, [(X, LABELS)], held_out=HELD_OUT, **QUIET, **given)
+    except TrainingError:
+        assert error
+    else:
+        assert seen[-1] == modes
+    assert {name: module.training for name, module in supernet.named_modules()} == modes
+    for name, tensor in supernet.network.named_buffers():
+        if name.rpartition(".")[0] in frozen:
+            assert torch.equal(tensor, statistics[name])
+
+
+def test_distillation_trains_what_was_in_evaluation_mode_as_a_whole() -> None:
+    _, supernet = plain_and_elastic(Net())
+    before = supernet.network.norm.running_mean.clone()
+    distilled(supernet)
+    assert not any(module.training for module in supernet.modules())
+    assert not torch.equal(supernet.network.norm.running_mean, before)
+
+
+def test_a_teacher_keeps_its_frozen_parts() -> None:
+    teacher, supernet = plain_and_elastic(Dropping())
+    teacher.train()
+    teacher.norm.eval()
+    modes = [module.training for module in teacher.modules()]
+    before = copy.deepcopy(teacher.state_dict())
+    distill_(supernet, [(X, LABELS)], teacher, held_out=HELD_OUT, **QUIET)
+    assert [module.training for module in teacher.modules()] == modes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+
+
+# -- labels that do not count ---------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """Scores per position, each of them from its own input alone."""
+
+    def __init__(self, convolution: Any) -> None:
+        super().__init__()
+        self.first, self.last = convolution(3, 16, 1), convolution(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+class Rows(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def squared(student: Tensor, teacher: Tensor) -> Tensor:
+    assert student.shape == teacher.shape
+    return (student - teacher).square().mean()
+
+
+def lambda_loss(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels, ignore_index=255)
+
+
+LEARNING: dict[str, tuple[dict[str, Any], int]] = {
+    "the usual": ({}, -100),
+    "a share of labels": ({"distillation": 0.5}, -100),
+    "a frozen teacher": ({"teacher": "frozen"}, -100),
+    "an own divergence": ({"divergence": squared}, -100),
+    "an ignore_index": ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, 0),
+    "an own loss": ({"loss": lambda_loss}, 255),
+}
+SHAPES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "pixels": (lambda: Dense(nn.Conv2d), (4, 4)),
+    "a sequence": (lambda: Dense(nn.Conv1d), (6,)),
+    "rows": (Rows, ()),
+}
+
+
+def dense_data(places: tuple[int, ...], ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs, others that differ where the labels do not count only, and the labels."""
+    torch.manual_seed(3)
+    x, y = torch.randn(6, 3, *places), torch.randint(1, 4, (6, *places))
+    counts = torch.rand(y.shape) < 0.5
+    other = torch.where(counts.unsqueeze(1), x, x + 5)
+    assert not counts.all()
+    return x, other, y.where(counts, torch.tensor(ignored))
+
+
+def learnt(make: Callable[[], nn.Module], x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    supernet = insert_(make().eval(), example=torch.randn_like(x))
+    optimizer = torch.optim.SGD(supernet.parameters(), 0.1)
+    given: dict[str, Any] = {**QUIET, "optimizer": optimizer, **options}
+    distill_(supernet, [(x, y)], held_out=[(x.clone(), y)], metric=lambda *_: 0.0, **given)
+    return torch.cat([p.detach().flatten() for p in supernet.parameters()])
+
+
+@pytest.mark.parametrize("learning", LEARNING)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_labels_that_do_not_count_teach_nothing(shape: str, learning: str) -> None:
+    (make, places), (options, ignored) = SHAPES[shape], LEARNING[learning]
+    x, other, y = dense_data(places, ignored)
+    torch.testing.assert_close(learnt(make, x, y, **options), learnt(make, other, y, **options))
+    changed = learnt(make, x + 0.5, y, **options)
+    assert not torch.allclose(learnt(make, x, y, **options), changed), "what counts does teach"
+
+
+@pytest.mark.parametrize("learning", ["the usual", "a share of labels", "an own divergence"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_without_a_label_that_counts_teaches_nothing(shape: str, learning: str) -> None:
+    (make, places), (options, _) = SHAPES[shape], LEARNING[learning]
+    x, _, y = dense_data(places, -100)
+    torch.manual_seed(0)
+    supernet = insert_(make().eval(), example=torch.randn_like(x))
+    before = [p.detach().clone() for p in supernet.parameters()]
+    optimizer = torch.optim.SGD(supernet.parameters(), 0.1)
+    given: dict[str, Any] = {**QUIET, "optimizer": optimizer, **options}
+    distill_(supernet, [(x, torch.full_like(y, -100))], held_out=[(x.clone(), y)], **given)
+    assert all(torch.equal(a, b) for a, b in zip(before, supernet.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss(ignore_index=0)], ids=["usual", "own"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sandwich_step_learns_from_what_its_loss_counts(shape: str, loss: Any) -> None:
+    make, places = SHAPES[shape]
+    x, other, y = dense_data(places, getattr(loss, "ignore_index", -100))
+
+    def gradients(given: Tensor) -> Iterator[Tensor]:
+        torch.manual_seed(0)
+        supernet = insert_(make().eval(), example=torch.randn_like(x)).train()
+        sandwich_step(supernet, given, y, rng=random.Random(0), loss=loss, class_dim=1)
+        return (p.grad for p in supernet.parameters() if p.grad is not None)
+
+    for grad, same_grad in zip(gradients(x), gradients(other), strict=True):
+        torch.testing.assert_close(grad, same_grad)
