@@ -9,10 +9,11 @@ part (it is zero, all its tokens are alike or there is one only), other inputs o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from itertools import product
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,10 @@ NOT_SHOWN = (
     "the example does not show what {} computes: other numbers in it change no output; give an example whose "
     "values differ, of several tokens and with something in its outputs"
 )
-WEAK = 1e-5
-"""A row of a weight whose influence is below this share of the strongest one's may have none."""
+WEAK = 1e-6
+"""A number whose influence is below this share of the strongest one's may have none."""
+MOST_WEAK = 0.6
+"""If more of the outputs of a layer are weak, some of a fused layer may be; of inputs, all have to be."""
 LARGE = 30.0
 """How many times as large numbers are tried where others change nothing, which may decide a choice."""
 FEW_TOKENS, FEW_PIXELS = 8, 56
@@ -40,34 +43,10 @@ FEW_TOKENS, FEW_PIXELS = 8, 56
 
 Place: TypeAlias = tuple[str, str]
 """The name of an operator, and of a part of it or a segment of a part."""
-Shapes: TypeAlias = dict[tuple[str, int, int], torch.Size]
-"""Name of a module, number of its call and of a tensor in what it returned -> the shape of the tensor."""
-
-
-class _Slice(NamedTuple):
-    """Some entries of an axis of a parameter of a view; of `rows`, each one counts, else all together."""
-
-    parameter: nn.Parameter
-    axis: int
-    start: int
-    size: int
-    stacked: bool
-    rows: bool
-
-    def lines(self, tensor: Tensor) -> Tensor:
-        """Return the entries of a tensor like the parameter, (entries, numbers); one line if not `rows`."""
-        taken = tensor.narrow(self.axis, self.start, self.size)
-        if not self.rows:
-            return taken.reshape(1, -1)
-        return (taken.flatten(0, 1) if self.stacked else taken.movedim(self.axis, 0)).unsqueeze(-1).flatten(1)
-
-    def mask(self, chosen: Tensor) -> Tensor:
-        """Return which numbers of the parameter the `chosen` ones of `lines` are."""
-        mask = torch.zeros_like(self.parameter, dtype=torch.bool)
-        taken = mask.narrow(self.axis, self.start, self.size)
-        lead = taken.shape[: self.axis] if self.stacked else [1] * self.axis
-        taken |= chosen.view(*lead, -1, *[1] * (taken.dim() - self.axis - 1)) if self.rows else True
-        return mask
+Pieces: TypeAlias = list[tuple[nn.Parameter, int, int, int]]
+"""Parameters of a view, each with an axis, and where on it something starts and how long it is."""
+Run: TypeAlias = Callable[[], dict[Any, Tensor]]
+Shapes: TypeAlias = dict[Any, torch.Size]
 
 
 def showing(
@@ -77,31 +56,25 @@ def showing(
 
     With the view of the `full` network, outputs of modules count, too, if they have the same shape there.
     """
-    places = _places(network, view, row)
-    useful: list[Any] = []
+    places, useful = _places(network, view, row), list[Any]()
     for x in inputs if places else ():
-        shapes = None if full is None else {place: t.shape for place, t in _outputs(full, x, {}).items()}
-        hidden = _hidden(view, places, x, shapes)
-        if len(hidden) < len(places):
-            useful.append(x)
-        places = {place: places[place] for place in hidden}
+        shapes = None if full is None else {key: t.shape for key, t in _outputs(full, x, {}).items()}
+        hidden = _hidden(partial(_outputs, view, x, shapes), places)
+        useful += [x] if len(hidden) < len(places) else []
+        places = hidden
         if not places:
             break
     return useful, list(places)
 
 
 def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> dict[Any, Tensor]:
-    """Run a view and return the tensors of its output or, if there are shapes, those of all its modules.
-
-    The keys are the name of the module, the number of the call, and that of the tensor; only tensors with the
-    given shapes are returned, or all of them.
-    """
-    tensors: dict[Any, Tensor] = {}
-    calls = Counter[str]()
+    """Run a view; return the tensors of its output or, given shapes, those of its modules that have them."""
+    tensors, calls = dict[Any, Tensor](), Counter[str]()
 
     def note(path: str, module: nn.Module, _: Any, output: Any) -> None:
         calls[path] += 1
         with suppress(InsertError):
+            # The weights of an attention, averaged over heads, are those of other heads.
             for i, t in enumerate(
                 tensors_in(output[0] if isinstance(module, nn.MultiheadAttention) else output)
             ):
@@ -115,68 +88,60 @@ def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> dict[Any, Tensor
     return dict(enumerate(tensors_in(output))) if shapes is None else tensors
 
 
-def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, list[_Slice]]:
-    """Return the parts that follow a dimension, each with its slices of the parameters of a view."""
-    modules, places = dict(view.named_modules()), dict[Place, list[_Slice]]()
+def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, Pieces]:
+    """Return the parts that follow a dimension, each with its pieces of the parameters of a view."""
+    modules, places = dict(view.named_modules()), dict[Place, Pieces]()
     for operator in operators_in(network):
         parameters = getattr(modules.get(operator.path), "_parameters", {})
+        given = [(n, p) for n, p in parameters.items() if p is not None and n in operator._parameters]
         for part, kept in zip(operator.parts, operator.kept_parts(operator.sizes(row)), strict=False):
             start = 0
             for name, size in zip(operator.names(part), kept.sizes, strict=False):
-                slices = [
-                    _Slice(parameter, axis, start, size, bool(extra), part == "out")
-                    for n, parameter in parameters.items()
-                    if parameter is not None and parameter.is_floating_point() and n in operator._parameters
-                    for extra in [parameter.dim() - operator.get_parameter(n).dim()]
-                    for axis in [i + extra for i, p in enumerate(operator.axes(n)) if p == part]
+                pieces = [
+                    (p, i + p.dim() - operator.get_parameter(n).dim(), start, size)  # a view may stack rows
+                    for n, p in given
+                    for i, axis in enumerate(operator.axes(n))
+                    if axis == part and p.is_floating_point()
                 ]
-                if name in operator.dims and slices and size:
-                    places[operator.path, name] = slices
+                if name in operator.dims and pieces and size:
+                    places[operator.path, name] = pieces
                 start += size
     return places
 
 
-def _hidden(
-    view: nn.Module, places: Mapping[Place, list[_Slice]], x: Any, shapes: Shapes | None
-) -> list[Place]:
-    """Return the places in which other numbers change no output for an input."""
-    parameters = list({id(s.parameter): s.parameter for slices in places.values() for s in slices}.values())
-    run = partial(_outputs, view, x, shapes)
-    outputs, gradients = _gradients(run, parameters)
-    strengths = {id(p): g * p.square().mean().sqrt() for p, g in zip(parameters, gradients, strict=True)}
-    lines = {
-        place: [(s, s.lines(strengths[id(s.parameter)]).norm(dim=1)) for s in slices]
-        for place, slices in places.items()
-    }
-    least = WEAK * max((float(norms.max()) for each in lines.values() for _, norms in each), default=0.0)
-    hidden = []
-    for place, each in lines.items():
-        weak = [(s, norms <= least) for s, norms in each]
-        faint = all(int(chosen.sum()) * 2 > len(chosen) for _, chosen in weak)
+def _hidden(run: Run, places: dict[Place, Pieces]) -> dict[Place, Pieces]:
+    """Return the places in which other numbers change no output of a run."""
+    parameters = list({id(p): p for pieces in places.values() for p, *_ in pieces}.values())
+    outputs, strengths = _strengths(run, parameters)
+    least = WEAK * max(float(strength.max()) for strength in strengths.values())
+    hidden = {}
+    for place, pieces in places.items():
+        most = MOST_WEAK if place[1].startswith("out") else 1.0
+        weak = [(p.detach().narrow(*at), strengths[p].narrow(*at) <= least) for p, *at in pieces]
+        faint = all(int(mask.sum()) >= most * mask.numel() for _, mask in weak)
         if faint and not _moves(run, weak, outputs):
-            hidden.append(place)
+            hidden[place] = pieces
     return hidden
 
 
-def _gradients(
-    run: Callable[[], dict[Any, Tensor]], parameters: Sequence[nn.Parameter]
-) -> tuple[dict[Any, Tensor], list[Tensor]]:
-    """Return the outputs of a run and the gradients of a random sum of them, zeros where there are none."""
-    gradients: Sequence[Tensor | None] = [None] * len(parameters)
+def _strengths(
+    run: Run, parameters: list[nn.Parameter]
+) -> tuple[dict[Any, Tensor], dict[nn.Parameter, Tensor]]:
+    """Return the outputs of a run, and how much a random sum of them depends on each number."""
+    gradients: Any = [None] * len(parameters)
     try:
         for parameter in parameters:
             parameter.requires_grad_(True)
         with torch.enable_grad():
-            outputs = run()
+            outputs, total = run(), torch.zeros(())
             draw = torch.Generator().manual_seed(0)
-            total: Any = 0.0
             for y in (t for t in outputs.values() if t.requires_grad):
                 y = torch.view_as_real(y) if y.is_complex() else y
-                seen = torch.where(y.isfinite(), y, 0.0).float()
-                weights = torch.rand(y.shape, generator=draw).to(seen.device) + 0.5
-                total = total + (seen * weights).sum() / (seen.detach().norm() + 1e-9)
-        if isinstance(total, Tensor):
-            gradients = torch.autograd.grad(total, list(parameters), allow_unused=True)
+                y = torch.where(y.isfinite(), y, 0.0).float()
+                weights = torch.rand(y.shape, generator=draw).to(y.device) + 0.5
+                total = total.to(y.device) + (y * weights).sum() / (y.detach().norm() + 1e-9)
+        if total.requires_grad:
+            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
     except Exception as error:  # It runs without gradients only.
         raise_if_out_of_memory(error)
         with torch.no_grad():
@@ -184,35 +149,32 @@ def _gradients(
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
-    return {key: t.detach() for key, t in outputs.items()}, [
-        torch.zeros_like(p) if g is None else g.nan_to_num()
+    return {key: t.detach() for key, t in outputs.items()}, {
+        p: torch.zeros_like(p) if g is None else g.nan_to_num().abs() * p.square().mean().sqrt()
         for p, g in zip(parameters, gradients, strict=True)
-    ]
+    }
 
 
-def _moves(
-    run: Callable[[], dict[Any, Tensor]], weak: list[tuple[_Slice, Tensor]], outputs: dict[Any, Tensor]
-) -> bool:
-    """Tell whether other numbers in weak lines, some of them very large, change an output."""
+@torch.no_grad()
+def _moves(run: Run, weak: list[tuple[Tensor, Tensor]], outputs: dict[Any, Tensor]) -> bool:
+    """Tell whether other numbers, at last very large ones, in the place of weak ones change an output."""
     draw = torch.Generator().manual_seed(1)
-    former = [s.parameter.detach().clone() for s, _ in weak]
+    former = [piece.clone() for piece, _ in weak]
     try:
-        with torch.no_grad():
-            for size in (1.0, LARGE):
-                for (s, chosen), numbers in zip(weak, former, strict=True):
-                    scale = size * (float(numbers.square().mean().sqrt()) or 1.0)
-                    other = scale * torch.randn(numbers.shape, generator=draw).to(numbers)
-                    s.parameter.copy_(torch.where(s.mask(chosen), other, numbers))
-                if not equal(run(), outputs, ROUNDED):
-                    return True
+        for size in (1.0, LARGE):
+            for (piece, mask), numbers in zip(weak, former, strict=True):
+                scale = size * (float(numbers.square().mean().sqrt()) or 1.0)
+                other = scale * torch.randn(piece.shape, generator=draw).to(piece)
+                piece.copy_(torch.where(mask, other, numbers))
+            if not equal(run(), outputs, ROUNDED):
+                return True
         return False
     except Exception as error:  # It fails, so that it is not as before.
         raise_if_out_of_memory(error)
         return True
     finally:
-        with torch.no_grad():
-            for (s, _), numbers in zip(weak, former, strict=True):
-                s.parameter.copy_(numbers)
+        for (piece, _), numbers in zip(weak, former, strict=True):
+            piece.copy_(numbers)
 
 
 # -- inputs ------------------------------------------------------------------------------------------
@@ -221,43 +183,38 @@ def _moves(
 def other_inputs(network: nn.Module, x: Any) -> Iterator[Any]:
     """Yield inputs like an example on which a network runs: other numbers and indices, more tokens."""
     tensors = [part for part in tensors_of(x) if isinstance(part, Tensor)]
-    indices = [t for t in tensors if t.dtype in (torch.int64, torch.int32)]
+    indices = [t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.numel()]
     rows = {m.num_embeddings for m in network.modules() if isinstance(m, nn.Embedding)}
-    rows = rows or {2 + max((int(t.max()) for t in indices if t.numel()), default=0)}
-    asserts = any(t.is_cuda for t in tensors)  # An index that is too large would end the process's use of it.
+    rows = rows or {2 + max((int(t.max()) for t in indices), default=0)}
+    if any(t.is_cuda for t in tensors):  # An index that is too large would end the process's use of the GPU.
+        rows = {min(rows)}
     length = next((t.shape[1] for t in tensors if t.dim() > 1), 0)
     draw = torch.Generator().manual_seed(0)
-    for times in (1, 4) if length == 1 else (1,):
-        for number in {1, len(indices)} if indices else (0,):
-            for most in [min(rows)] if asserts else sorted(rows, reverse=True):
-                changed = {id(t) for t in indices[:number]}
 
-                def other(
-                    t: Tensor, times: int = times, most: int = most, changed: set[int] = changed
-                ) -> Tensor:
-                    longer = t.repeat_interleave(times, 1) if t.dim() > 1 and t.shape[1] == length else t
-                    if t.is_floating_point() and bool(t.isfinite().all()):
-                        scale = float(t.float().square().mean().sqrt()) or 1.0
-                        return scale * torch.randn(longer.shape, generator=draw).to(t)
-                    if id(t) in changed:
-                        return torch.randint(most, longer.shape, generator=draw).to(t)
-                    return longer
+    def other(t: Tensor, times: int, changed: list[Tensor], most: int) -> Tensor:
+        longer = t.repeat_interleave(times, 1) if t.dim() > 1 and t.shape[1] == length else t
+        if t.is_floating_point() and bool(t.isfinite().all()):
+            scale = float(t.float().square().mean().sqrt()) or 1.0
+            return scale * torch.randn(longer.shape, generator=draw).to(t)
+        if any(t is index for index in changed):
+            return torch.randint(most, longer.shape, generator=draw).to(t)
+        return longer
 
-                varied = map_tensors(other, x)
-                if failure(network, varied) is None:
-                    yield varied
-                    break
+    for times, changed in product((1, 4) if length == 1 else (1,), (indices[:1], indices)):
+        varied = (
+            map_tensors(partial(other, times=times, changed=changed, most=n), x) for n in sorted(rows)[::-1]
+        )
+        yield from (variant for variant in varied if failure(network, variant) is None)
 
 
 def smaller(network: nn.Module, x: Any) -> Any:
-    """Return fewer inputs, tokens and pixels of a batch if a network runs on them as on all, or the batch."""
+    """Return fewer inputs, tokens and pixels of a batch if a network runs on them, or the batch."""
     parts = [part for part in tensors_of(x) if isinstance(part, Tensor)]
     batch = len({t.shape[0] if t.dim() else 0 for t in parts}) == 1
     length = next((t.shape[1] for t in parts if t.dim() in (2, 3)), 0)
 
     def cut(t: Tensor) -> Tensor:
-        if batch:
-            t = t[:2]
+        t = t[:2] if batch else t
         if t.dim() == 4 and min(t.shape[2:]) >= 2 * FEW_PIXELS:
             step = min(t.shape[2:]) // FEW_PIXELS
             return t[..., ::step, ::step]
