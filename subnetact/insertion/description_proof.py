@@ -1,8 +1,8 @@
 """Proof at insertion: `supernet/proof.py` on copies, and the groups and stages that make a subnet wrong.
 
-The weights of the copies are disturbed. The subnets are those of `covering`; all but two of them run on as
-little of an example as the model takes. What no example and no input like it shows cannot be proved, and is
-refused.
+The weights of the copies are disturbed. The subnets are those of `subnet_cover`; all but two of them run on
+as little of an example as the model takes. What no example and no input like it shows cannot be proved, and
+is refused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from subnetact.insertion.description import Description
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import operators_in
-from subnetact.supernet.covering import covering
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import TIES, as_double, in_double, outputs_and_calls, outputs_of, prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, smaller
+from subnetact.supernet.subnet_cover import subnet_cover
 from subnetact.supernet.unused_weights import (
     disturbed_copy,
     private_copy,
@@ -84,7 +84,7 @@ class Proof:
             less = smaller(view, x)
             alike = less is not x and outputs_and_calls(self.network, view, less)[1] == calls
             self.few.append(less if alike else x)
-        smallest, *others = covering(self.network, self.space)
+        smallest, *others = subnet_cover(self.network, self.space)
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
         failure = self._tried([smallest]) or self._tried([every_block], self.few)
         if failure is None:

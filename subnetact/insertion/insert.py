@@ -54,6 +54,7 @@ from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.batches import as_batch, map_tensors
+from subnetact.supernet.failure import failure
 from subnetact.supernet.proof import outputs_and_calls, outputs_of
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.put_operators import put_operators_
@@ -232,11 +233,15 @@ def insert_(
         expected = [_runs(model, x) for x in examples]
         description = _proved(model, description, examples, expected, leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
+    try:
+        supernet.proved = _proved_inputs(supernet, examples)
+    except BaseException:
+        supernet.remove()  # There is no memory left, for example.
+        raise
     forget_(supernet.network)
     supernet.description = description
     if supernet.norm_operators():
         supernet.adopt_statistics()
-    supernet.proved = _proved_inputs(supernet, examples)
     return guard_caches_(supernet, examples[0])
 
 
@@ -421,15 +426,12 @@ def _proved_inputs(supernet: Supernet, examples: list[Any]) -> ProvedInputs:
     proved = ProvedInputs(supernet.network)
     view = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
     for x in examples:
-        proved.add(x)
+        proved.forms.add(proved.form(x))
         few = smaller(view, x)
-        other = map_tensors(lambda t: torch.cat([t, t]) if len(t) == 1 else t[:1], few)
-        with suppress(Exception):
-            if (
-                outputs_and_calls(supernet.network, view, few)[1]
-                == outputs_and_calls(supernet.network, view, other)[1]
-            ):
-                proved.add(other)
+        other = map_tensors(lambda t: t if not t.dim() else torch.cat([t, t]) if len(t) == 1 else t[:1], few)
+        if failure(view, other) is None:
+            calls = [outputs_and_calls(supernet.network, view, batch)[1] for batch in (few, other)]
+            proved.forms |= {proved.form(other)} if calls[0] == calls[1] else set()
     return proved
 
 

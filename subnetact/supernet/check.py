@@ -20,10 +20,10 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.chain import Chain
-from subnetact.supernet.covering import covering
 from subnetact.supernet.failure import failure, summary
 from subnetact.supernet.proof import in_double, outputs_of, prove
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing
+from subnetact.supernet.subnet_cover import subnet_cover
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
 
 __all__ = ["SHOW_AFTER_S", "CheckReport", "check", "check_precisions", "corners"]
@@ -141,7 +141,7 @@ def check(
                 )
     inputs, hidden = [x], dict[int, str]()
     if thorough and compare and narrow:
-        narrow = [spec for spec in dict.fromkeys([*narrow, *covering(network, space)]) if spec != full]
+        narrow = [spec for spec in dict.fromkeys([*narrow, *subnet_cover(network, space)]) if spec != full]
         disturbed = shared_view(disturbed_copy(network), largest)
         useful, places = showing(network, disturbed, largest, chain([x], other_inputs(view, x)))
         inputs += [other for other in useful if other is not x]

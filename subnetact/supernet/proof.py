@@ -147,7 +147,7 @@ class _Narrow:
         kept = operator.kept_parts(sizes)
         self.out, self.inputs = kept[0], kept[-1]  # the same for a norm
         # By indices, and not by the rule of the operator, which is what is proved.
-        self.tensors = dict(operator._parameters)
+        self.tensors: dict[str, Any] = dict(operator._parameters)
         for name, tensor in self.tensors.items():
             for axis, part in enumerate(operator.axes(name) if tensor is not None else ()):
                 tensor = tensor.index_select(axis, _indices(kept[operator.parts.index(part)], tensor))
@@ -217,7 +217,7 @@ def _indices(kept: Kept, x: Tensor) -> Tensor:
 
 def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
     """Run a model and return all tensors of its output, copied."""
-    with torch.no_grad():
+    with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():  # With it, torch nests no tensors.
         found = call_with(model, map_tensors(Tensor.clone, x))
     return [tensor.clone() for tensor in tensors_in(found)]
 
@@ -332,7 +332,6 @@ def _module_outputs(
         x = map_tensors(Tensor.clone, x)
         if layers is not None:
             calls.watched(network, layers)
-        # With any such mode, torch nests no tensors.
         stack.enter_context(calls if layers is not None else torch.overrides.BaseTorchFunctionMode())
         call_with(network, x)
     return found, list(calls.names)

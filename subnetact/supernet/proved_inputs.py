@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -27,40 +28,35 @@ class ProvedInputs:
 
     def __init__(self, network: nn.Module) -> None:
         self.names = list(inspect.signature(template_of(network).forward).parameters)
-        self.forms: set[Any] = set()
+        self.forms: set[Hashable] = set()
         self.warned = False
 
-    def add(self, x: Any) -> None:
-        """Note that an input was proved."""
-        args = () if isinstance(x, dict) else x if isinstance(x, tuple) else (x,)
-        self.forms.add(self._form(args, x if isinstance(x, dict) else {}))
-
-    def watch(self, view: nn.Module) -> None:
-        """Let a new view look at the inputs that it is called with."""
-        view.register_forward_pre_hook(self._look, with_kwargs=True)
-
-    def _look(self, view: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.warned or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return
-        form = self._form(args, kwargs)
-        if form is None or form in self.forms or not form[0]:
-            return
-        self.warned = True
-        shown = ", ".join(f"{name} with {axes} axes" for name, axes in form[0])
-        alone = "one input alone" if form[1] else "several inputs at once"
-        warnings.warn(
-            f"a subnet of {type(view).__name__} is called with {shown}, for {alone}. No example had this "
-            "form, for which a forward may take a path that was not proved. Run supernet.check(batch) once, "
-            "or give insert_ such an example, too: example=[one, other]",
-            UnprovedInputWarning,
-            stacklevel=callers_level(),
+    def form(self, x: Any) -> tuple[Any, bool]:
+        """Return the names and numbers of axes of the tensors of a batch, and whether it is one input."""
+        args = (
+            {}
+            if isinstance(x, dict)
+            else dict(zip(self.names, x if isinstance(x, tuple) else (x,), strict=False))
         )
-
-    def _form(self, args: Any, kwargs: Any) -> Any:
-        """Return names and numbers of axes of tensors, and whether there is one input; None with a cache."""
-        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if any(is_cache(value) for value in named.values()):
-            return None
-        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-        alone = next((t.shape[0] == 1 for t in tensors.values() if t.dim()), False)
+        tensors = {n: t for n, t in (x if isinstance(x, dict) else args).items() if isinstance(t, Tensor)}
+        alone = next((len(t) == 1 for t in tensors.values() if t.dim()), False)
         return tuple(sorted((name, t.dim()) for name, t in tensors.items())), alone
+
+    def look(self, view: nn.Module, args: Any, kwargs: Any) -> None:
+        """Warn once if a view, whose forward pre-hook this is, is called with a form that was not proved."""
+        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        if self.warned or traced or any(map(is_cache, named.values())):
+            return
+        form = tensors, alone = self.form(named)
+        if tensors and form not in self.forms:
+            self.warned = True
+            shown = ", ".join(f"{name} with {axes} axes" for name, axes in tensors)
+            warnings.warn(
+                f"a subnet of {type(view).__name__} is called with {shown}, for "
+                f"{'one input alone' if alone else 'several inputs at once'}. No example had this form, for "
+                "which a forward may take a path that was not proved. Run supernet.check(batch) once, or "
+                "give insert_ such an example, too: example=[one, other]",
+                UnprovedInputWarning,
+                stacklevel=callers_level(),
+            )

@@ -493,7 +493,7 @@ class Supernet(nn.Module):
         """
         report = check(self._present(), self.space, x, compare, thorough)
         if self.proved is not None:
-            self.proved.add(x)
+            self.proved.forms.add(self.proved.form(x))
         if self.precision is not None:
             with torch.inference_mode():
                 precisions = self.precision.precisions
@@ -849,7 +849,7 @@ class Supernet(nn.Module):
             pairs = None if statistics is None else statistics.pairs()
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
             if hooked and self.proved is not None:
-                self.proved.watch(view)
+                view.register_forward_pre_hook(self.proved.look, with_kwargs=True)
             if hooked and self.on_bind is not None:
                 self.on_bind(self, view, spec, self._generation.weights)
         return view

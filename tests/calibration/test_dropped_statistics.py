@@ -250,7 +250,7 @@ def test_weights_are_loaded_after_a_check_that_has_begun(
     loading = threading.Thread(target=supernet.load_state_dict, args=(OTHER,), kwargs=options)
     before, checks = supernet.fingerprint(), []
 
-    def check(_: Any) -> None:
+    def check(_: Any, thorough: bool) -> None:
         if not checks:
             loading.start()
             loading.join(0.2)

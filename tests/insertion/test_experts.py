@@ -166,6 +166,7 @@ def test_numbers_below_what_a_class_runs_with_are_no_choices() -> None:
         description.with_choices("experts", [1, 4])
 
 
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UnprovedInputWarning")  # of the labels
 @pytest.mark.parametrize("changed", [{"experts": 1}, {"pool": 0.5}, {"experts": {0: 1}, "ffn": 0.5}])
 def test_the_balancing_loss_and_a_model_of_its_own_have_the_numbers_of_the_subnet(changed: Any) -> None:
     model, x = tiny_mixture("qwen3_moe")

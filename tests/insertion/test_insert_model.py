@@ -279,7 +279,7 @@ class WithoutTensors(nn.Module):
         self.first = nn.Conv2d(3, 16, 3)
 
     def forward(self, x: torch.Tensor) -> object:
-        return SimpleNamespace(scores=self.first(x))
+        return SimpleNamespace(best=self.first(x).argmax(1))
 
 
 class Counting(Hidden):
@@ -1011,7 +1011,8 @@ def test_groups_that_are_wrong_together_are_found_although_the_smallest_subnet_i
         Group("left.width", "width", 16, left, sizes=sizes),
         Group("right.width", "width", 16, (Member("right", "out", WeightSlice),), sizes=sizes),
     ]
-    wrong, culprits = Proof(model, Description("Sum", groups), [x], [outputs_of(model, x)]).failure() or ("", {})
+    proof = Proof(model, Description("Sum", groups), [x], [outputs_of(model, x)])
+    wrong, culprits = proof.failure() or ("", {})
     assert "does not run" in wrong
     assert culprits
 

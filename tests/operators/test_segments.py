@@ -601,9 +601,10 @@ def test_the_engine_follows_weights_without_fused_programs() -> None:
 
 @pytest.mark.parametrize(("make", "x"), CASES)
 def test_the_check_compares_segments_with_the_original(make: Any, x: Tensor) -> None:
-    report = make()[1].check(x)
+    report = make()[1].check(x, thorough=False)
     assert len(report.compared) == (3 if make is dense else 1)
     assert not report.not_compared
+    assert set(report.compared) < set(make()[1].check(x).compared)
 
 
 def test_the_check_refuses_a_fused_layer_without_segments() -> None:

@@ -142,7 +142,7 @@ def test_a_copy_is_of_one_moment_and_so_is_a_pickle(monkeypatch: pytest.MonkeyPa
 def test_a_copy_of_a_supernet_that_has_passed_its_check_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     supernet, x, checked = tied(True), torch.randn(2, 9), list[Supernet]()
     supernet.check_once(x)
-    monkeypatch.setattr(Supernet, "check", lambda self, x: checked.append(self))
+    monkeypatch.setattr(Supernet, "check", lambda self, x, thorough: checked.append(self))
     copied = copy.deepcopy(supernet)
     copied.check_once(x)
     assert checked == []

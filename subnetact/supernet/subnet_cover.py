@@ -1,4 +1,4 @@
-"""covering: few subnets in which every choice of every slot occurs, and every pair of choices that meet.
+"""subnet_cover: few subnets in which every choice of every slot occurs, and every pair of choices that meet.
 
 Choices of two slots meet if one module has sizes of both, or one forward sees both: that of the module around
 a layer, which may keep it in lists, and that of a block that can be skipped. What an `nn.Sequential` holds is
@@ -19,13 +19,13 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import PRECISION, SubnetSpec
 from subnetact.supernet.bind import operators_in
 
-__all__ = ["covering"]
+__all__ = ["subnet_cover"]
 
 CANDIDATES = 50
 """Every row of a covering array is the best of so many random ones."""
 
 
-def covering(network: nn.Module, space: SubnetSpace) -> list[SubnetSpec]:
+def subnet_cover(network: nn.Module, space: SubnetSpace) -> list[SubnetSpec]:
     """Return the smallest subnet and others, at float32, in which all choices of slots that meet occur."""
     axes = [axis for axis in space.axes if axis.name != PRECISION]
     slots = [slot for axis in axes for slot in axis.slots]
