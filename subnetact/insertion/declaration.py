@@ -601,7 +601,7 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     finding = prove(network, private_copy(network), row, largest, torch.zeros(()))
     if finding is None:
         return ""
-    if finding.kind == "differs":
+    if finding.kind in ("differs", "rounded"):
         return "half of it does not compute what the whole computes with zeros in the other half"
     return f"with half of it, {finding.why}"
 

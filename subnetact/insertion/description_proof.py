@@ -8,7 +8,7 @@ is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,10 +41,12 @@ _FAULTS = {
     "shapes": "the outputs of a subnet have other shapes than those of the model",
     "branches": "the forward branches on sizes, {why}",
     "incomparable": "a subnet cannot be compared with the model with unused weights at zero, {why}",
+    "rounded": "a subnet differs from the model with unused weights at zero",
     "differs": "a subnet differs from the model with unused weights at zero",
 }
 """Why a group or a stage is refused, by what the proof found."""
 WHOLE = EXACT._replace(unequal=TIES)
+MOST_VARIANTS = 3
 MOST_TRIALS = 100
 """After so many subnets were tried, groups that are wrong together are not told apart any more."""
 
@@ -67,6 +69,7 @@ class Proof:
         self._spare = private_copy(self._disturbed)
         self._exact = self._is_double = self._modules = False
         self._tries: tuple[list[Any], bool] = self.inputs, True
+        self._others: list[Any] | None = None
         self._trials = 0
 
     def failure(self) -> tuple[str, dict[str, str]] | None:
@@ -183,6 +186,13 @@ class Proof:
             }
         )
 
+    def _variants(self) -> list[Any]:
+        """Return inputs like the first example, where rounding decides what an output is for the example."""
+        if self._others is None:
+            view = shared_view(self.network, self.largest)
+            self._others = list(islice(other_inputs(view, self.inputs[0]), MOST_VARIANTS))
+        return self._others
+
     def _cast(self, x: Any) -> Any:
         """Return a batch in the precision of the copies."""
         return as_double(x) if self._is_double else x
@@ -192,20 +202,23 @@ class Proof:
         row = self.space.resolve(spec)
         inputs, foreign = self._tries
         for x in inputs:
-            trial = self._disturbed, self._spare, row, self.largest, self._cast(x), ROUNDED
-            finding = prove(*trial, foreign=foreign, modules=self._modules)
+            for other in chain([x], self._variants() if self._exact else ()):
+                trial = self._disturbed, self._spare, row, self.largest, self._cast(other), ROUNDED
+                finding = prove(*trial, foreign=foreign, modules=self._modules)
+                if finding is None or finding.kind != "rounded":
+                    break
             if finding is not None:
                 break
         else:
             return None
-        if finding.kind in ("differs", "foreign") and not self._exact:
+        if finding.kind in ("differs", "foreign", "rounded") and not self._exact:
             self._exact = True  # Disturbed networks amplify rounding: go on in double precision if it runs.
             double = in_double(self._disturbed, self.largest, inputs)
             if double is not None:
                 self._disturbed, self._is_double = double[0], True
                 self._spare = private_copy(self._disturbed)
             return self._wrong(spec, located)
-        if finding.kind == "differs" and located:
+        if finding.kind in ("differs", "rounded") and located:
             exact = prove(*trial, modules=True)
             where = exact if exact is not None and exact.kind == "differs" else finding
             return f"{_FAULTS['differs']}, first at {where.why}"

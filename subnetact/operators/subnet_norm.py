@@ -48,9 +48,13 @@ class SubnetNorm(Operator):
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
 
-    @property  # type: ignore[misc]
+    @property
     def __class__(self) -> Any:  # Who freezes BatchNorms finds them by isinstance.
         return type(self.__dict__.get("template", self))
+
+    @__class__.setter
+    def __class__(self, cls: Any) -> None:
+        vars(object)["__class__"].__set__(self, cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (type(self),), self.__getstate__()

@@ -383,11 +383,15 @@ class Supernet(nn.Module):
         if not self.training:
             return self.subnet(spec)
         row, largest = self.space.resolve(spec), spec.base == self.space.largest().base
+        full, listed = self.space.resolve(self.space.largest()), set[nn.Module]()
 
         def bind_norm(norm: SubnetNorm) -> nn.Module:
-            if largest:
+            bound = norm.bind(row, trainable=True)
+            if norm.statistics_names(row) != norm.statistics_names(full):  # It has statistics for this width.
+                listed.add(bound)
+            if largest or bound in listed:
                 self._generation.weights.note_training()
-            return norm.bind(row, trainable=True)
+            return bound
 
         with self._generation.lock:
             statistics = self._norms.get(spec) if largest else None
@@ -398,7 +402,9 @@ class Supernet(nn.Module):
             network = bind(self._present(), row, bind_norm, trainable=True)
         own = private_buffers()
         for module in network.modules():
-            if not largest or any(hasattr(t, "packed") for t in module._buffers.values()):
+            if (not largest and module not in listed) or any(
+                hasattr(t, "packed") for t in module._buffers.values()
+            ):
                 object.__setattr__(module, "_buffers", each_tensor(module._buffers, own))
         return network
 

@@ -95,7 +95,7 @@ def test_the_check_runs_once_per_supernet_and_shape(monkeypatch: pytest.MonkeyPa
     digits, calls = new_digits_supernet().eval(), list[Any]()
     original = Supernet.check
     monkeypatch.setattr(
-        Supernet, "check", lambda self, x, compare=True: (calls.append(x), original(self, x, compare))[1]
+        Supernet, "check", lambda self, x, **options: (calls.append(x), original(self, x, **options))[1]
     )
     spec, image = [digits.space.smallest()], torch.zeros(1, 16, 16)
     calibrate(digits, spec, [torch.randn(20, 1, 16, 16)], progress=False)

@@ -62,7 +62,7 @@ def test_every_shape_is_tried_and_checked(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidRequest, match=r"of shape \(1, 4\): 1 \(AvgPool1d\)"):
         Engine(supernet, [space.largest()], example=[torch.zeros(1, 1, n) for n in (9, 4)])
     seen: list[Any] = []
-    monkeypatch.setattr(Supernet, "check", lambda self, x: seen.append(x.shape))
+    monkeypatch.setattr(Supernet, "check", lambda self, x, thorough: seen.append(x.shape))
     for _ in range(2):
         Engine(supernet, [space.largest()], example=[torch.zeros(1, 1, n) for n in (9, 5, 7)])
     assert seen == [(1, 1, 5), (1, 1, 7), (1, 1, 9)]
