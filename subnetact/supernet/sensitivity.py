@@ -34,6 +34,8 @@ NOT_SHOWN = (
 )
 WEAK = 1e-6
 """A number whose influence is below this share of the strongest one's may have none."""
+LOW = 1e-4
+"""If all numbers of a slice together move the outputs by less than this share of them, none may be seen."""
 MOST_WEAK = 0.6
 """If more of the outputs of a layer are weak, some of a fused layer may be; of inputs, all have to be."""
 LARGE = 30.0
@@ -84,6 +86,7 @@ def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> dict[Any, Tensor
     with ExitStack() as hooks:
         for path, module in view.named_modules() if shapes is not None else ():
             hooks.enter_context(module.register_forward_hook(partial(note, path)))
+        hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # With it, torch nests no tensors.
         output = call_with(view, map_tensors(Tensor.clone, x))
     return dict(enumerate(tensors_in(output))) if shapes is None else tensors
 
@@ -117,7 +120,10 @@ def _hidden(run: Run, places: dict[Place, Pieces]) -> dict[Place, Pieces]:
     hidden = {}
     for place, pieces in places.items():
         most = MOST_WEAK if place[1].startswith("out") else 1.0
-        weak = [(p.detach().narrow(*at), strengths[p].narrow(*at) <= least) for p, *at in pieces]
+        here = [strengths[p].narrow(*at) for p, *at in pieces]
+        low = sum(float(strength.square().sum()) for strength in here) ** 0.5 < LOW
+        masks = [strength <= (torch.inf if low else least) for strength in here]
+        weak = [(p.detach().narrow(*at), mask) for (p, *at), mask in zip(pieces, masks, strict=True)]
         faint = all(int(mask.sum()) >= most * mask.numel() for _, mask in weak)
         if faint and not _moves(run, weak, outputs):
             hidden[place] = pieces
