@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from copy import deepcopy
 from typing import Any
 
@@ -72,14 +71,8 @@ def structure_copy(network: nn.Module) -> nn.Module:
 
 def _copy(network: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a network; what its modules hold beside modules, configurations and hooks say, is shared."""
-    plain = (bool, int, float, str)
     for module in network.modules():
-        held_by = [
-            v
-            for v in vars(module).values()
-            if not (isinstance(v, plain) or (type(v) is OrderedDict and not v))
-        ]
-        for held in tree_leaves(held_by):
+        for held in tree_leaves([v for v in vars(module).values() if not isinstance(v, bool | int | str)]):
             if not isinstance(held, nn.Module | dict):  # A watched registry is a dictionary of its own class.
                 memo.setdefault(id(held), held)
     return deepcopy(network, memo)
