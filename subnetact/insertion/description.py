@@ -24,6 +24,7 @@ from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value
+from subnetact.supernet.proved_inputs import ProvedInputs
 
 __all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices"]
 
@@ -197,6 +198,7 @@ class Description:
         self.refused = dict(refused or {})
         self.overrides = dict(overrides or {})
         self.vocabulary = vocabulary
+        self.proved: ProvedInputs | None = None  # of this description as it is, and in no file
         self._check_parts()
         for group in found:
             if group.sizes and min(group.sizes.values()) < group.least:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, ROUNDED, equal
@@ -21,6 +22,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import summary
 from subnetact.supernet.proof import TIES, as_double, in_double, outputs_and_calls, outputs_of, prove
+from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, smaller
 from subnetact.supernet.subnet_cover import subnet_cover
@@ -66,9 +68,10 @@ class Proof:
         self.space: SubnetSpace = description.space
         self.largest = self.space.resolve(self.space.largest())
         self._disturbed = disturbed_copy(self.network)
-        self._spare = private_copy(self._disturbed)
+        self._spare = private_copy(self._disturbed, torch.empty_like)  # The proof fills it.
         self._exact = self._is_double = self._modules = False
         self._tries: tuple[list[Any], bool] = self.inputs, True
+        self.proved = ProvedInputs(model)
         self._others: list[Any] | None = None
         self._trials = 0
 
@@ -84,9 +87,9 @@ class Proof:
             if not equal(full, expected, WHOLE):
                 again = equal(outputs_of(self.model, x), expected, WHOLE)
                 return f"the largest subnet differs from the model{'' if again else RANDOM_OUTPUT}", {}
-            less = smaller(view, x)
-            alike = less is not x and outputs_and_calls(self.network, view, less)[1] == calls
-            self.few.append(less if alike else x)
+            variants = [v for v in smaller(x) if self._calls_alike(view, v, calls)]
+            self.few.append(variants[0] if variants else x)
+            self.proved.forms |= set(map(self.proved.form, [x, *variants]))
         smallest, *others = subnet_cover(self.network, self.space)
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
         failure = self._tried([smallest]) or self._tried([every_block], self.few)
@@ -96,6 +99,14 @@ class Proof:
                 return next(iter(hidden.values())), hidden
             failure = self._tried([smallest, every_block], self.few if self._modules else more)
         return failure or self._tried(others, self.few, foreign=False)
+
+    def _calls_alike(self, view: nn.Module, x: Any, calls: list[tuple[str, str]]) -> bool:
+        """Tell whether a view runs on an input and calls the same functions as for another one."""
+        try:
+            return outputs_and_calls(self.network, view, x)[1] == calls
+        except Exception as error:
+            raise_if_out_of_memory(error)
+            return False
 
     def _tried(
         self, specs: Iterable[SubnetSpec], inputs: list[Any] | None = None, foreign: bool = True
@@ -216,7 +227,7 @@ class Proof:
             double = in_double(self._disturbed, self.largest, inputs)
             if double is not None:
                 self._disturbed, self._is_double = double[0], True
-                self._spare = private_copy(self._disturbed)
+                self._spare = private_copy(self._disturbed, torch.empty_like)  # The proof fills it.
             return self._wrong(spec, located)
         if finding.kind in ("differs", "rounded") and located:
             exact = prove(*trial, modules=True)

@@ -53,14 +53,11 @@ from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
-from subnetact.supernet.batches import as_batch, map_tensors
-from subnetact.supernet.failure import failure
-from subnetact.supernet.proof import outputs_and_calls, outputs_of
-from subnetact.supernet.proved_inputs import ProvedInputs
+from subnetact.supernet.batches import as_batch
+from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.put_operators import put_operators_
-from subnetact.supernet.sensitivity import smaller
 from subnetact.supernet.supernet import Supernet
-from subnetact.supernet.unused_weights import private_copy, shared_view
+from subnetact.supernet.unused_weights import private_copy
 
 __all__ = ["describe", "insert_"]
 
@@ -233,11 +230,7 @@ def insert_(
         expected = [_runs(model, x) for x in examples]
         description = _proved(model, description, examples, expected, leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
-    try:
-        supernet.proved = _proved_inputs(supernet, examples)
-    except BaseException:
-        supernet.remove()  # There is no memory left, for example.
-        raise
+    supernet.proved = description.proved
     forget_(supernet.network)
     supernet.description = description
     if supernet.norm_operators():
@@ -258,10 +251,10 @@ def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
 
 
 def _frozen(model: nn.Module) -> set[str]:
-    """Return what a `train` of its own leaves in evaluation mode, on a copy, whose weights it may change."""
+    """Return what a `train` of its own leaves in evaluation mode, on a copy without its numbers."""
     with suppress(Exception):  # A model may refuse to be trained.
         if any(type(template_of(module)).train is not nn.Module.train for module in model.modules()):
-            copied = private_copy(model)
+            copied = private_copy(model, *[lambda tensor: tensor.to("meta")] * 2)
             copied.train()
             return {path for path, module in copied.named_modules() if not module.training}
     return set()
@@ -399,8 +392,10 @@ def _proved(
     """Return the description without what fails its proof; otherwise refuse the description."""
     while True:
         with forgetting(model):
-            failure = Proof(model, description, examples, expected).failure()
+            proof = Proof(model, description, examples, expected)
+            failure = proof.failure()
         if failure is None:
+            description.proved = proof.proved
             return description
         wrong, culprits = failure
         culprits = {name: why + _advice(description.slots.get(name), why) for name, why in culprits.items()}
@@ -419,20 +414,6 @@ def _examples(example: Any) -> list[Any]:
     if isinstance(example, list) and not example:
         raise InsertError("example: the list is empty; give a batch for the model, or several in a list")
     return [as_batch(x) for x in (example if isinstance(example, list) else [example])]
-
-
-def _proved_inputs(supernet: Supernet, examples: list[Any]) -> ProvedInputs:
-    """Return the forms of examples, and of one or several inputs at once where the same functions run."""
-    proved = ProvedInputs(supernet.network)
-    view = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
-    for x in examples:
-        proved.forms.add(proved.form(x))
-        few = smaller(view, x)
-        other = map_tensors(lambda t: t if not t.dim() else torch.cat([t, t]) if len(t) == 1 else t[:1], few)
-        if failure(view, other) is None:
-            calls = [outputs_and_calls(supernet.network, view, batch)[1] for batch in (few, other)]
-            proved.forms |= {proved.form(other)} if calls[0] == calls[1] else set()
-    return proved
 
 
 def _advice(slot: Any, why: str) -> str:

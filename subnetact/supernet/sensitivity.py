@@ -32,15 +32,15 @@ NOT_SHOWN = (
     "the example does not show what {} computes: other numbers in it change no output; give an example whose "
     "values differ, of several tokens and with something in its outputs"
 )
-WEAK = 1e-6
-"""A number whose influence is below this share of the strongest one's may have none."""
+WEAK = 1e-5
+"""Outputs of a layer whose influence is below this share of the strongest ones' may have none."""
 LOW = 1e-4
-"""If all numbers of a slice together move the outputs by less than this share of them, none may be seen."""
+"""If all numbers of a part together move the outputs by less than this share of them, none may be seen."""
 MOST_WEAK = 0.6
-"""If more of the outputs of a layer are weak, some of a fused layer may be; of inputs, all have to be."""
+"""If more of the outputs of a layer are weak, these may be the queries and keys of a fused layer."""
 LARGE = 30.0
 """How many times as large numbers are tried where others change nothing, which may decide a choice."""
-FEW_TOKENS, FEW_PIXELS = 8, 56
+FEW_TOKENS, FEW_PIXELS = 8, 40
 """What is tried on many subnets has about so many tokens, or pixels per side, if the network takes these."""
 
 Place: TypeAlias = tuple[str, str]
@@ -115,25 +115,37 @@ def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, Pi
 def _hidden(run: Run, places: dict[Place, Pieces]) -> dict[Place, Pieces]:
     """Return the places in which other numbers change no output of a run."""
     parameters = list({id(p): p for pieces in places.values() for p, *_ in pieces}.values())
-    outputs, strengths = _strengths(run, parameters)
-    least = WEAK * max(float(strength.max()) for strength in strengths.values())
+    outputs, gradients = _gradients(run, parameters)
+    lines = {
+        place: [_lines(gradients[p], place, *at) * p.square().mean().sqrt() for p, *at in pieces]
+        for place, pieces in places.items()
+    }
+    least = WEAK * max(float(strength.max()) for strengths in lines.values() for strength in strengths)
     hidden = {}
     for place, pieces in places.items():
-        most = MOST_WEAK if place[1].startswith("out") else 1.0
-        here = [strengths[p].narrow(*at) for p, *at in pieces]
-        low = sum(float(strength.square().sum()) for strength in here) ** 0.5 < LOW
-        masks = [strength <= (torch.inf if low else least) for strength in here]
+        low = sum(float(strength.square().sum()) for strength in lines[place]) ** 0.5 < LOW
+        masks = [strength <= (torch.inf if low else least) for strength in lines[place]]
+        faint = all(int(mask.sum()) >= MOST_WEAK * mask.numel() for mask in masks)
         weak = [(p.detach().narrow(*at), mask) for (p, *at), mask in zip(pieces, masks, strict=True)]
-        faint = all(int(mask.sum()) >= most * mask.numel() for _, mask in weak)
         if faint and not _moves(run, weak, outputs):
             hidden[place] = pieces
     return hidden
 
 
-def _strengths(
+def _lines(gradient: Tensor, place: Place, axis: int, start: int, size: int) -> Tensor:
+    """Return how strong a piece is, for each output of a layer, and else as a whole."""
+    piece = gradient.narrow(axis, start, size)
+    if not place[1].startswith("out"):
+        return torch.nan_to_num(torch.linalg.vector_norm(piece)).view([1] * piece.dim())
+    inner = tuple(range(axis + 1, piece.dim()))
+    strength = torch.linalg.vector_norm(piece, dim=inner, keepdim=True) if inner else piece.abs()
+    return torch.nan_to_num(strength)
+
+
+def _gradients(
     run: Run, parameters: list[nn.Parameter]
 ) -> tuple[dict[Any, Tensor], dict[nn.Parameter, Tensor]]:
-    """Return the outputs of a run, and how much a random sum of them depends on each number."""
+    """Return the outputs of a run, and the gradients of a random sum of them, zeros where there are none."""
     gradients: Any = [None] * len(parameters)
     try:
         for parameter in parameters:
@@ -156,8 +168,7 @@ def _strengths(
         for parameter in parameters:
             parameter.requires_grad_(False)
     return {key: t.detach() for key, t in outputs.items()}, {
-        p: torch.zeros_like(p) if g is None else g.nan_to_num().abs() * p.square().mean().sqrt()
-        for p, g in zip(parameters, gradients, strict=True)
+        p: torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)
     }
 
 
@@ -213,10 +224,10 @@ def other_inputs(network: nn.Module, x: Any) -> Iterator[Any]:
         yield from (variant for variant in varied if failure(network, variant) is None)
 
 
-def smaller(network: nn.Module, x: Any) -> Any:
-    """Return fewer inputs, tokens and pixels of a batch if a network runs on them, or the batch."""
+def smaller(x: Any) -> list[Any]:
+    """Return fewer inputs, tokens and pixels of a batch, at most two; and one alone, or two in its place."""
     parts = [part for part in tensors_of(x) if isinstance(part, Tensor)]
-    batch = len({t.shape[0] if t.dim() else 0 for t in parts}) == 1
+    batch = len(sizes := {t.shape[0] if t.dim() else 0 for t in parts}) == 1 and 0 not in sizes
     length = next((t.shape[1] for t in parts if t.dim() in (2, 3)), 0)
 
     def cut(t: Tensor) -> Tensor:
@@ -227,5 +238,4 @@ def smaller(network: nn.Module, x: Any) -> Any:
         return t[:, :FEW_TOKENS] if t.dim() in (2, 3) and t.shape[1] == length else t
 
     few = map_tensors(cut, x)
-    less = any(t.shape != s.shape for t, s in zip(parts, tensors_of(few), strict=False))
-    return few if less and failure(network, few) is None else x
+    return [few, map_tensors(lambda t: torch.cat([t, t]) if len(t) == 1 else t[:1], few)] if batch else [few]

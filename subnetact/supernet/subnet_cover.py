@@ -1,9 +1,8 @@
 """subnet_cover: few subnets in which every choice of every slot occurs, and every pair of choices that meet.
 
-Choices of two slots meet if one module has sizes of both, or one forward sees both: that of the module around
-a layer, which may keep it in lists, and that of a block that can be skipped. What an `nn.Sequential` holds is
-seen in it only. Slots that never meet share a column of a covering array, so that a network of any depth
-needs about a dozen subnets.
+Choices of two slots meet if one module has sizes of both, or if the forward of the module around two layers,
+which may keep them in lists, sees both. Slots that never meet share a column of a covering array, so that a
+network of any depth needs about a dozen subnets.
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ from torch import nn
 from subnetact.operators import LayerSelect
 from subnetact.operators.base import template_of
 from subnetact.space import SubnetSpace
-from subnetact.spec import PRECISION, SubnetSpec
+from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.bind import operators_in
 
 __all__ = ["subnet_cover"]
 
+FEWEST = 6
+"""So many subnets are tried at least, random ones where slots do not meet."""
 CANDIDATES = 50
 """Every row of a covering array is the best of so many random ones."""
 
@@ -45,23 +46,22 @@ def subnet_cover(network: nn.Module, space: SubnetSpace) -> list[SubnetSpec]:
     for row in _array(sizes, rng):
         values = iter([own[row[c] % len(own)] for c, own in zip(column_of, choices, strict=True)])
         specs.append(space.spec(**{axis.name: [next(values) for _ in axis.slots] for axis in axes}))
+    specs += [space.at_precision(space.sample(rng), FLOAT32) for _ in range(FEWEST - len(specs))]
     return list(dict.fromkeys(specs))
 
 
 def _scopes(network: nn.Module, space: SubnetSpace) -> list[set[str]]:
     """Return for every slot the names of the modules whose sizes it decides, or whose forwards see these."""
     modules = dict(network.named_modules(remove_duplicate=False))
-    skips = [operator for operator in operators_in(network) if isinstance(operator, LayerSelect)]
-    skippable = {f"{skip.path}.{name}".lstrip(".") for skip in skips for name in skip.dims} & modules.keys()
     seen_in: dict[int, set[str]] = {}
     for operator in operators_in(network):
         for part, position in operator.dims.items():
-            path = f"{operator.path}.{part}".lstrip(".") if operator in skips else operator.path
+            skips = isinstance(operator, LayerSelect)
+            path = f"{operator.path}.{part}".lstrip(".") if skips else operator.path
             around = path.rpartition(".")[0]
             while around and isinstance(template_of(modules[around]), nn.ModuleList | nn.ModuleDict):
                 around = around.rpartition(".")[0]
-            blocks = {block for block in skippable if path.startswith(f"{block}.")}
-            seen_in.setdefault(position, set()).update({path, f"{around}()"}, blocks)
+            seen_in.setdefault(position, set()).update({path, f"{around}()"})
     largest, full, scopes = space.values(space.largest()), space.resolve(space.largest()), list[set[str]]()
     for axis in space.axes:
         for i, slot in enumerate(axis.slots if axis.name != PRECISION else ()):
@@ -83,8 +83,8 @@ def _array(sizes: list[int], rng: random.Random) -> list[list[int]]:
         missing -= {(a, rows[-1][a], b, rows[-1][b]) for a, b in combinations(columns, 2)}
         if not missing:
             return rows
-        a, i, b, j = min(missing)
         candidates = [[rng.randrange(size) for size in sizes] for _ in range(CANDIDATES)]
+        a, i, b, j = min(missing)
         for row in candidates:
             row[a], row[b] = i, j
         rows.append(

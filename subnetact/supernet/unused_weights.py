@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -25,11 +26,13 @@ __all__ = [
 ]
 
 
-def private_copy(network: nn.Module) -> nn.Module:
-    """Return a copy of a network with operators that shares no parameter and no buffer with the network."""
+def private_copy(
+    network: nn.Module, weights: Callable[[Tensor], Tensor] = Tensor.clone, buffers: Any = Tensor.clone
+) -> nn.Module:
+    """Return a copy of a network that shares no tensor with it; functions make its weights and buffers."""
     memo: dict[int, Any] = {}
     for tensor in (*network.parameters(), *network.buffers()):
-        copied = tensor.detach().clone()
+        copied = (weights if isinstance(tensor, nn.Parameter) else buffers)(tensor.detach())
         own = memo[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
         own.__dict__.update(tensor.__dict__)
     return _copy(network, memo)
