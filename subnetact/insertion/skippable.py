@@ -127,6 +127,11 @@ def _is_residual(inside: list[fx.Node], entry: fx.Node, modules: Mapping[str, nn
         elif name in RESHAPES and node.op != "call_module" and len(node.all_input_nodes) == 1:
             how = "reshape" if name == "view" else name  # Convolutions return other strides on some machines.
             arriving[node] = getattr(moved, how)(*node.args[1:], **node.kwargs), added
+        elif node.target is torch.cat and len(sources) == len(node.all_input_nodes):
+            arriving[node] = (
+                torch.cat([part for part, _ in sources], *node.args[1:], **node.kwargs),
+                all(part_added for _, part_added in sources),
+            )
         elif node.target in (getitem, assigned) and len(node.all_input_nodes) == len(node.args) - 1 == len(
             sources
         ):
