@@ -7,7 +7,7 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -48,7 +48,7 @@ _FAULTS = {
 }
 """Why a group or a stage is refused, by what the proof found."""
 WHOLE = EXACT._replace(unequal=TIES)
-MOST_VARIANTS = 3
+MOST_VARIANTS = 2
 MOST_TRIALS = 100
 """After so many subnets were tried, groups that are wrong together are not told apart any more."""
 
@@ -72,7 +72,6 @@ class Proof:
         self._exact = self._is_double = self._modules = False
         self._tries: tuple[list[Any], bool] = self.inputs, True
         self.proved = ProvedInputs(model)
-        self._others: list[Any] | None = None
         self._trials = 0
 
     def failure(self) -> tuple[str, dict[str, str]] | None:
@@ -197,12 +196,14 @@ class Proof:
             }
         )
 
-    def _variants(self) -> list[Any]:
-        """Return inputs like the first example, where rounding decides what an output is for the example."""
-        if self._others is None:
+    def _ways(self, x: Any) -> Iterator[tuple[nn.Module, Any]]:
+        """Yield what is compared: an input, others like it if rounding decides there, weights as they are."""
+        yield self._disturbed, x
+        if self._exact:
             view = shared_view(self.network, self.largest)
-            self._others = list(islice(other_inputs(view, self.inputs[0]), MOST_VARIANTS))
-        return self._others
+            yield from ((self._disturbed, other) for other in islice(other_inputs(view, x), MOST_VARIANTS))
+            plain = private_copy(self.network)
+            yield plain.double() if self._is_double else plain, x
 
     def _cast(self, x: Any) -> Any:
         """Return a batch in the precision of the copies."""
@@ -213,8 +214,8 @@ class Proof:
         row = self.space.resolve(spec)
         inputs, foreign = self._tries
         for x in inputs:
-            for other in chain([x], self._variants() if self._exact else ()):
-                trial = self._disturbed, self._spare, row, self.largest, self._cast(other), ROUNDED
+            for network, other in self._ways(x):
+                trial = network, self._spare, row, self.largest, self._cast(other), ROUNDED
                 finding = prove(*trial, foreign=foreign, modules=self._modules)
                 if finding is None or finding.kind != "rounded":
                     break
