@@ -148,8 +148,7 @@ class Proof:
         if not last:
             half = len(slots) // 2
             self._search(slots[:half], found, spec, None)
-            # If nothing is wrong with the first half, something is wrong with the second one.
-            self._search(slots[half:], found, spec, wrong if len(found) == before else None)
+            self._search(slots[half:], found, spec, None)  # Both may be right alone.
         if len(found) == before:
             together = slots if last else self._together(slots, spec)
             others = (
