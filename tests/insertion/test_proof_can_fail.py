@@ -1,4 +1,4 @@
-"""The proof at insertion counts a comparison only if it could have failed: what it refuses, and what it does not.
+"""What the proof at insertion refuses, as it counts only comparisons that could have failed, and what not.
 
 Nothing here may be accepted and wrong. The reference of `seeded_models` slices nothing: it is the model from
 before `insert_`, in which the weights that the description says are not used are zero.
@@ -115,7 +115,7 @@ def said(refused: dict[str, str], name: str) -> str:
 def shortcut(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     y = m.b(h).relu()
-    return m.head(m.c((y + h if y.shape == h.shape else y)).relu())
+    return m.head(m.c(y + h if y.shape == h.shape else y).relu())
 
 
 def far_shortcut(m: Any, x: Tensor) -> Tensor:
