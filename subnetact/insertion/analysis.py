@@ -91,7 +91,8 @@ class TracedModel:
         self._modules = dict(model.named_modules())
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
         made, (*_, output) = self._graph._data.operations, self._nodes.values()
-        self._returned = [{tensor.id for tensor in made[node.name].outputs} for node in output.args[0]]
+        returned = [made.get(node.name) for node in output.args[0]]  # None for numbers of numpy
+        self._returned = [{t.id for t in operation.outputs} if operation else set() for operation in returned]
 
     def layers(self) -> list[str]:
         """Return the names of the layers that run, or whose weights are read, in this order."""

@@ -145,8 +145,13 @@ class Proof:
         }
         return hidden, more
 
-    def _search(self, slots: list[str], found: dict[str, str], spec: SubnetSpec, known: str | None) -> None:
-        """Note the culprits among some slots; `known` is what is wrong with all of them, if that is known."""
+    def _search(
+        self, slots: list[str], found: dict[str, str], spec: SubnetSpec, known: str | None, sure: bool = True
+    ) -> None:
+        """Note the culprits among some slots; `known` is what is wrong with them, if that is known.
+
+        It may be wrong only together with others. If that is not `sure`, no culprits may be noted.
+        """
         last = len(slots) == 1 or self._trials >= MOST_TRIALS
         wrong = known
         if known is None or len(slots) == 1:
@@ -158,9 +163,10 @@ class Proof:
         if not last:
             half = len(slots) // 2
             self._search(slots[:half], found, spec, None)
-            # If nothing is wrong with the first half, something is wrong with the second one.
-            self._search(slots[half:], found, spec, wrong if len(found) == before else None)
-        if len(found) == before:
+            # If nothing is wrong with the first half, something is wrong with the second one, or with both.
+            alone = len(found) == before
+            self._search(slots[half:], found, spec, wrong if alone else None, sure=not alone)
+        if len(found) == before and (sure or last):
             together = slots if last else self._together(slots, spec)
             others = (
                 f", together with {' and '.join(together[:-1])}" if 1 < len(together) < len(slots) else ""

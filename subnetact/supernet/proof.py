@@ -311,6 +311,7 @@ class _Calls(TorchFunctionMode):
             place = re.sub(r"\d+", "#", path), path in layers
             before = OrderedDict({**module._forward_pre_hooks, -1: partial(self.enter, *place)})
             after = OrderedDict({**module._forward_hooks, -1: partial(self.leave, *place)})
+            after.move_to_end(-1, last=bool(path))  # What copies the outputs is no call of the network.
             # Registering costs much more: it gives a module of a view dictionaries of its own.
             module.__dict__.update(_forward_pre_hooks=before, _forward_hooks=after)
 

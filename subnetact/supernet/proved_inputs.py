@@ -22,12 +22,16 @@ from subnetact.supernet.load import callers_level
 
 __all__ = ["ProvedInputs"]
 
+MOST_UNNAMED = 20
+"""So many arguments without a name are told apart."""
+
 
 class ProvedInputs:
     """The forms of inputs that were proved, by the names of the arguments of a `network`."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.names = list(inspect.signature(template_of(network).forward).parameters)
+        names = inspect.signature(template_of(network).forward).parameters
+        self.names = [*names, *map(str, range(1, MOST_UNNAMED))]  # of `*args`, too
         self.forms: set[Hashable] = set()
         self.warned = False
 

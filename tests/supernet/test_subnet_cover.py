@@ -1,0 +1,186 @@
+"""subnet_cover: few subnets, in which every choice and every pair of choices of two slots that meet occur."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subnetact
+from subnetact.insertion.description import Description
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.subnet_cover import subnet_cover
+from subnetact.supernet.supernet import Supernet
+
+pytest.importorskip("torch_kirigami")
+
+
+class Block(nn.Module):
+    """Two convolutions with BatchNorms, and a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width)
+        self.conv2, self.bn2 = nn.Conv2d(2 * width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
+
+
+def resnet() -> tuple[nn.Module, Any]:
+    stages = [
+        nn.Sequential(nn.Conv2d(n, m, 1, stride=2), Block(m), Block(m))
+        for n, m in ((8, 8), (8, 16), (16, 32))
+    ]
+    end = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5))
+    return nn.Sequential(nn.Conv2d(3, 8, 3), *stages, *end), torch.randn(2, 3, 32, 32)
+
+
+def transformer() -> tuple[nn.Module, Any]:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return nn.Sequential(nn.Linear(8, 32), encoder, nn.Linear(32, 5)), torch.randn(2, 7, 8)
+
+
+def flat() -> tuple[nn.Module, Any]:
+    widths = [8, 16, 24, 32, 24, 16, 5]
+    layers = [nn.Sequential(nn.Linear(n, m), nn.ReLU()) for n, m in pairwise(widths)]
+    return nn.Sequential(*layers), torch.randn(3, 8)
+
+
+class Lists(nn.Module):
+    """Layers in a list, in one forward, so that all of them meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(n, m) for n, m in ((8, 16), (16, 24), (24, 32), (32, 16)))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+
+NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "resnet": resnet,
+    "transformer": transformer,
+    "flat": flat,
+    "lists": lambda: (Lists(), torch.randn(3, 8)),
+}
+CHOICES: list[Any] = [(0.5, 1.0), (0.5, 0.75, 1.0), (0.25, 0.5, 0.75, 1.0)]
+
+
+@cache
+def covered(name: str, choices: Any) -> tuple[Description, Supernet, list[SubnetSpec]]:
+    torch.manual_seed(0)
+    model, x = NETWORKS[name]()
+    description = subnetact.describe(model.eval(), x, choices=choices)
+    supernet = subnetact.insert_(model, description, example=x)
+    return description, supernet, subnet_cover(supernet.network, supernet.space)
+
+
+def chosen(supernet: Supernet, spec: SubnetSpec) -> dict[str, Any]:
+    """Return the choice of every slot of a subnet."""
+    return {
+        slot.name: choice
+        for axis in supernet.space.axes
+        for slot, choice in zip(axis.slots, spec[axis.name], strict=True)
+    }
+
+
+def around(supernet: Supernet, path: str) -> str:
+    """Return the module whose forward calls a module, which lists only hold."""
+    outer = path.rpartition(".")[0]
+    while outer and isinstance(supernet.network.get_submodule(outer), nn.ModuleList):
+        outer = outer.rpartition(".")[0]
+    return outer
+
+
+def meeting(description: Description, supernet: Supernet) -> Iterator[tuple[str, str]]:
+    """Yield pairs of groups of which one layer has sizes, or whose layers one forward calls.
+
+    They are read from the members of the description, and not from operators.
+    """
+    layers = {name: {m.module for m in group.members} for name, group in description.groups.items()}
+    callers = {name: {around(supernet, path) for path in paths} for name, paths in layers.items()}
+    for one, other in combinations(layers, 2):
+        if layers[one] & layers[other] or callers[one] & callers[other]:
+            yield one, other
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_choice_of_every_slot_occurs_and_the_first_subnet_is_the_smallest(
+    name: str, choices: Any
+) -> None:
+    _, supernet, specs = covered(name, choices)
+    assert specs[0] == supernet.space.smallest()
+    assert len(set(specs)) == len(specs)
+    rows = [chosen(supernet, spec) for spec in specs]
+    for axis in supernet.space.axes:
+        for slot in axis.slots:
+            assert {row[slot.name] for row in rows} == set(slot.choices), slot.name
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_pair_of_choices_of_two_groups_that_meet_occurs(name: str, choices: Any) -> None:
+    description, supernet, specs = covered(name, choices)
+    rows = [chosen(supernet, spec) for spec in specs]
+    sizes = {slot.name: slot.choices for axis in supernet.space.axes for slot in axis.slots}
+    pairs = list(meeting(description, supernet))
+    assert pairs
+    for one, other in pairs:
+        expected = {(a, b) for a in sizes[one] for b in sizes[other]}
+        assert {(row[one], row[other]) for row in rows} == expected, (one, other)
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_every_pair_of_a_depth_and_a_size_in_a_block_that_is_skipped_occurs(name: str, choices: Any) -> None:
+    description, supernet, specs = covered(name, choices)
+    rows = [chosen(supernet, spec) for spec in specs]
+    sizes = {slot.name: slot.choices for axis in supernet.space.axes for slot in axis.slots}
+    pairs = [
+        (stage.name, group.name)
+        for stage in description.stages.values()
+        for group in description.groups.values()
+        if any(
+            m.module.startswith(f"{block}.")
+            for m in group.members
+            for block in stage.blocks[min(stage.sizes.values()) :]
+        )
+    ]
+    assert pairs
+    for one, other in pairs:
+        expected = {(a, b) for a in sizes[one] for b in sizes[other]}
+        assert {(row[one], row[other]) for row in rows} == expected, (one, other)
+
+
+def test_one_slot_alone_has_one_subnet_for_every_choice() -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
+    supernet = subnetact.insert_(model, example=torch.randn(2, 8), choices=(0.25, 0.5, 0.75, 1.0))
+    specs = subnet_cover(supernet.network, supernet.space)
+    (axis,) = supernet.space.axes
+    assert specs[0][axis.name] == (0.25,)
+    assert len(specs) == 4
+
+
+@pytest.mark.parametrize(("layers", "most"), [(6, 25), (30, 25)])
+def test_a_deep_decoder_needs_no_more_subnets_than_a_shallow_one(layers: int, most: int) -> None:
+    small_decoders = pytest.importorskip("small_decoders")
+    torch.manual_seed(0)
+    model = small_decoders.small_decoder("LlamaConfig", num_hidden_layers=layers)
+    example = {"input_ids": torch.tensor([[3, 1, 4, 1, 5]]), "use_cache": False}
+    description = subnetact.describe(model, example, proof=False)
+    supernet = subnetact.insert_(model, description.space, description.elastic)
+    specs = subnet_cover(supernet.network, supernet.space)
+    assert len(description.slots) > layers
+    assert specs[0] == supernet.space.smallest()
+    assert len(specs) < most
