@@ -434,23 +434,6 @@ def test_a_right_model_with_such_an_output_is_elastic(finish: Any) -> None:
     assert elastic == {"a.ffn", "b.ffn"}
 
 
-def test_a_few_ties_of_an_argmax_that_rounding_decides_refuse_nothing() -> None:
-    """In 9 of 1,000 rows, the same sum is taken in two ways."""
-    x = torch.randn(1000, 8)
-    apart = torch.ones(1000, 1)
-    apart[-9:] = 0
-
-    def compute(m: Any, x: Tensor) -> Any:
-        h = m.b(m.a(x).relu()).relu()
-        there = m.one(h)
-        again = (h * m.one.weight).sum(-1, keepdim=True) + m.one.bias
-        return m.c(h), torch.cat([there, again + apart[: len(x)]], -1).argmax(-1)
-
-    model = seeded(compute, a=(8, 32), b=(32, 32), c=(32, 6), one=(32, 1))
-    elastic, _ = inserted(model, x)
-    assert elastic == {"a.ffn", "b.ffn"}
-
-
 # -- examples that show nothing ----------------------------------------------------------------------
 
 FAR = 1e4 * STATES
