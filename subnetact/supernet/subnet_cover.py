@@ -44,7 +44,7 @@ def subnet_cover(network: nn.Module, space: SubnetSpace) -> list[SubnetSpec]:
     choices = [(slot.choices[0], *rng.sample(slot.choices[1:], len(slot.choices) - 1)) for slot in slots]
     specs = []
     for row in _array(sizes, rng):
-        values = iter([own[row[c] % len(own)] for c, own in zip(column_of, choices, strict=True)])
+        values = iter([options[row[c] % len(options)] for c, options in zip(column_of, choices, strict=True)])
         specs.append(space.spec(**{axis.name: [next(values) for _ in axis.slots] for axis in axes}))
     specs += [space.at_precision(space.sample(rng), FLOAT32) for _ in range(FEWEST - len(specs))]
     return list(dict.fromkeys(specs))
