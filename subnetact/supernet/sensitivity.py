@@ -45,8 +45,8 @@ FEW_TOKENS, FEW_PIXELS = 8, 40
 
 Place: TypeAlias = tuple[str, str]
 """The name of an operator, and of a part of it or a segment of a part."""
-Pieces: TypeAlias = list[tuple[nn.Parameter, int, int, int]]
-"""Parameters of a view, each with an axis, and where on it something starts and how long it is."""
+Pieces: TypeAlias = list[tuple[nn.Parameter, int, int, int, int]]
+"""Parameters of a view: how many axes stack others in front, an axis, and a start and a size on it."""
 Run: TypeAlias = Callable[[], dict[Any, Tensor]]
 Shapes: TypeAlias = dict[Any, torch.Size]
 
@@ -101,8 +101,9 @@ def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, Pi
             start = 0
             for name, size in zip(operator.names(part), kept.sizes, strict=False):
                 pieces = [
-                    (p, i + p.dim() - operator.get_parameter(n).dim(), start, size)  # a view may stack rows
+                    (p, lead, lead + i, start, size)
                     for n, p in given
+                    for lead in [p.dim() - operator.get_parameter(n).dim()]
                     for i, axis in enumerate(operator.axes(n))
                     if axis == part and p.is_floating_point()
                 ]
@@ -126,18 +127,18 @@ def _hidden(run: Run, places: dict[Place, Pieces]) -> dict[Place, Pieces]:
         low = sum(float(strength.square().sum()) for strength in lines[place]) ** 0.5 < LOW
         masks = [strength <= (torch.inf if low else least) for strength in lines[place]]
         faint = all(int(mask.sum()) >= MOST_WEAK * mask.numel() for mask in masks)
-        weak = [(p.detach().narrow(*at), mask) for (p, *at), mask in zip(pieces, masks, strict=True)]
+        weak = [(p.detach().narrow(*at), mask) for (p, _, *at), mask in zip(pieces, masks, strict=True)]
         if faint and not _moves(run, weak, outputs):
             hidden[place] = pieces
     return hidden
 
 
-def _lines(gradient: Tensor, place: Place, axis: int, start: int, size: int) -> Tensor:
+def _lines(gradient: Tensor, place: Place, lead: int, axis: int, start: int, size: int) -> Tensor:
     """Return how strong a piece is, for each output of a layer, and else as a whole."""
     piece = gradient.narrow(axis, start, size)
     if not place[1].startswith("out"):
         return torch.nan_to_num(torch.linalg.vector_norm(piece)).view([1] * piece.dim())
-    inner = tuple(range(axis + 1, piece.dim()))
+    inner = tuple(i for i in range(lead, piece.dim()) if i != axis)
     strength = torch.linalg.vector_norm(piece, dim=inner, keepdim=True) if inner else piece.abs()
     return torch.nan_to_num(strength)
 

@@ -141,28 +141,6 @@ def test_every_pair_of_choices_of_two_groups_that_meet_occurs(name: str, choices
         assert {(row[one], row[other]) for row in rows} == expected, (one, other)
 
 
-@pytest.mark.parametrize("choices", CHOICES)
-@pytest.mark.parametrize("name", ["resnet", "transformer"])
-def test_every_pair_of_a_depth_and_a_size_in_a_block_that_is_skipped_occurs(name: str, choices: Any) -> None:
-    description, supernet, specs = covered(name, choices)
-    rows = [chosen(supernet, spec) for spec in specs]
-    sizes = {slot.name: slot.choices for axis in supernet.space.axes for slot in axis.slots}
-    pairs = [
-        (stage.name, group.name)
-        for stage in description.stages.values()
-        for group in description.groups.values()
-        if any(
-            m.module.startswith(f"{block}.")
-            for m in group.members
-            for block in stage.blocks[min(stage.sizes.values()) :]
-        )
-    ]
-    assert pairs
-    for one, other in pairs:
-        expected = {(a, b) for a in sizes[one] for b in sizes[other]}
-        assert {(row[one], row[other]) for row in rows} == expected, (one, other)
-
-
 def test_one_slot_alone_has_one_subnet_for_every_choice() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
     supernet = subnetact.insert_(model, example=torch.randn(2, 8), choices=(0.25, 0.5, 0.75, 1.0))
