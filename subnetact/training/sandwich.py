@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from subnetact.comparison import tensors_in
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import InsertError, SpecError, SubnetActError, first_line
 from subnetact.spec import SubnetSpec
@@ -140,6 +141,11 @@ def sandwich_step(
                 if distillation and len(specs) > 1:
                     with torch.no_grad():
                         wanted = tree_map(_detached, target(scores))
+                    if any(tensor.requires_grad for tensor in tensors_in(wanted)):
+                        raise SpecError(
+                            f"output: {type(wanted).__name__} keeps the gradients of the teacher; let output "
+                            "return tensors, in tuples or dictionaries"
+                        )
             else:
                 total = distillation * apart(scores, wanted)
                 if distillation < 1.0:

@@ -236,6 +236,20 @@ def test_a_dictionary_of_outputs_needs_no_distillation() -> None:
     assert sandwich_step(heads, x, labels, rng=random.Random(0), loss=own, distillation=0.0)
 
 
+def test_an_output_whose_tensors_cannot_be_detached_is_refused_in_words() -> None:
+    x, labels = data()
+    with pytest.raises(SpecError, match="Categorical keeps the gradients of the teacher"):
+        sandwich_step(
+            new_supernet(),
+            x,
+            labels,
+            rng=random.Random(0),
+            loss=lambda found, labels: -found.log_prob(labels).mean(),
+            divergence=lambda found, wanted: torch.distributions.kl_divergence(wanted, found).mean(),
+            output=lambda scores: torch.distributions.Categorical(logits=scores),
+        )
+
+
 def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
     """Each process has half of the batch and other random subnets; the mean is that of both by hand."""
     script = Path(__file__).parent / "two_processes.py"
