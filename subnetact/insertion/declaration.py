@@ -14,7 +14,6 @@ import itertools
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.layer_vocabulary import number_of
-from subnetact.insertion.skippable import skippable_blocks
+from subnetact.insertion.recorder import recorded
+from subnetact.insertion.skippable import StackWatch, is_layer, skippable_blocks
 from subnetact.insertion.state_space import is_state_space, state_space_group
 from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
@@ -58,13 +59,15 @@ NEURON_ATTRIBUTES = (
 class Declaration(NamedTuple):
     """Groups without choices, blocks that may be skipped with the shapes of their inputs, and refusals.
 
-    `blocks` are those of stacks of transformers, and `residual` all that the graph shows to be residual.
+    `blocks` are those of stacks of transformers, and `residual` all that the graph shows to be residual, of
+    which `stacks` tells how much they do.
     """
 
     groups: tuple[Group, ...]
     blocks: Mapping[str, torch.Size]
     refused: Mapping[str, str]
     residual: Mapping[str, torch.Size]
+    stacks: StackWatch
 
 
 def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaration:
@@ -95,7 +98,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(feed_forwards)
     experts = expert_groups(observed.modules, observed.block_of)
     settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
-    residual = skippable_blocks(model, example)
+    residual = observed.residual
     blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
     if stream:
         mixers = [*spaces, *attentions]
@@ -106,7 +109,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             groups.append(found)
         else:
             refused[STREAM] = found
-    return Declaration(tuple(groups), blocks, refused, residual)
+    return Declaration(tuple(groups), blocks, refused, residual, observed.stacks)
 
 
 # -- what one forward pass shows ---------------------------------------------------------------------
@@ -123,27 +126,34 @@ class _Call:
 
 
 class _Observation:
-    """A forward pass: linear layers and torch's attentions in order, and calls of what contains them."""
+    """A forward pass: linear layers and torch's attentions in order, calls of what contains them, stacks."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model = model
         self.modules = dict(model.named_modules())
         self.blocks = [block for path, m in self.modules.items() for block in _blocks_of(path, m)]
+        self.sides = {path: sides for path, m in self.modules.items() if (sides := _sides(m)) is not None}
+        self.residual: dict[str, torch.Size] = {}
+        try:
+            self.residual = skippable_blocks(self.modules, recorded(self._watched(), example, is_layer))
+        except Exception as error:  # It cannot be recorded.
+            raise_if_out_of_memory(error)
+            with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():  # With it, torch nests no tensors.
+                call_with(self._watched(), map_tensors(Tensor.clone, example))
+
+    def _watched(self) -> nn.Module:
+        """Return a copy of the model that notes here what its modules do."""
+        copied = structure_copy(self.model)
+        modules = dict(copied.named_modules())
         self.order: list[str] = []
         self.calls: dict[str, _Call] = {}
-        self.sides = {path: sides for path, m in self.modules.items() if (sides := _sides(m)) is not None}
-        around = {
-            path[:i] for path in self.sides for i in (0, *(m.start() for m in re.finditer(r"\.", path)))
-        }
-        with ExitStack() as hooks, torch.no_grad():
-            for path in self.sides:
-                hooks.enter_context(self.modules[path].register_forward_hook(partial(self._order, path)))
-            for path in around:
-                module, enter = self.modules[path], partial(self._enter, path)
-                hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
-                hooks.enter_context(module.register_forward_hook(partial(self._leave, path)))
-            hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # Then torch nests no tensors.
-            call_with(model, map_tensors(Tensor.clone, example))
+        self.stacks = StackWatch(modules)
+        for path in self.sides:
+            modules[path].register_forward_hook(partial(self._order, path))
+        for path in {p[:i] for p in self.sides for i in (0, *(m.start() for m in re.finditer(r"\.", p)))}:
+            modules[path].register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
+            modules[path].register_forward_hook(partial(self._leave, path))
+        return copied
 
     def block_of(self, path: str) -> str | None:
         """Return the innermost block around a module, or None."""

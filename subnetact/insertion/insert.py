@@ -46,7 +46,7 @@ from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
-from subnetact.insertion.skippable import stages_of, watched_blocks
+from subnetact.insertion.skippable import stages_of
 from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
 from subnetact.operators import Elastic, ElasticAttribute
 from subnetact.operators.base import Operator, template_of
@@ -314,13 +314,13 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             }
     stages: list[DepthStage] = []
     if depth and blocks:
-        influence, broken = watched_blocks(model, example, blocks)
+        broken = stated.stacks.broken(blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
         stages = (
             [DepthStage(f"{block}.depth", (block,)) for block in blocks]
             if each_block
-            else stages_of(blocks, influence)
+            else stages_of(blocks, stated.stacks.influence)
         )
     return groups, stages, refused
 

@@ -8,7 +8,6 @@ to this output passes additions and otherwise nothing but activations, norms, sc
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from operator import getitem
@@ -18,16 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import DepthStage
-from subnetact.insertion.recorder import assigned, recorded
+from subnetact.insertion.recorder import Recording, assigned
 from subnetact.operators.layer_traits import traits_of
-from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS
-from subnetact.supernet.unused_weights import structure_copy
 
-__all__ = ["skippable_blocks", "stages_of", "watched_blocks"]
+__all__ = ["StackWatch", "is_layer", "skippable_blocks", "stages_of"]
 
 TRANSPARENT_CALLS = (
     *(F.relu, torch.relu, F.gelu, F.silu, F.dropout, F.layer_norm),
@@ -39,27 +35,25 @@ RESHAPES = ("view", "reshape", "flatten", "transpose", "permute")
 """Methods and functions that may lie there if the numbers are in the places of the input at the end."""
 
 
-def skippable_blocks(model: nn.Module, example: Any) -> dict[str, torch.Size]:
+def skippable_blocks(modules: Mapping[str, nn.Module], recording: Recording) -> dict[str, torch.Size]:
     """Return the blocks that the identity can replace, in the order they run, with the shape of the input."""
-    modules = dict(model.named_modules())
     nodes: dict[str, list[fx.Node]] = {}
-    try:
-        recording = recorded(structure_copy(model), example, _is_layer)
-    except Exception as error:
-        raise_if_out_of_memory(error)
-        return {}
     for node in recording.graph.nodes:
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
             nodes.setdefault(path, []).append(node)
     found: dict[str, torch.Size] = {}
     for path, inside in nodes.items():
-        stack = modules.get(path.rpartition(".")[0]) if "." in path else None
         entry = recording.entries.get(path)
-        if stack is None or stack._parameters or stack._buffers or entry is None:
-            continue
-        if any(p.dim() > 1 for p in modules[path].parameters()) and _is_residual(inside, entry, modules):
+        matrices = _in_stack(path, modules) and any(p.dim() > 1 for p in modules[path].parameters())
+        if matrices and entry is not None and _is_residual(inside, entry, modules):
             found[path] = entry.meta["tensor_meta"].shape
     return found
+
+
+def _in_stack(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a module is inside of one, but not of the network, that has no weights of its own."""
+    stack = modules.get(path.rpartition(".")[0]) if "." in path else None
+    return stack is not None and not stack._parameters and not stack._buffers
 
 
 def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) -> list[DepthStage]:
@@ -75,36 +69,34 @@ def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) 
     ]
 
 
-def watched_blocks(
-    model: nn.Module, x: Any, blocks: Collection[str]
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Run the model; return the influence of blocks, and why some of them cannot be skipped.
+class StackWatch:
+    """What the members of stacks do to their inputs, noted while a network runs that nobody else uses.
 
-    The influence is one minus the cosine of input and output (ShortGPT, Men et al., 2024). A block stays if
-    the model changes its input or output on the way from or to the block beside it.
+    The influence of a block is one minus the cosine of input and output (ShortGPT, Men et al., 2024).
     """
-    influence: dict[str, float] = {}
 
-    def measure(path: str, _: nn.Module, args: Any, output: Any) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.influence: dict[str, float] = {}
+        members = {path: m for path, m in modules.items() if _in_stack(path, modules) and not is_layer(m)}
+        stacks = dict.fromkeys(path.rpartition(".")[0] for path in members)
+        self._chains = {path: Chain(path, modules[path]._modules) for path in stacks}
+        for path, module in members.items():
+            module.register_forward_hook(partial(self._measure, path))
+
+    def broken(self, blocks: Collection[str]) -> dict[str, str]:
+        """Return why some blocks cannot be skipped: what is between them changes what they pass on."""
+        broken: dict[str, str] = {}
+        for path, chain in self._chains.items():
+            for layers, what in chain.breaks():
+                names = {f"{path}.{layer}" for layer in layers}.intersection(blocks)
+                broken = {**dict.fromkeys(sorted(names), what), **broken}
+        return broken
+
+    def _measure(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
         if args and all(isinstance(t, Tensor) and t.shape == args[0].shape for t in (args[0], output)):
-            a, b = (t.detach().float().flatten(1) for t in (args[0], output))
-            influence[path] = 1.0 - float(F.cosine_similarity(a, b).mean())
-
-    with ExitStack() as hooks, torch.no_grad():
-        stacks = sorted({path.rpartition(".")[0] for path in blocks})
-        chains = {path: Chain(path, model.get_submodule(path)._modules) for path in stacks}
-        for chain in chains.values():
-            hooks.callback(chain.close)
-        for path in blocks:
-            hooks.enter_context(model.get_submodule(path).register_forward_hook(partial(measure, path)))
-        hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # Then torch nests no tensors.
-        call_with(model, map_tensors(Tensor.clone, x))
-    broken: dict[str, str] = {}
-    for path, chain in chains.items():
-        for layers, what in chain.breaks():
-            names = {f"{path}.{layer}" for layer in layers}
-            broken |= {name: what for name in sorted(names.intersection(blocks)) if name not in broken}
-    return influence, broken
+            with torch._C.DisableTorchFunction():  # A recording notes nothing of this.
+                a, b = (t.detach().float().flatten(1) for t in (args[0], output))
+                self.influence[path] = 1.0 - float(F.cosine_similarity(a, b).mean())
 
 
 def _is_residual(inside: list[fx.Node], entry: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
@@ -147,7 +139,7 @@ def _is_residual(inside: list[fx.Node], entry: fx.Node, modules: Mapping[str, nn
     return added and same and torch.equal(moved, places)
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
     """Tell whether a module is one of torch's layers, which the recording does not look into."""
     traits = traits_of(module)
     own = type(module).__module__.startswith("torch.nn.modules.") and traits.kind != "container"
