@@ -27,7 +27,7 @@ from subnetact.elastic.factories import factory_of, make_network, ordinary
 from subnetact.errors import InsertError
 from subnetact.insertion.hugging_face import as_pretrained, renamed, renumbered
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.proof import outputs_of
+from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["cut_out", "cut_out_card", "opening"]

@@ -19,9 +19,9 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import TIES, as_double, in_double, outputs_and_calls, outputs_of, prove
+from subnetact.supernet.module_outputs import outputs_and_calls, outputs_of
+from subnetact.supernet.proof import TIES, as_double, in_double, prove
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, smaller
@@ -43,7 +43,6 @@ _FAULTS = {
     "shapes": "the outputs of a subnet have other shapes than those of the model",
     "branches": "the forward branches on sizes, {why}",
     "incomparable": "a subnet cannot be compared with the model with unused weights at zero, {why}",
-    "rounded": "a subnet differs from the model with unused weights at zero",
     "differs": "a subnet differs from the model with unused weights at zero",
 }
 """Why a group or a stage is refused, by what the proof found."""
@@ -123,25 +122,25 @@ class Proof:
     def _hidden(self, spec: SubnetSpec) -> tuple[dict[str, str], list[Any]]:
         """Return the groups that nothing shows, and why, and inputs that show more than the examples do."""
         row = self.space.resolve(spec)
-        view, full = (shared_view(self._disturbed, sizes) for sizes in (row, self.largest))
+        view = shared_view(self._disturbed, row)
         few, inputs = ([self._cast(x) for x in batches] for batches in (self.few, self.inputs))
         more: list[Any] = []
-        _, places = showing(self.network, view, row, few)
-        if places:
+        _, parts = showing(self.network, view, row, few)
+        full = shared_view(self._disturbed, self.largest) if parts else None
+        if parts:
             self._modules = True  # The proof looks at the outputs of modules then.
-            _, places = showing(self.network, view, row, few, full)
-        if places:
+            _, parts = showing(self.network, view, row, few, full)
+        if parts:
             others = other_inputs(view, inputs[0])
-            useful, places = showing(self.network, view, row, chain(inputs, others), full)
+            useful, parts = showing(self.network, view, row, chain(inputs, others), full)
             more = [x for x in useful if not any(x is example for example in inputs)]
             self.few = [*self.inputs, *more]
-        dims = {operator.path: operator.dims for operator in operators_in(self.network)}
-        dimensions = {self.space.dimensions[dims[path][part]]: f"{path}.{part}" for path, part in places}
+        hidden_dimensions = {self.space.dimensions[i]: part for i, part in parts.items()}
         hidden = {
-            group.name: NOT_SHOWN.format(dimensions[name])
+            group.name: NOT_SHOWN.format(hidden_dimensions[name])
             for group in self.description.groups.values()
             for name in group.dimensions(group.full)
-            if name in dimensions
+            if name in hidden_dimensions
         }
         return hidden, more
 
@@ -223,20 +222,20 @@ class Proof:
             for network, other in self._ways(x):
                 trial = network, self._spare, row, self.largest, self._cast(other), ROUNDED
                 finding = prove(*trial, foreign=foreign, modules=self._modules)
-                if finding is None or finding.kind != "rounded":
+                if finding is None or not finding.rounded:
                     break
             if finding is not None:
                 break
         else:
             return None
-        if finding.kind in ("differs", "foreign", "rounded") and not self._exact:
+        if finding.kind in ("differs", "foreign") and not self._exact:
             self._exact = True  # Disturbed networks amplify rounding: go on in double precision if it runs.
             double = in_double(self._disturbed, self.largest, inputs)
             if double is not None:
                 self._disturbed, self._is_double = double[0], True
                 self._spare = private_copy(self._disturbed, torch.empty_like)  # The proof fills it.
             return self._wrong(spec, located)
-        if finding.kind in ("differs", "rounded") and located:
+        if finding.kind == "differs" and located:
             exact = prove(*trial, modules=True)
             where = exact if exact is not None and exact.kind == "differs" else finding
             return f"{_FAULTS['differs']}, first at {where.why}"

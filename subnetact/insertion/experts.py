@@ -45,7 +45,7 @@ from subnetact.operators.layer_traits import traits_of
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import outputs_of
+from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, shared_view
 

@@ -34,7 +34,7 @@ from subnetact.insertion.layer_vocabulary import (
 from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, GROUPS_OF_EXPERTS, NUMBERS_OF_EXPERTS
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
 from subnetact.supernet.batches import as_batch
-from subnetact.supernet.proof import outputs_of
+from subnetact.supernet.module_outputs import outputs_of
 
 __all__ = ["as_pretrained", "heterogeneous", "renamed", "renumbered"]
 

@@ -54,7 +54,7 @@ from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.batches import as_batch
-from subnetact.supernet.proof import outputs_of
+from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy

@@ -35,7 +35,8 @@ from subnetact.space import SizeRow, SubnetSpace
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.failure import summary
-from subnetact.supernet.proof import first_changed, in_double, outputs_of
+from subnetact.supernet.module_outputs import outputs_of
+from subnetact.supernet.proof import first_changed, in_double
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
@@ -246,16 +247,16 @@ class Trial:
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that units of a group changed places, or that nothing shows it."""
         if (hidden := self._not_shown(group)) and self.stays(_shuffled([group])):
-            return NOT_SHOWN.format(str(hidden))
+            return NOT_SHOWN.format(hidden)
         plain = shared_view(private_copy(self._copy), self.row)
         where = self._permuted(_shuffled([group]), lambda view: first_changed(view, plain, self._inputs[0]))
         if where is None:
             return "it reaches the output of the network"
         return f"the output would change, first at {where}, which does not follow the order of channels"
 
-    def _not_shown(self, group: UnitGroup) -> Part | None:
+    def _not_shown(self, group: UnitGroup) -> str | None:
         """Return a part of a group of which no input shows what it computes."""
-        return next((part for part in group.parts if (part.path, part.name) in self._hidden), None)
+        return next((name for name in map(str, group.parts) if name in self._hidden.values()), None)
 
     def _permuted(self, wanted: Mapping[UnitGroup, Tensor], run: Callable[[nn.Module], Any]) -> Any:
         try:

@@ -33,9 +33,9 @@ class Chain:
         self._kinds[name] = type(output)
         before = next((one for one, other in itertools.pairwise(self._kinds) if other == name), None)
         given = args[0] if args else kwargs.get(first, next(iter(kwargs.values()), None))
-        passed = self._last.pop(before, None)
-        tensors = isinstance(given, Tensor) and isinstance(passed, Tensor)
-        self._passed_on[name] = before is None or (tensors and given.data_ptr() == passed.data_ptr())
+        passed = self._last.pop(before or "", None)
+        pointers = [t.data_ptr() for t in (given, passed) if isinstance(t, Tensor)]
+        self._passed_on[name] = before is None or (len(pointers) == 2 and pointers[0] == pointers[1])
         self._last[name] = output
 
     def breaks(self) -> Iterator[tuple[set[str], str]]:

@@ -17,12 +17,12 @@ from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
-from subnetact.supernet.bind import operators_in
+from subnetact.supernet.batches import describe_input, tensors_of
 from subnetact.supernet.chain import Chain
-from subnetact.supernet.failure import failure, summary
-from subnetact.supernet.proof import in_double, outputs_of, prove
-from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing
+from subnetact.supernet.failure import summary
+from subnetact.supernet.module_outputs import outputs_of
+from subnetact.supernet.proof import in_double, prove
+from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, visible
 from subnetact.supernet.subnet_cover import subnet_cover
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
 
@@ -44,7 +44,6 @@ _FAULTS = {
     ),
 }
 """Why a supernet is refused, by what the proof found."""
-_FAULTS["rounded"] = _FAULTS["differs"]
 _INCOMPARABLE = {
     "incomparable": "{why}",
     "unmasked": "because the reference does not run: {why}",
@@ -88,8 +87,9 @@ def check_precisions(
     space: SubnetSpace, precisions: Sequence[str], x: Any, bind: Callable[[SubnetSpec], nn.Module]
 ) -> None:
     """Find layers that compute something else at lower precisions, at both ends of the space."""
-    x = map_tensors(_visible, x)
-    for spec in dict.fromkeys(space.at_precision(s, FLOAT32) for s in (space.smallest(), space.largest())):
+    largest, smallest = (space.at_precision(s, FLOAT32) for s in (space.largest(), space.smallest()))
+    x = visible(bind(largest), x)
+    for spec in dict.fromkeys((smallest, largest)):
         expected = outputs_of(bind(spec), x)
         for precision in precisions:
             low = space.at_precision(spec, precision)
@@ -126,7 +126,7 @@ def check(
     stacks = [m for m in network.modules() if isinstance(m, LayerSelect) and not isinstance(m, ModuleSwitch)]
     chains = {s: Chain(s.path, view.get_submodule(s.path)._modules) for s in stacks if compare}
     try:
-        x = _run_visible(view, x)
+        outputs_of(view, x)
     except Exception as error:
         raise_if_out_of_memory(error)
         raise SpecError(
@@ -140,31 +140,26 @@ def check(
                     f"check: {what}; let every layer return one tensor, which the next layer gets as it is, "
                     "never skip these layers, or accept it with compare=False"
                 )
+    x = visible(view, x)
     inputs, hidden = [x], dict[int, str]()
     if thorough and compare and narrow:
         narrow = [spec for spec in dict.fromkeys([*narrow, *subnet_cover(network, space)]) if spec != full]
         disturbed = shared_view(disturbed_copy(network), largest)
-        useful, places = showing(network, disturbed, largest, chain([x], other_inputs(view, x)))
+        useful, hidden = showing(network, disturbed, largest, chain([x], other_inputs(view, x)))
         inputs += [other for other in useful if other is not x]
-        dims = {operator.path: operator.dims for operator in operators_in(network)}
-        hidden = {dims[path][part]: NOT_SHOWN.format(f"{path}.{part}") for path, part in places}
     copy = private_copy(network) if narrow else network
     not_compared: dict[SubnetSpec, str] = {}
     for spec in tqdm(narrow, "checking the space", delay=SHOW_AFTER_S, leave=False, disable=None):
         row = space.resolve(spec)
-        blind = next((why for i, why in hidden.items() if row[i] != largest[i]), None)
+        blind = next((part for i, part in hidden.items() if row[i] != largest[i]), None)
         if blind is not None:
-            not_compared[spec] = f"because {blind}"
+            not_compared[spec] = f"because {NOT_SHOWN.format(blind)}"
         for batch in inputs:
             finding = prove(network, copy, row, largest, batch, modules=True, compare=compare)
-            if (
-                finding is not None
-                and finding.kind in ("differs", "rounded")
-                and _equal_in_double(network, row, largest, batch)
-            ):
-                finding = None  # The sums of a deep network differ by their rounding.
             if finding is None:
                 continue
+            if finding.kind == "differs" and _equal_in_double(network, row, largest, batch):
+                continue  # The sums of a deep network differ by their rounding.
             if finding.kind in _INCOMPARABLE:
                 not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
                 continue
@@ -181,21 +176,3 @@ def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any)
     if double is None:
         return False
     return prove(double[0], private_copy(double[0]), row, largest, double[1][0], modules=True) is None
-
-
-def _run_visible(view: nn.Module, x: Any) -> Any:
-    """Run a network, on random values in place of zeros if it takes them; return the batch that ran."""
-    visible = map_tensors(_visible, x)
-    changed = any(given is not shown for given, shown in zip(tensors_of(x), tensors_of(visible), strict=True))
-    if changed and failure(view, visible) is None:
-        return visible
-    outputs_of(view, x)  # Some networks take other numbers only, indices for example.
-    return x
-
-
-def _visible(tensor: Tensor) -> Tensor:
-    """Return random values instead of zeros, in which most mistakes would not be seen."""
-    if not tensor.is_floating_point() or tensor.any():
-        return tensor
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(tensor.shape, generator=generator).to(tensor)

@@ -7,44 +7,34 @@ amplify rounding are proved in double precision (`in_double`). `sensitivity.py` 
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
-from collections.abc import Iterable, Set
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from subnetact.comparison import EXACT, MASKED, Tolerance, equal, tensors_in
+from subnetact.comparison import EXACT, MASKED, Tolerance, equal
 from subnetact.device import raise_if_out_of_memory
-from subnetact.errors import InsertError
-from subnetact.operators import ElasticAttribute, LayerNormSlice, LayerSelect, WeightSlice
+from subnetact.operators import LayerNormSlice, WeightSlice
 from subnetact.operators.segments import Kept
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import missing_entry, summary
+from subnetact.supernet.module_outputs import (
+    Calls,
+    ModuleOutput,
+    module_outputs,
+    outputs_and_calls,
+    outputs_of,
+)
 from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy, shared_view
 
-__all__ = [
-    "TIES",
-    "Finding",
-    "as_double",
-    "first_changed",
-    "in_double",
-    "outputs_and_calls",
-    "outputs_of",
-    "prove",
-]
+__all__ = ["TIES", "Finding", "as_double", "first_changed", "in_double", "prove"]
 
-_LOOKS = ("__get__", "is_inference")
-"""Functions that only look at a tensor, as packed copies do at what they follow."""
 ROUNDING = 1e-6
 """Where weights that are off by this share change an output, rounding decides it, as the box that is kept."""
 TIES = 0.01
@@ -52,13 +42,15 @@ TIES = 0.01
 
 
 class Finding(NamedTuple):
-    """What is wrong, why or at which module first, and what to add to the description."""
+    """What is wrong, why or at which module first, what to add, and whether rounding decides the outputs."""
 
     kind: str
     why: str
     advice: str = ""
+    rounded: bool = False
 
 
+@torch.no_grad()
 def prove(
     network: nn.Module,
     copy: nn.Module,
@@ -71,30 +63,32 @@ def prove(
     foreign: bool = True,  # whether what the subnet does not use becomes NaN, and not only zero
 ) -> Finding | None:
     """Compare a subnet with the full network whose other weights, in the given `copy`, are zero."""
-    run = partial(_module_outputs, inside=modules, layers=None if modules else _layers(network))
-    if foreign:
-        fill_unused_(copy, network, row, float("nan"))
-    reference = masked_reference(copy, network, row, largest) if not foreign else None
+
+    def run(model: nn.Module) -> tuple[list[ModuleOutput], Calls]:
+        if modules:
+            return module_outputs(model, x, _sample), []
+        tensors, calls = outputs_and_calls(network, model, x)
+        return [ModuleOutput("", type(model).__name__, [t.shape for t in tensors], tensors)], calls
+
+    fill_unused_(copy, network, row, float("nan") if foreign else 0.0)
     view = shared_view(copy, row)
     try:
-        found, calls = run(view, x)
+        found, calls = run(view)
     except Exception as error:
         raise_if_out_of_memory(error)
         return Finding("fails", summary(view, error), missing_entry(view, error))
-    finite = all(bool(tensor.isfinite().all()) for tensor in found[-1].tensors)
-    if foreign and compare:
-        reference = masked_reference(copy, network, row, largest)
-    reason = (
-        "because compare=False" if reference is None else _narrow_layers(network, reference, row, largest)
-    )
-    if reason or not finite:
-        plain = _module_outputs(shared_view(network, row), x)[0]
+    if foreign:
+        fill_unused_(copy, network, row, 0.0)
+    reference = masked_reference(copy, network, row, largest) if compare else view
+    reason = _narrow_layers(network, reference, row, largest) if compare else "because compare=False"
+    if reason or not all(bool(tensor.isfinite().all()) for tensor in found[-1].tensors):
+        plain = module_outputs(shared_view(network, row), x, _sample)
         if not _alike(found[-1], plain[-1], tolerance):
             return Finding("foreign", _first_difference(found, plain, tolerance) or "its output")
-    if reference is None or reason:
+    if reason:
         return Finding("incomparable", reason)
     try:
-        expected, expected_calls = run(reference, x)
+        expected, expected_calls = run(reference)
     except Exception as error:
         raise_if_out_of_memory(error)
         return Finding("unmasked", summary(reference, error))
@@ -111,16 +105,16 @@ def prove(
     if where is None:
         return Finding("branches", _other_call(calls, expected_calls))
     draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in copy.parameters():
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=draw).to(parameter)
-                parameter.mul_(1 + ROUNDING * noise)
-    steady = _first_difference(run(reference, x)[0], expected, tolerance) is None
-    return Finding("differs" if steady else "rounded", where)
+    for parameter in copy.parameters():
+        if parameter.is_floating_point():
+            noise = torch.randn(parameter.shape, generator=draw).to(parameter)
+            parameter.mul_(1 + ROUNDING * noise)
+    return Finding(
+        "differs", where, rounded=_first_difference(run(reference)[0], expected, tolerance) is not None
+    )
 
 
-def _other_call(calls: list[tuple[str, str]], others: list[tuple[str, str]]) -> str:
+def _other_call(calls: Calls, others: Calls) -> str:
     """Return the first call in which two runs differ."""
     pairs = zip_longest(calls, others, fillvalue=("", "nothing more"))
     (path, name), (_, other) = next((one, other) for one, other in pairs if one != other)
@@ -224,26 +218,6 @@ def _indices(kept: Kept, x: Tensor) -> Tensor:
 # -- outputs -----------------------------------------------------------------------------------------
 
 
-def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
-    """Run a model and return all tensors of its output, copied."""
-    with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():  # With it, torch nests no tensors.
-        found = call_with(model, map_tensors(Tensor.clone, x))
-    return [tensor.clone() for tensor in tensors_in(found)]
-
-
-def outputs_and_calls(
-    network: nn.Module, view: nn.Module, x: Any
-) -> tuple[list[Tensor], list[tuple[str, str]]]:
-    """Run a view; return all tensors of its output, copied, and which functions its modules call first."""
-    outputs, calls = _module_outputs(view, x, inside=False, layers=_layers(network))
-    return outputs[-1].tensors, calls
-
-
-def _layers(network: nn.Module) -> set[str]:
-    """Return the names of the operators whose forwards are those of layers."""
-    return {o.path for o in operators_in(network) if not isinstance(o, ElasticAttribute | LayerSelect)}
-
-
 def as_double(x: Any) -> Any:
     """Return a batch whose numbers are in double precision."""
     return map_tensors(lambda t: t.double() if t.is_floating_point() else t, x)
@@ -262,102 +236,26 @@ def in_double(
         return None
 
 
+@torch.no_grad()
 def first_changed(view: nn.Module, plain: nn.Module, x: Any) -> str | None:
     """Find the first module whose output has other numbers, in whichever order, than in another network."""
-    found, expected = _module_outputs(view, x)[0], _module_outputs(plain, x)[0]
+    found, expected = (module_outputs(network, x, _sample) for network in (view, plain))
     for output in (*found, *expected):
         output.tensors[:] = [tensor.flatten().sort().values for tensor in output.tensors]
     return _first_difference(found, expected, EXACT)
 
 
-@dataclass(frozen=True)
-class _ModuleOutput:
-    """What one call of a module returned: tensors, images of them at few positions only."""
-
-    path: str
-    kind: str
-    shapes: list[torch.Size]
-    tensors: list[Tensor]
-
-
-class _Calls(TorchFunctionMode):
-    """Notes which functions each module calls first, in order; modules of a list are taken together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[tuple[str, str], None] = {}
-        self.inside: list[str] = []
-        self.hidden = 1
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function and note its name, unless a layer calls it or it only reads an attribute."""
-        if not self.hidden and (name := getattr(func, "__name__", "")) not in _LOOKS:
-            self.names[self.inside[-1], name] = None
-        return func(*args, **(kwargs or {}))
-
-    def enter(self, path: str, hidden: bool, *_: Any) -> None:
-        """Note that a module begins; what a `hidden` one calls is its own."""
-        self.inside.append(path)
-        self.hidden += hidden - (not path)
-
-    def leave(self, path: str, hidden: bool, *_: Any) -> None:
-        """Note that a module ends."""
-        self.inside.pop()
-        self.hidden -= hidden - (not path)
-
-    def watched(self, network: nn.Module, layers: Set[str]) -> None:
-        """Let all modules of a view call `enter` and `leave`, with nothing noted about what layers call."""
-        for path, module in network.named_modules():
-            place = re.sub(r"\d+", "#", path), path in layers
-            before = OrderedDict({**module._forward_pre_hooks, -1: partial(self.enter, *place)})
-            after = OrderedDict({**module._forward_hooks, -1: partial(self.leave, *place)})
-            after.move_to_end(-1, last=bool(path))  # What copies the outputs is no call of the network.
-            # Registering costs much more: it gives a module of a view dictionaries of its own.
-            module.__dict__.update(_forward_pre_hooks=before, _forward_hooks=after)
-
-
-def _module_outputs(
-    network: nn.Module, x: Any, inside: bool = True, layers: Set[str] | None = None
-) -> tuple[list[_ModuleOutput], list[tuple[str, str]]]:
-    """Run a network; return what it and the modules inside returned, in the order in which they ended.
-
-    If `layers` names those into which nobody looks, return the calls of functions by a view, too, which
-    nobody else uses.
-    """
-    found: list[_ModuleOutput] = []
-    calls = _Calls()
-    with ExitStack() as stack, torch.no_grad():
-        for path, module in network.named_modules() if inside else [("", network)]:
-
-            def note(module: nn.Module, _: Any, output: Any, path: str = path) -> None:
-                if isinstance(module, nn.MultiheadAttention):
-                    output = output[0]  # the weights, averaged over heads, are those of other heads
-                tensors = list[Tensor]()
-                with suppress(InsertError) if path else nullcontext():
-                    tensors = tensors_in(output)
-                kept = [t.clone() if not path else _sample(t) for t in tensors]
-                found.append(_ModuleOutput(path, type(module).__name__, [t.shape for t in tensors], kept))
-
-            stack.enter_context(module.register_forward_hook(note))
-        x = map_tensors(Tensor.clone, x)
-        if layers is not None:
-            calls.watched(network, layers)
-        stack.enter_context(calls if layers is not None else torch.overrides.BaseTorchFunctionMode())
-        call_with(network, x)
-    return found, list(calls.names)
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return a copy; of tensors of shape (N, C, H, W) at about 8 x 8 positions."""
-    if tensor.dim() == 4:
+def _sample(path: str, tensor: Tensor) -> Tensor:
+    """Return a copy; of what modules inside return, if it is of shape (N, C, H, W), at 8 x 8 positions."""
+    if path and tensor.dim() == 4:
         tensor = tensor[:, :, :: -(-tensor.shape[2] // 8) or 1, :: -(-tensor.shape[3] // 8) or 1]
     return tensor.clone()
 
 
 def _first_difference(
-    narrow: list[_ModuleOutput], wide: list[_ModuleOutput], tolerance: Tolerance
+    narrow: list[ModuleOutput], wide: list[ModuleOutput], tolerance: Tolerance
 ) -> str | None:
-    others: dict[str, list[_ModuleOutput]] = {}
+    others: dict[str, list[ModuleOutput]] = {}
     for output in wide:
         others.setdefault(output.path, []).append(output)
     before = ""
@@ -370,7 +268,7 @@ def _first_difference(
     return None
 
 
-def _alike(narrow: _ModuleOutput, wide: _ModuleOutput, tolerance: Tolerance) -> bool:
+def _alike(narrow: ModuleOutput, wide: ModuleOutput, tolerance: Tolerance) -> bool:
     """Tell whether what two calls returned is equal up to rounding, where the shapes are equal."""
     if len(narrow.shapes) != len(wide.shapes):
         return True  # The modules return other things; a later module will tell.
@@ -378,7 +276,7 @@ def _alike(narrow: _ModuleOutput, wide: _ModuleOutput, tolerance: Tolerance) -> 
     return all(equal(a, b, tolerance._replace(unequal=TIES)) for a, b in pairs if a.shape == b.shape)
 
 
-def _resized(narrow: list[_ModuleOutput], wide: list[_ModuleOutput]) -> str | None:
+def _resized(narrow: list[ModuleOutput], wide: list[ModuleOutput]) -> str | None:
     """Return the first module whose images are of another size than in a reference."""
     sizes = {o.path: [shape[2:] for shape in o.shapes if len(shape) == 4] for o in wide}
     for output in narrow:

@@ -8,9 +8,7 @@ part (it is zero, all its tokens are alike or there is one only), other inputs o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
@@ -18,15 +16,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from subnetact.comparison import ROUNDED, equal, tensors_in
+from subnetact.comparison import ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
-from subnetact.errors import InsertError
 from subnetact.space import SizeRow
-from subnetact.supernet.batches import call_with, map_tensors, tensors_of
+from subnetact.supernet.batches import map_tensors, tensors_of
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import failure
+from subnetact.supernet.module_outputs import module_outputs
 
-__all__ = ["NOT_SHOWN", "Place", "other_inputs", "showing", "smaller"]
+__all__ = ["NOT_SHOWN", "other_inputs", "showing", "smaller", "visible"]
 
 NOT_SHOWN = (
     "the example does not show what {} computes: other numbers in it change no output; give an example whose "
@@ -53,10 +51,11 @@ Shapes: TypeAlias = dict[Any, torch.Size]
 
 def showing(
     network: nn.Module, view: nn.Module, row: SizeRow, inputs: Iterable[Any], full: nn.Module | None = None
-) -> tuple[list[Any], list[Place]]:
+) -> tuple[list[Any], dict[int, str]]:
     """Return the first of some inputs that together show all of a subnet, and what none of them shows.
 
-    With the view of the `full` network, outputs of modules count, too, if they have the same shape there.
+    This is the name of a part by its place in the sizes. With the view of the `full` network, outputs of
+    modules count, too, if they have the same shape there.
     """
     places, useful = _places(network, view, row), list[Any]()
     for x in inputs if places else ():
@@ -66,29 +65,15 @@ def showing(
         places = hidden
         if not places:
             break
-    return useful, list(places)
+    dims = {operator.path: operator.dims for operator in operators_in(network)}
+    return useful, {dims[path][part]: f"{path}.{part}" for path, part in places}
 
 
 def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> dict[Any, Tensor]:
     """Run a view; return the tensors of its output or, given shapes, those of its modules that have them."""
-    tensors, calls = dict[Any, Tensor](), Counter[str]()
-
-    def note(path: str, module: nn.Module, _: Any, output: Any) -> None:
-        calls[path] += 1
-        with suppress(InsertError):
-            # The weights of an attention, averaged over heads, are those of other heads.
-            for i, t in enumerate(
-                tensors_in(output[0] if isinstance(module, nn.MultiheadAttention) else output)
-            ):
-                if not shapes or shapes.get((path, calls[path], i)) == t.shape:
-                    tensors[path, calls[path], i] = t
-
-    with ExitStack() as hooks:
-        for path, module in view.named_modules() if shapes is not None else ():
-            hooks.enter_context(module.register_forward_hook(partial(note, path)))
-        hooks.enter_context(torch.overrides.BaseTorchFunctionMode())  # With it, torch nests no tensors.
-        output = call_with(view, map_tensors(Tensor.clone, x))
-    return dict(enumerate(tensors_in(output))) if shapes is None else tensors
+    outputs = module_outputs(view, x, lambda _, tensor: tensor, inside=shapes is not None)
+    tensors = {(output.path, i): t for output in outputs for i, t in enumerate(output.tensors)}
+    return {key: t for key, t in tensors.items() if not shapes or shapes.get(key) == t.shape}
 
 
 def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, Pieces]:
@@ -223,6 +208,12 @@ def other_inputs(network: nn.Module, x: Any) -> Iterator[Any]:
             map_tensors(partial(other, times=times, changed=changed, most=n), x) for n in sorted(rows)[::-1]
         )
         yield from (variant for variant in varied if failure(network, variant) is None)
+
+
+def visible(network: nn.Module, x: Any) -> Any:
+    """Return a batch, or one of other numbers if some of its tensors are zero, in which faults would hide."""
+    zeros = any(isinstance(t, Tensor) and t.is_floating_point() and not t.any() for t in tensors_of(x))
+    return next(other_inputs(network, x), x) if zeros else x
 
 
 def smaller(x: Any) -> list[Any]:

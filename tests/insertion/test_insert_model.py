@@ -26,7 +26,7 @@ from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.description_proof import Proof
 from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.proof import outputs_of
+from subnetact.supernet.module_outputs import outputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
