@@ -226,8 +226,8 @@ def in_time(shares):
         if batch is None:
             now = arrivals[at][0] if at < len(arrivals) else now + 1.0
             continue
-        now += batch.expected_ms
-        for item in batch.items:
+        now += dispatcher.expected_ms(batch.subnet, len(batch.part))
+        for item in batch.part:
             met[item.client] += now <= item.deadline_ms
             if gate_ is not None:
                 gate_.ended(item)

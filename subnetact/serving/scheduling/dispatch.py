@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from operator import attrgetter, index
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,32 +25,12 @@ from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
 from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
-from subnetact.serving.scheduling.request import Request
+from subnetact.serving.scheduling.request import Job, Request
 
-__all__ = ["Batch", "Dispatcher"]
+__all__ = ["Dispatcher"]
 
 _REMEMBERED_SLOS = 12.0
 """Policies may ask for the arrival rate of this many SLOs."""
-
-
-class Batch(NamedTuple):
-    """The batch that one worker runs next.
-
-    Attributes:
-        subnet: index of the subnet in the table.
-        batch_size: the planned batch size, one of the table's (a compiled engine pads to it).
-        items: the requests, most urgent first.
-        expected_ms: the latency that the table gives.
-        queued: number of requests in the queue before the batch was formed.
-        slack_ms: slack of the most urgent request of the queue when the batch was formed.
-    """
-
-    subnet: int
-    batch_size: int
-    items: list[Request]
-    expected_ms: float
-    queued: int
-    slack_ms: float
 
 
 class _Plan:
@@ -202,8 +182,8 @@ class Dispatcher:
         held = 0 if self.gate is None else len(self.gate)
         return len(self.queue) + len(self.deferred) + held
 
-    def next_batch(self, now_ms: float, worker: int) -> Batch | None:
-        """Form the batch for an idle worker."""
+    def next_batch(self, now_ms: float, worker: int) -> Job | None:
+        """Form the batch of an idle worker; it has not started yet."""
         queue = self.queue
         if self.expired != "serve":
             self.remove_expired(now_ms)
@@ -216,7 +196,7 @@ class Dispatcher:
                 self._drop_or_defer(queue.take_at(positions))
         queued = len(queue)
         if not queued:
-            return self.cheapest_batch(now_ms)
+            return self.cheapest_batch(now_ms, worker)
         context = self.look(now_ms, worker)
         plan = self._turn_to(queue)
         choice = plan.policy.decide(context)
@@ -234,7 +214,7 @@ class Dispatcher:
                 f"{type(plan.policy).__name__} answered subnet {subnet}, batch size {size}; the table has "
                 f"subnets 0 to {len(self._accuracy) - 1} and batch sizes up to {self._sizes[-1]}"
             )
-        return self._form(queue, subnet, size, queued, context.slack_ms)
+        return self._form(queue, worker, subnet, size, queued, context.slack_ms)
 
     def look(self, now_ms: float, worker: int) -> Context:
         """Return the context for a policy; the queue must hold at least one request."""
@@ -246,14 +226,14 @@ class Dispatcher:
         context.floor = queue.floor()
         return context
 
-    def cheapest_batch(self, now_ms: float) -> Batch | None:
+    def cheapest_batch(self, now_ms: float, worker: int) -> Job | None:
         """Form the largest batch on the cheapest subnet, without asking the policy."""
         queue = self.queue if len(self.queue) else self.deferred
         if not len(queue):
             return None
         plan = self._turn_to(queue)
         size = plan.largest[plan.cheapest]
-        return self._form(queue, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
+        return self._form(queue, worker, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
 
     def _turn_to(self, queue: EDFQueue[Request]) -> _Plan:
         """Make the plan of the most urgent request's shape the current one, and return it."""
@@ -261,7 +241,9 @@ class Dispatcher:
             self._plan = self._plans[queue.item().shape]
         return self._plan
 
-    def _form(self, queue: EDFQueue[Request], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
+    def _form(
+        self, queue: EDFQueue[Request], worker: int, subnet: int, size: int, queued: int, slack_ms: float
+    ) -> Job:
         plan = self._plan
         if self.limits:
             size = min(size, self.limits.get(subnet, size))
@@ -269,8 +251,7 @@ class Dispatcher:
             subnet, items = self._take_alike(queue, subnet, size)
         else:
             items = queue.take(min(size, len(queue)))
-        column = self._column(plan, subnet, len(items))
-        expected = plan.latency[subnet][column]
+        expected = plan.latency[subnet][self._column(plan, subnet, len(items))]
         if expected != expected:
             self.taken = items
             raise PolicyError(
@@ -279,7 +260,7 @@ class Dispatcher:
             )
         if self.gate is not None:
             self.gate.spend(items, expected)
-        return Batch(subnet, self._sizes[column], items, expected, queued, slack_ms)
+        return Job(worker, subnet, items, queued, slack_ms)
 
     def _take_alike(self, queue: EDFQueue[Request], subnet: int, size: int) -> tuple[int, list[Request]]:
         """Take what one subnet may answer, of the most urgent one's shape; return the subnet and that."""
