@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isfinite
 from numbers import Real
@@ -21,7 +22,7 @@ from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.driver import Driver, SharedWorkers
 from subnetact.serving.live.prometheus import Collector
-from subnetact.serving.live.runner import Runner, check_runner, close_all, open_processes, runner_per_worker
+from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import (
@@ -201,20 +202,18 @@ class Batcher(ClosedOnExit):
             is_there=(lambda worker: bool(self._runners[worker].is_ready)) if in_processes else None,
         )
         self._log: DecisionLog | None = None
-        if decision_log is not None:
-            facts = {"workers": len(runners), "expired": expired, "slo_ms": slo_ms}
-            header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
-            self._log = DecisionLog(decision_log, header, clock_ms())
-        pools: list[Any] = []
         self._runners: Sequence[Any] = runners
-        if in_processes:
-            sizes = sorted({size for one in tables for size in one.batch_sizes})
-            try:
+        with ExitStack() as opened:  # what is open already is closed if a process does not start
+            if decision_log is not None:
+                facts = {"workers": len(runners), "expired": expired, "slo_ms": slo_ms}
+                header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
+                self._log = DecisionLog(decision_log, header, clock_ms())
+                opened.callback(self._log.close)
+            pools = opened.enter_context(ExitStack())
+            if in_processes:
+                sizes = table.batch_sizes
                 self._runners = open_processes(runners, pools, threads_per_worker, sizes, spares)
-            except BaseException:
-                if self._log is not None:
-                    self._log.close()
-                raise
+            opened.pop_all()
         self._driver = Driver(
             scheduler,
             self._runners,
@@ -224,7 +223,7 @@ class Batcher(ClosedOnExit):
             on_decision=on_decision,
             threads=threads_per_worker,
             log=self._log,
-            on_end=partial(close_all, pools),
+            on_end=pools.close,
             shared=shared,
         )
         self._forked = False
