@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -32,6 +31,7 @@ from subnetact.serve.exchange import (
 )
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
+from subnetact.serving.live.batcher import monotonic_ms
 
 __all__ = [
     "SHORT",
@@ -40,7 +40,6 @@ __all__ = [
     "BaseApp",
     "Reply",
     "model_schema",
-    "now_ms",
     "operation",
     "properties",
 ]
@@ -50,7 +49,6 @@ SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and lo
 WATCH_AFTER_S = 0.02  # before the server watches whether a client leaves: most requests end earlier
 DECODERS = 2  # threads
 Asked = TypeVar("Asked")
-Answered = TypeVar("Answered")
 Reply = tuple[Any, ...]
 """What `send_reply` takes: status, body, headers and type."""
 UNREADY = {"503": "The server is closing, or it computes nothing."}
@@ -64,11 +62,6 @@ ERRORS = {
     "503": "The server is closing or overloaded.",
     "504": "The deadline passed.",
 }
-
-
-def now_ms() -> float:
-    """Return the time of the monotonic clock by which requests are timed, in ms."""
-    return time.perf_counter_ns() * 1e-6
 
 
 class Address(NamedTuple):
@@ -170,13 +163,9 @@ class BaseApp:
         self.closing = True
         self._threads.shutdown()
 
-    async def exchange(
-        self,
-        exchange: Exchange,
-        decode: Callable[[Raw], Asked],
-        answer: Callable[[Asked], Awaitable[Answered]],
-    ) -> tuple[Asked, Answered]:
-        """Read the body of a request, decode it and wait for the answer, as long as the client stays."""
+    @asynccontextmanager
+    async def decoded(self, exchange: Exchange, decode: Callable[[Raw], Asked]) -> AsyncIterator[Asked]:
+        """Read the body of a request and decode it; what is done with it ends if the client leaves."""
         loop, body = asyncio.get_running_loop(), bytearray()
         task: Any = asyncio.current_task()
         refusal: Exception | None = None
@@ -202,10 +191,9 @@ class BaseApp:
             timer.cancel()
             timer = loop.call_later(WATCH_AFTER_S, lambda: watchers.append(loop.create_task(watch())))
             if len(body) <= SHORT and not is_image(body):
-                asked = decode(body)
+                yield decode(body)
             else:
-                asked = await loop.run_in_executor(self._threads, decode, body)
-            return asked, await answer(asked)
+                yield await loop.run_in_executor(self._threads, decode, body)
         except asyncio.CancelledError:
             if refusal is None:
                 raise
@@ -250,7 +238,7 @@ class BaseApp:
         }
 
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_ms, path = now_ms(), scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        arrived_ms, path = monotonic_ms(), scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         begun = False
 
         async def send_first(message: MutableMapping[str, Any]) -> None:
