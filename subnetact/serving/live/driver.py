@@ -284,7 +284,7 @@ class Driver:
                         self._wake_a_worker()  # whose turn may come earlier
                     self._rest(self._turned)
                     continue
-                job = self._decide(worker) if waiting else None
+                job = self._asked(partial(self.scheduler.idle, worker)) if waiting else None
                 outcomes = self._outcomes()
                 if job is not None or outcomes:
                     if self._idle and len(self.scheduler):
@@ -304,24 +304,20 @@ class Driver:
         condition.wait(timeout_s)
         self._resting -= 1
 
-    def _decide(self, worker: int) -> Job | None:
-        """Ask the scheduler; the requests of a policy that raises fail, and the batcher goes on."""
-        now = self.clock_ms()
+    def _asked(self, decide: Callable[[float], Job | None], waiting: bool = True) -> Job | None:
+        """Ask the scheduler for a job; if the policy raises, requests fail, and the batcher goes on."""
+        now, counters = self.clock_ms(), self.counters
         try:
-            job = self.scheduler.idle(worker, now)
+            job = decide(now)
         except Exception as error:
-            self.scheduler.policy_failed(error)
+            self.scheduler.policy_failed(error, waiting)
             return None
         if job is not None:
-            self._note(job, now)
+            counters.slack_ms.add(job.slack_ms)
+            counters.queue_depth.add(job.queued)
+            counters.batch.add(len(job.part))
+            counters.decision_ms.add(self.clock_ms() - now)
         return job
-
-    def _note(self, job: Job, now_ms: float) -> None:
-        counters = self.counters
-        counters.slack_ms.add(job.slack_ms)
-        counters.queue_depth.add(job.queued)
-        counters.batch.add(len(job.part))
-        counters.decision_ms.add(self.clock_ms() - now_ms)
 
     def _run(self, job: Job, turn: Turn | None) -> None:
         if job.preempted is None:  # it is abandoned together with what preempts it
@@ -380,13 +376,7 @@ class Driver:
             return None, []  # without the lock: the next block looks again
         with self.lock:
             self._empty_inbox()
-            now, urgent = self.clock_ms(), None
-            try:
-                urgent = self.scheduler.step_done(job, done, now)
-            except Exception as error:
-                self.scheduler.policy_failed(error, waiting=False)
-            if urgent is not None:
-                self._note(urgent, now)
+            urgent = self._asked(partial(self.scheduler.step_done, job, done), waiting=False)
             return urgent, self._outcomes()
 
     def _answer(self, job: Job, outputs: Sequence[Any]) -> list[Outcome]:
