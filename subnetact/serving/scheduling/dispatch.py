@@ -80,11 +80,13 @@ class Dispatcher:
         expired: the rule for expired requests. Unless it is `serve`, requests that would make more important
             ones miss are treated as expired.
         on_drop: called with the requests that were dropped.
+        shares: how clients share the workers' time. If None, they do not.
 
     Attributes:
         queue: the requests that have not expired.
         deferred: the requests that expired under the rule `defer`.
-        gate: holds back requests of clients beyond their shares. If None, all requests join the queue.
+        gate: holds back requests of clients beyond their shares; the owner gives new requests to it. If None,
+            all requests join the queue.
         arrivals: the meter of arrivals.
         context: what the policy sees.
         limits: the largest batch that a subnet may get, for subnets that have such a limit.
@@ -103,6 +105,7 @@ class Dispatcher:
         slo_ms: float,
         expired: str,
         on_drop: Callable[[list[Request]], None],
+        shares: FairShares | None = None,
     ) -> None:
         table = check_accuracy(tables[-1])
         self.expired = expired_rule(expired)
@@ -110,7 +113,6 @@ class Dispatcher:
         self.queue: EDFQueue[Request] = EDFQueue(attrgetter("ask.priority"))
         self.deferred: EDFQueue[Request] = EDFQueue()
         self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
-        self.gate: ShareGate | None = None
         self._on_drop = on_drop
         self.taken: list[Request] = []
         self._accuracy = table.known_accuracy()
@@ -121,11 +123,14 @@ class Dispatcher:
         self._plans = [
             self.plan(policy if one is table or retabled is None else retabled(one), one) for one in tables
         ]
-        self._plan = self._plans[-1]
         self._shaped = len(tables) > 1
         self.context = Context(
             self.queue, self.arrivals, free_at_ms, slo_ms, None if expired == "serve" else self._expire
         )
+        self.gate: ShareGate | None = None
+        if shares is not None:
+            rest = self._least_work_ms, self._sizes[-1]
+            self.gate = ShareGate(shares, slo_ms, self.queue, free_at_ms, *rest)
 
     def plan(self, policy: Policy, table: LatencyTable) -> _Plan:
         """Return what `adopt` takes; this costs time and changes nothing, so it needs no lock."""
@@ -134,15 +139,6 @@ class Dispatcher:
     def adopt(self, plan: _Plan, shape: int = -1) -> None:
         """Continue with another policy and other latencies."""
         self._plans[shape] = plan
-        self._plan = self._plans[-1]
-
-    def share(self, shares: FairShares) -> ShareGate:
-        """Hold back requests of clients beyond their shares; the owner gives new requests to the gate."""
-        context = self.context
-        self.gate = ShareGate(
-            shares, context.slo_ms, self.queue, context.free_at_ms, self._least_work_ms, self._sizes[-1]
-        )
-        return self.gate
 
     def _least_work_ms(self, request: Request) -> float:
         """Return the least worker time of a request, ms, in a full batch of a subnet that meets its floor."""
@@ -198,7 +194,7 @@ class Dispatcher:
         if not queued:
             return self.cheapest_batch(now_ms, worker)
         context = self.look(now_ms, worker)
-        plan = self._turn_to(queue)
+        plan = self._plans[queue.item().shape]
         choice = plan.policy.decide(context)
         if choice is None:
             return None
@@ -231,20 +227,14 @@ class Dispatcher:
         queue = self.queue if len(self.queue) else self.deferred
         if not len(queue):
             return None
-        plan = self._turn_to(queue)
+        plan = self._plans[queue.item().shape]
         size = plan.largest[plan.cheapest]
         return self._form(queue, worker, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
-
-    def _turn_to(self, queue: EDFQueue[Request]) -> _Plan:
-        """Make the plan of the most urgent request's shape the current one, and return it."""
-        if self._shaped:
-            self._plan = self._plans[queue.item().shape]
-        return self._plan
 
     def _form(
         self, queue: EDFQueue[Request], worker: int, subnet: int, size: int, queued: int, slack_ms: float
     ) -> Job:
-        plan = self._plan
+        plan = self._plans[queue.item().shape]
         if self.limits:
             size = min(size, self.limits.get(subnet, size))
         if self._shaped or queue.demanding:
@@ -264,7 +254,8 @@ class Dispatcher:
 
     def _take_alike(self, queue: EDFQueue[Request], subnet: int, size: int) -> tuple[int, list[Request]]:
         """Take what one subnet may answer, of the most urgent one's shape; return the subnet and that."""
-        plan, shape = self._plan, queue.item().shape
+        shape = queue.item().shape
+        plan = self._plans[shape]
         alike = (lambda request: request.shape == shape) if self._shaped else None
         items = queue.take_satisfied(size, self._accuracy[subnet], alike)
         if not items:

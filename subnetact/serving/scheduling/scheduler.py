@@ -84,8 +84,9 @@ class Scheduler:
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
         self.workers = WorkerStates(workers, is_there)
-        self.dispatcher = Dispatcher(policy, tables, self.workers.free_at_ms, slo_ms, expired, self._drop_all)
-        self.gate = None if shares is None else self.dispatcher.share(shares)
+        rules = slo_ms, expired, self._drop_all, shares
+        self.dispatcher = Dispatcher(policy, tables, self.workers.free_at_ms, *rules)
+        self.gate = self.dispatcher.gate
         self.jobs: dict[int, Job] = {}
         self.closing = self.shares_workers = False
         self.ended: list[Ended] = []
