@@ -40,29 +40,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(options: argparse.Namespace) -> None:
     """Print how policies do on a trace, or on the arrivals of a live run beside the run itself."""
     live = LiveRun.load(options.replay) if options.replay else None
-    usual: dict[str, Any] = {"slo_ms": 36.0, "workers": 8, "expired": "drop"}
-    if live is not None:
-        usual = {"slo_ms": float(np.median(live.slo_ms)), "workers": live.workers, "expired": live.expired}
-    for option, value in usual.items():
+    if live is None:
+        table, usual = superserve_a40(), (36.0, 8, "drop")
+    else:
+        table, usual = live.measured, (float(np.median(live.slo_ms)), live.workers, live.expired)
+    for option, value in zip(("slo_ms", "workers", "expired"), usual, strict=True):
         if getattr(options, option) is None:
             setattr(options, option, value)
-    table = live.measured if live is not None else superserve_a40()
     if options.table:
         table = LatencyTable.load(options.table)
+    names = policy_names(table) if "all" in options.policy else options.policy
+    policies = {name: make_policy(name, table, options.slo_ms) for name in names}
     results: dict[str, SimulationResult] = {}
-    bound: float | None = None
-    if live is not None:
+    bound, refused, slos, floors = None, 0, options.slo_ms, None
+    if live is None:
+        arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+        bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
+    else:
         results[f"live {live.policy}"] = live.result
         possible = live.slo_ms >= table.fastest_ms  # no policy can meet the others
         refused = len(possible) - int(possible.sum())
         arrivals, slos, floors = (one[possible] for one in (live.arrivals_ms, live.slo_ms, live.floors))
-    else:
-        arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
-        refused, slos, floors = 0, options.slo_ms, None
-    names = policy_names(table) if "all" in options.policy else options.policy
-    policies = {name: make_policy(name, table, options.slo_ms) for name in names}
-    if live is None:
-        bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
     print(
         f"{options.replay or f'{options.trace} x{options.scale:g}'}: {len(arrivals) + refused} requests, "
         f"{options.workers} workers, {'median ' if live else ''}SLO {options.slo_ms:g} ms, "
