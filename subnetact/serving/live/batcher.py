@@ -153,12 +153,11 @@ class Batcher(ClosedOnExit):
                 raise PolicyError("policy: none given; give a policy, or a table and slo_ms to make one from")
             policy = HullFit(tables[-1], slo_ms=slo_ms)
         check_policy(policy)
+        slo_ms = getattr(policy, "slo_ms", None) if slo_ms is None else slo_ms
         if slo_ms is None:
-            slo_ms = getattr(policy, "slo_ms", None)
-            if slo_ms is None:
-                raise PolicyError(
-                    f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
-                )
+            raise PolicyError(
+                f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
+            )
         slo_ms = check_time(slo_ms, "slo_ms")
         expired = expired_rule(expired)
         tables = tables or [policy.table]

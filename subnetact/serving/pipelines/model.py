@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from subnetact.errors import PipelineError
 from subnetact.files.documents import DocumentFormat
+from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms, with_batches_up_to
 from subnetact.serving.policies import HullFit
@@ -37,7 +38,6 @@ __all__ = [
     "estimate_pipeline",
 ]
 
-Floats = npt.NDArray[np.float64]
 MakePolicy = Callable[[LatencyTable, float], Policy]
 FORMAT = DocumentFormat(
     "a pipeline description",

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from subnetact.errors import MissingExtra, PolicyError, TraceError
+from subnetact.latency.arrays import Floats
 from subnetact.serving.scheduling.checks import check_count
 
 __all__ = ["Grouping", "Stream", "group_streams"]
 
-Floats = npt.NDArray[np.float64]
 TIME_LIMIT_S = 10.0  # of one integer program
 
 

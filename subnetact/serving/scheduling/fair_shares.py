@@ -62,16 +62,14 @@ class FairShares:
                 )
 
 
+@dataclass(slots=True, eq=False)
 class _Client:
-    __slots__ = ("filling", "finish", "held", "name", "open", "weight")
-
-    def __init__(self, name: str, weight: float, finish: float) -> None:
-        self.name = name
-        self.weight = weight
-        self.finish = finish
-        self.filling = False
-        self.open = 0
-        self.held: EDFQueue[Request] = EDFQueue()
+    name: str
+    weight: float
+    finish: float
+    filling: bool = False
+    open: int = 0
+    held: EDFQueue[Request] = field(default_factory=EDFQueue)
 
 
 class ShareGate:

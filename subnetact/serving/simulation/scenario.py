@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import PolicyError, ProfileMismatch, SubnetActError, TraceError
+from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count, check_margin, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
@@ -21,7 +22,6 @@ from subnetact.serving.scheduling.request import Ask
 
 __all__ = ["Scenario", "WorkerEvent", "checked", "checked_arrivals", "numeric_arguments"]
 
-Floats = npt.NDArray[np.float64]
 MOST_WORKERS = 65_536
 
 
