@@ -160,7 +160,8 @@ class ServeApp(BaseApp):
             DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
         """
 
-        async with self.decoded(exchange, decode) as (asked, rows, ask):
+        async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
+            _, rows, ask = found
             texts = header_values(Terms, exchange.headers)
             if query := exchange.scope["query_string"]:
                 try:
@@ -178,9 +179,12 @@ class ServeApp(BaseApp):
                 )
             wishes = {"min_accuracy": ask.min_accuracy, "priority": ask.priority, "client": exchange.client}
             answers: Sequence[Answer] = await self._rows(rows, left_ms, **wishes)
+            return answers
+
+        (asked, _, ask), answers = await self.exchange(exchange, decode, answer)
         latency_ms = monotonic_ms() - exchange.arrived_ms
         accuracy = round(min([one.accuracy for one in answers]), 2)
-        met = latency_ms <= deadline_ms
+        met = latency_ms <= (ask.deadline_ms or 0.0)
         return asked, answers, {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
 
 

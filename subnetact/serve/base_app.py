@@ -49,6 +49,7 @@ SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and lo
 WATCH_AFTER_S = 0.02  # before the server watches whether a client leaves: most requests end earlier
 DECODERS = 2  # threads
 Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
 Reply = tuple[Any, ...]
 """What `send_reply` takes: status, body, headers and type."""
 UNREADY = {"503": "The server is closing, or it computes nothing."}
@@ -163,9 +164,13 @@ class BaseApp:
         self.closing = True
         self._threads.shutdown()
 
-    @asynccontextmanager
-    async def decoded(self, exchange: Exchange, decode: Callable[[Raw], Asked]) -> AsyncIterator[Asked]:
-        """Read the body of a request and decode it; what is done with it ends if the client leaves."""
+    async def exchange(
+        self,
+        exchange: Exchange,
+        decode: Callable[[Raw], Asked],
+        answer: Callable[[Asked], Awaitable[Answered]],
+    ) -> tuple[Asked, Answered]:
+        """Read the body of a request, decode it and wait for the answer, as long as the client stays."""
         loop, body = asyncio.get_running_loop(), bytearray()
         task: Any = asyncio.current_task()
         refusal: Exception | None = None
@@ -191,9 +196,10 @@ class BaseApp:
             timer.cancel()
             timer = loop.call_later(WATCH_AFTER_S, lambda: watchers.append(loop.create_task(watch())))
             if len(body) <= SHORT and not is_image(body):
-                yield decode(body)
+                asked = decode(body)
             else:
-                yield await loop.run_in_executor(self._threads, decode, body)
+                asked = await loop.run_in_executor(self._threads, decode, body)
+            return asked, await answer(asked)
         except asyncio.CancelledError:
             if refusal is None:
                 raise

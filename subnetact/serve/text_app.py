@@ -114,21 +114,8 @@ class TextApp(BaseApp):
         super().close()
 
     async def _complete(self, body: type[TextBody], exchange: Exchange) -> None:
-        read, send = partial(self._read, body, exchange.headers), exchange.send
-        async with self.decoded(exchange, read) as asked:
-            answer = TextAnswer(self, *asked)
-            try:
-                if not asked[0].stream:
-                    return await send_reply(send, 200, await answer.whole())
-                events = answer.events()
-                piece = await anext(events)  # A refusal before the first token has a status of its own.
-                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-                while piece:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    piece = await anext(events, b"")
-                return await send({"type": "http.response.body", "body": b""})
-            finally:
-                answer.cancel()
+        read, send = partial(self._read, body, exchange.headers), partial(self._send, exchange)
+        await self.exchange(exchange, read, send)
 
     def _read(self, body: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
@@ -143,6 +130,21 @@ class TextApp(BaseApp):
         wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely(), "phases": ask.planned()}
         options = {name: value for name, value in wishes.items() if value is not None}
         return ask, ask.tokens(self.codec), options
+
+    async def _send(self, exchange: Exchange, asked: Asked) -> None:
+        body, send, answer = asked[0], exchange.send, TextAnswer(self, *asked)
+        try:
+            if not body.stream:
+                return await send_reply(send, 200, await answer.whole())
+            events = answer.events()
+            piece = await anext(events)  # A refusal before the first token has a status of its own.
+            await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+            while piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await anext(events, b"")
+            return await send({"type": "http.response.body", "body": b""})
+        finally:
+            answer.cancel()
 
 
 build_text_app = TextApp
