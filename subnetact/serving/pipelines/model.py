@@ -336,8 +336,6 @@ def _simulated(scenario: Scenario, expired: str, rng: np.random.Generator) -> St
         log = RequestLog(arrivals, arrivals, np.empty(0, dtype=np.int32))
         nothing = SimulationResult(served_by=[0] * len(table.subnets), log=log)
         return StageEstimate(arrivals, math.nan, nothing)
-    if (reset := getattr(scenario.policy, "reset", None)) is not None:
-        reset()
     result = EventLoop(scenario, expired=expired, rng=rng, requests=True, progress=False).run()
     accuracy = np.average(table.accuracy, weights=result.served_by) if any(result.served_by) else math.nan
     return StageEstimate(arrivals, float(accuracy), result)

@@ -46,10 +46,8 @@ class _Plan:
         self.fastest = table.fastest_ms
         self.largest = largest_batches(table)
         self.cheapest = cheapest_from(table, [0.0])[0]
-        row = self.latency[self.cheapest]
-        self.full = next(
-            (ms, size) for ms, size in zip(row[::-1], table.batch_sizes[::-1], strict=True) if ms == ms
-        )
+        most = self.largest[self.cheapest]
+        self.full = self.latency[self.cheapest][table.pad_index[most]], most
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
         per_request = (cells / table.batch_sizes).min(axis=1).tolist()

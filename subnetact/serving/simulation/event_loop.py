@@ -55,6 +55,8 @@ class EventLoop:
         requests: bool = False,
         progress: bool = True,
     ) -> None:
+        if (reset := getattr(scenario.policy, "reset", None)) is not None:
+            reset()
         workers, count = scenario.workers, len(scenario.arrivals_ms)
         self._scenario = scenario
         self._scheduler = Scheduler(

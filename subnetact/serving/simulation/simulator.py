@@ -99,8 +99,6 @@ def simulate(
     more = shares, noise, overhead_ms, switch_ms, events, blocks, look_ms
     given = Scenario(arrivals_ms, table, policy, slo_ms, workers, min_accuracy, priority, clients, *more)
     scenario = checked(given)
-    if (reset := getattr(policy, "reset", None)) is not None:
-        reset()
     with numeric_arguments():
         rng = np.random.default_rng(seed)
     rule = expired_rule(expired)
