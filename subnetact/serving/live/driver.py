@@ -227,7 +227,7 @@ class Driver:
 
     def _work_on(self, worker: int) -> None:
         job: Job | None = None
-        turn = None if self._turns is None else Turn(worker, self._name)
+        turn = None if self._turns is None else Turn(self._turns, worker, self._name)
         try:
             enter: Any = getattr(self._runners[worker], "enter_worker", None)
             if enter is not None:
@@ -355,8 +355,8 @@ class Driver:
         length = self.scheduler.block_length(job, run.blocks)
         while not run.step(length, partial(self._goes_on, job)) and not job.abandoned:
             done = run.position / run.blocks
-            if turn is not None and self._turns is not None:
-                self._give_way(job, done, turn, self._turns)
+            if turn is not None:
+                self._give_way(job, done, turn)
             urgent, outcomes = self._urgent(job, done)
             self._deliver(outcomes)
             if urgent is not None:
@@ -425,27 +425,25 @@ class Driver:
     # -- turns of several drivers ------------------------------------------------------------------
 
     def _begin(self, turn: Turn) -> bool:
-        if self._turns is None:
-            return True
-        self._turns.want(turn)
-        return self._turns.begin(turn, self.clock_ms())
+        turn.turns.want(turn)
+        return turn.turns.begin(turn, self.clock_ms())
 
     def _give_up(self, turn: Turn | None) -> None:
-        if turn is not None and self._turns is not None:
-            self._turns.give_up(turn)
+        if turn is not None:
+            turn.turns.give_up(turn)
             self._turned.notify_all()
 
     def _end_turn(self, turn: Turn | None) -> None:
-        if turn is not None and self._turns is not None:
-            self._turns.end(turn, self.clock_ms())
+        if turn is not None:
+            turn.turns.end(turn, self.clock_ms())
             self._turned.notify_all()
 
-    def _give_way(self, job: Job, done: float, turn: Turn, turns: Turns) -> None:
+    def _give_way(self, job: Job, done: float, turn: Turn) -> None:
         """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
         with self.lock:
             for driver in self._drivers:
                 driver._empty_inbox()
-            if not turns.gives_way(turn, job, done, self.clock_ms()):
+            if not turn.turns.gives_way(turn, job, done, self.clock_ms()):
                 return
             self._end_turn(turn)
             while not self._begin(turn):
