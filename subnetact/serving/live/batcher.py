@@ -25,13 +25,7 @@ from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import (
-    check_count,
-    check_policy,
-    check_positive,
-    check_time,
-    expired_rule,
-)
+from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
@@ -159,7 +153,6 @@ class Batcher(ClosedOnExit):
                 f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
             )
         slo_ms = check_time(slo_ms, "slo_ms")
-        expired = expired_rule(expired)
         tables = tables or [policy.table]
         table = tables[-1]
         for one in tables:

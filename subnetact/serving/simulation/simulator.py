@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import expired_rule
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.simulation.event_loop import EventLoop
@@ -101,7 +100,6 @@ def simulate(
     scenario = checked(given)
     with numeric_arguments():
         rng = np.random.default_rng(seed)
-    rule = expired_rule(expired)
     return EventLoop(
-        scenario, expired=rule, rng=rng, decisions=decisions, requests=requests, progress=progress
+        scenario, expired=expired, rng=rng, decisions=decisions, requests=requests, progress=progress
     ).run()
