@@ -18,12 +18,10 @@ from pathlib import Path
 
 import torch
 
+from subnetact.command import reported
 from subnetact.demo.digits_demo import PROFILE_MS, demonstrate_digits
-from subnetact.errors import SubnetActError
 
 __all__ = ["main"]
-
-USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--out and --json need folders that exist, --seconds and --profile-ms finite numbers above 0, "
             "--candidates at least 2"
         )
+    return reported(_demonstrate, args, "subnetact.demo")
+
+
+def _demonstrate(args: argparse.Namespace) -> None:
     log = logging.getLogger("subnetact.serving")
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -53,14 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
         log.setLevel(logging.ERROR)  # a machine that changed its speed gets a note at the end
-        try:
-            if args.text:
-                from subnetact.demo.text_demo import demonstrate_text  # The extra `hf` may be missing.
+        if args.text:
+            from subnetact.demo.text_demo import demonstrate_text  # The extra `hf` may be missing.
 
-                demonstrate_text(args)
-            else:
-                demonstrate_digits(args)
-        except SubnetActError as error:
-            print(f"subnetact.demo: {error}", file=sys.stderr)
-            return USAGE
-    return 0
+            demonstrate_text(args)
+        else:
+            demonstrate_digits(args)

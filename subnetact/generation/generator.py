@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from subnetact.generation.phases import Phase, checked, checked_phases
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
+from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.interpreter_exit import computing
 from subnetact.serving.scheduling.checks import check_count, check_deadline
 from subnetact.spec import SubnetSpec
@@ -156,7 +156,7 @@ class Generator:
         )
         if clock_ms is not None and not callable(clock_ms):
             raise PolicyError(f"clock_ms: {clock_ms!r} is no function; give one that returns the time in ms")
-        self._now_ms = clock_ms or (lambda: time.perf_counter_ns() / 1e6)
+        self._now_ms = clock_ms or monotonic_ms
         self._vocabulary = decoder.vocabulary
         self._loop = StepLoop(
             decoder,

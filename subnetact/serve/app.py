@@ -13,12 +13,13 @@ from urllib.parse import parse_qsl
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
-from subnetact.serve.base_app import UNREADY, Address, BaseApp, Reply, now_ms
+from subnetact.serve.base_app import UNREADY, Address, BaseApp, Reply
 from subnetact.serve.exchange import Exchange, Raw, Refusal, Terms, header_values
 from subnetact.serve.inference import Ask, Asked, Decoded
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, Signature, named_tensors
 from subnetact.serving import Answer
+from subnetact.serving.live.batcher import monotonic_ms
 
 __all__ = ["ServeApp", "build_app", "infer_rows"]
 SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
@@ -171,7 +172,7 @@ class ServeApp(BaseApp):
             if given["deadline_ms"] is None:
                 given["deadline_ms"] = self.slo_ms
             deadline_ms = float(given["deadline_ms"])
-            left_ms = deadline_ms - (now_ms() - exchange.arrived_ms)
+            left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
             if left_ms <= 0.0:
                 raise DeadlinePassed(
                     f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
@@ -181,7 +182,7 @@ class ServeApp(BaseApp):
             return answers
 
         (asked, _, ask), answers = await self.exchange(exchange, decode, answer)
-        latency_ms = now_ms() - exchange.arrived_ms
+        latency_ms = monotonic_ms() - exchange.arrived_ms
         accuracy = round(min([one.accuracy for one in answers]), 2)
         met = latency_ms <= (ask.deadline_ms or 0.0)
         return asked, answers, {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}

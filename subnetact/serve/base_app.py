@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -32,6 +31,7 @@ from subnetact.serve.exchange import (
 )
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
+from subnetact.serving.live.batcher import monotonic_ms
 
 __all__ = [
     "SHORT",
@@ -40,7 +40,6 @@ __all__ = [
     "BaseApp",
     "Reply",
     "model_schema",
-    "now_ms",
     "operation",
     "properties",
 ]
@@ -64,11 +63,6 @@ ERRORS = {
     "503": "The server is closing or overloaded.",
     "504": "The deadline passed.",
 }
-
-
-def now_ms() -> float:
-    """Return the time of the monotonic clock by which requests are timed, in ms."""
-    return time.perf_counter_ns() * 1e-6
 
 
 class Address(NamedTuple):
@@ -250,7 +244,7 @@ class BaseApp:
         }
 
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_ms, path = now_ms(), scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        arrived_ms, path = monotonic_ms(), scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         begun = False
 
         async def send_first(message: MutableMapping[str, Any]) -> None:

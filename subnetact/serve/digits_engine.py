@@ -41,13 +41,11 @@ def digits_engine(seed: int = 0) -> Engine:
     return engine
 
 
-def profiled(engine: Engine, min_time_ms: float = 60.0, statistic: str = "p90") -> LatencyTable:
-    """Measure the latency table of an engine on this machine, each cell for `min_time_ms`."""
+def profiled(engine: Engine) -> LatencyTable:
+    """Measure the latency table of an engine on this machine."""
     accuracy = [float("nan") if known is None else known for known in engine.accuracy]
     engine.prepare(BATCH_SIZES)
-    return profile_latency(
-        engine, BATCH_SIZES, accuracy, statistic=statistic, warmup_ms=5, min_time_ms=min_time_ms
-    )
+    return profile_latency(engine, BATCH_SIZES, accuracy, statistic="p90", warmup_ms=5, min_time_ms=60.0)
 
 
 def unseen_digits(copies: int = 3, seed: int = 1) -> Digits:

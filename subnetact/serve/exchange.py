@@ -80,7 +80,7 @@ def read_headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str
 
 
 class Exchange(NamedTuple):
-    """One request as an address gets it, with the name or address of its client and its time by `now_ms`."""
+    """One request as an address gets it, with the name or address of its client and when it arrived."""
 
     scope: Scope
     headers: Mapping[str, str]

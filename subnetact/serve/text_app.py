@@ -124,11 +124,11 @@ class TextApp(BaseApp):
         given = self.complete(ask, TextTerms, header_values(TextTerms, headers))
         if ask.model not in (None, self.name):
             raise Refusal(404, "model_not_found", f"model: this server has {self.name!r}")
-        options = {name: given[name] for name in ("temperature", "top_p", "top_k")}
-        options |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
-        wishes = {name: given[name] for name in ("deadline_ms", "min_accuracy")}
+        names = ("temperature", "top_p", "top_k", "deadline_ms", "min_accuracy")
+        wishes = {name: given[name] for name in names}
+        wishes |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
         wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely(), "phases": ask.planned()}
-        options |= {name: value for name, value in wishes.items() if value is not None}
+        options = {name: value for name, value in wishes.items() if value is not None}
         return ask, ask.tokens(self.codec), options
 
     async def _send(self, exchange: Exchange, asked: Asked) -> None:

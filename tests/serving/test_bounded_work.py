@@ -71,7 +71,7 @@ def test_a_batch_looks_at_a_bounded_number_of_requests_that_demand_more() -> Non
     Counted.read = 0
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    assert batch.items == [first]
+    assert batch.part == [first]
     assert Counted.read < 5_000
 
 

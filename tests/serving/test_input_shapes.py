@@ -73,7 +73,8 @@ def decide(shapes: dict[str, int], deadline_ms: float, policy: Any = SlackFit) -
         dispatcher.arrivals.extend([0.0])
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    return batch.subnet, batch.batch_size, [request.x for request in batch.items]
+    size = dispatcher.padded(batch.subnet, len(batch.part), batch.shape)
+    return batch.subnet, size, [request.x for request in batch.part]
 
 
 def test_the_table_of_the_shape_decides_how_accurate_an_answer_can_be() -> None:

@@ -35,9 +35,8 @@ class QueueModel(RuleBasedStateMachine):
         if ascending:
             entries = sorted(entries)
         floors = [floor for _, floor in entries]
-        given_floors = floors if any(floors) else None
         self.queue.extend(
-            [deadline for deadline, _ in entries], range(self.count, self.count + len(entries)), given_floors
+            [deadline for deadline, _ in entries], range(self.count, self.count + len(entries)), floors
         )
         for deadline, floor in entries:
             self.add(deadline, floor)
@@ -113,7 +112,7 @@ def test_long_queues_are_compacted():
     tracemalloc.start()
     try:
         for block in range(200):
-            queue.extend([float(block)] * 100, range(block * 100, block * 100 + 100))
+            queue.extend([float(block)] * 100, range(block * 100, block * 100 + 100), [0.0] * 100)
             queue.take(100 if block % 2 else 99)
         kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:

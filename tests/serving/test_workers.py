@@ -530,7 +530,7 @@ def test_priority_decides_who_misses(rule: str) -> None:
     )
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    served = {request.ask.priority for request in batch.items}
+    served = {request.ask.priority for request in batch.part}
     assert served == ({0} if rule == "serve" else {1})
     assert len(dropped) == (4 if rule == "drop" else 0)
     assert len(dispatcher.deferred) == (4 if rule == "defer" else 0)

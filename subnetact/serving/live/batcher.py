@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isfinite
 from numbers import Real
@@ -21,16 +22,10 @@ from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.driver import Driver, SharedWorkers
 from subnetact.serving.live.prometheus import Collector
-from subnetact.serving.live.runner import Runner, check_runner, close_all, open_processes, runner_per_worker
+from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import (
-    check_count,
-    check_policy,
-    check_positive,
-    check_time,
-    expired_rule,
-)
+from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
@@ -152,14 +147,12 @@ class Batcher(ClosedOnExit):
                 raise PolicyError("policy: none given; give a policy, or a table and slo_ms to make one from")
             policy = HullFit(tables[-1], slo_ms=slo_ms)
         check_policy(policy)
+        slo_ms = getattr(policy, "slo_ms", None) if slo_ms is None else slo_ms
         if slo_ms is None:
-            slo_ms = getattr(policy, "slo_ms", None)
-            if slo_ms is None:
-                raise PolicyError(
-                    f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
-                )
+            raise PolicyError(
+                f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
+            )
         slo_ms = check_time(slo_ms, "slo_ms")
-        expired = expired_rule(expired)
         tables = tables or [policy.table]
         table = tables[-1]
         for one in tables:
@@ -201,20 +194,18 @@ class Batcher(ClosedOnExit):
             is_there=(lambda worker: bool(self._runners[worker].is_ready)) if in_processes else None,
         )
         self._log: DecisionLog | None = None
-        if decision_log is not None:
-            facts = {"workers": len(runners), "expired": expired, "slo_ms": slo_ms}
-            header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
-            self._log = DecisionLog(decision_log, header, clock_ms())
-        pools: list[Any] = []
         self._runners: Sequence[Any] = runners
-        if in_processes:
-            sizes = sorted({size for one in tables for size in one.batch_sizes})
-            try:
+        with ExitStack() as opened:  # what is open already is closed if a process does not start
+            if decision_log is not None:
+                facts = {"workers": len(runners), "expired": expired, "slo_ms": slo_ms}
+                header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
+                self._log = DecisionLog(decision_log, header, clock_ms())
+                opened.callback(self._log.close)
+            pools = opened.enter_context(ExitStack())
+            if in_processes:
+                sizes = table.batch_sizes
                 self._runners = open_processes(runners, pools, threads_per_worker, sizes, spares)
-            except BaseException:
-                if self._log is not None:
-                    self._log.close()
-                raise
+            opened.pop_all()
         self._driver = Driver(
             scheduler,
             self._runners,
@@ -224,7 +215,7 @@ class Batcher(ClosedOnExit):
             on_decision=on_decision,
             threads=threads_per_worker,
             log=self._log,
-            on_end=partial(close_all, pools),
+            on_end=pools.close,
             shared=shared,
         )
         self._forked = False

@@ -13,10 +13,10 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from subnetact.errors import PolicyError, ProfileMismatch
 from subnetact.files.documents import DocumentFormat
+from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 
 __all__ = ["Corrections", "CorrectionsSnapshot"]
@@ -31,7 +31,6 @@ _CLIP = 5.0  # largest absolute log ratio that counts
 _ENOUGH = 16  # observations before a subnet may drift
 _ALL = (-1, -1)
 _log = logging.getLogger(__name__)
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,10 @@ class CorrectionsSnapshot:
     Attributes:
         mean: the ratio of the typical batch (geometric mean).
         planned: the ratio of a slow batch, two standard deviations above (about the 97th percentile).
-        observations: number of batches seen per cell of the table, at most 64.
     """
 
     mean: Floats
     planned: Floats
-    observations: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -129,7 +126,7 @@ class Corrections:
     def snapshot(self) -> CorrectionsSnapshot:
         """Return the ratios as they are now."""
         shape = len(self.table.subnets), len(self.table.batch_sizes)
-        mean, variance, seen = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
+        mean, variance = np.zeros(shape), np.zeros(shape)
         with self._lock:
             for i, j in sorted(self._averages):  # coarse ones first
                 running = self._averages[i, j]
@@ -137,9 +134,7 @@ class Corrections:
                 found = running.towards(float(mean[coarser]), float(variance[coarser]), self._batches)
                 cells = (slice(None) if i < 0 else i), (slice(None) if j < 0 else j)
                 mean[cells], variance[cells] = found
-                if j >= 0:
-                    seen[cells] = round(running.n)
-        return CorrectionsSnapshot(np.exp(mean), np.exp(mean + 2.0 * np.sqrt(variance)), seen)
+        return CorrectionsSnapshot(np.exp(mean), np.exp(mean + 2.0 * np.sqrt(variance)))
 
     def drift(self) -> tuple[float, dict[int, float]]:
         """Return the ratio of measured latency to the table's, of all batches and of each drifted subnet.

@@ -227,7 +227,7 @@ class Driver:
 
     def _work_on(self, worker: int) -> None:
         job: Job | None = None
-        turn = None if self._turns is None else Turn(worker, self._name)
+        turn = None if self._turns is None else Turn(self._turns, worker, self._name)
         try:
             enter: Any = getattr(self._runners[worker], "enter_worker", None)
             if enter is not None:
@@ -284,7 +284,7 @@ class Driver:
                         self._wake_a_worker()  # whose turn may come earlier
                     self._rest(self._turned)
                     continue
-                job = self._decide(worker) if waiting else None
+                job = self._asked(partial(self.scheduler.idle, worker)) if waiting else None
                 outcomes = self._outcomes()
                 if job is not None or outcomes:
                     if self._idle and len(self.scheduler):
@@ -304,24 +304,20 @@ class Driver:
         condition.wait(timeout_s)
         self._resting -= 1
 
-    def _decide(self, worker: int) -> Job | None:
-        """Ask the scheduler; the requests of a policy that raises fail, and the batcher goes on."""
-        now = self.clock_ms()
+    def _asked(self, decide: Callable[[float], Job | None], waiting: bool = True) -> Job | None:
+        """Ask the scheduler for a job; if the policy raises, requests fail, and the batcher goes on."""
+        now, counters = self.clock_ms(), self.counters
         try:
-            job = self.scheduler.idle(worker, now)
+            job = decide(now)
         except Exception as error:
-            self.scheduler.policy_failed(error)
+            self.scheduler.policy_failed(error, waiting)
             return None
         if job is not None:
-            self._note(job, now)
+            counters.slack_ms.add(job.slack_ms)
+            counters.queue_depth.add(job.queued)
+            counters.batch.add(len(job.part))
+            counters.decision_ms.add(self.clock_ms() - now)
         return job
-
-    def _note(self, job: Job, now_ms: float) -> None:
-        counters = self.counters
-        counters.slack_ms.add(job.slack_ms)
-        counters.queue_depth.add(job.queued)
-        counters.batch.add(len(job.part))
-        counters.decision_ms.add(self.clock_ms() - now_ms)
 
     def _run(self, job: Job, turn: Turn | None) -> None:
         if job.preempted is None:  # it is abandoned together with what preempts it
@@ -359,8 +355,8 @@ class Driver:
         length = self.scheduler.block_length(job, run.blocks)
         while not run.step(length, partial(self._goes_on, job)) and not job.abandoned:
             done = run.position / run.blocks
-            if turn is not None and self._turns is not None:
-                self._give_way(job, done, turn, self._turns)
+            if turn is not None:
+                self._give_way(job, done, turn)
             urgent, outcomes = self._urgent(job, done)
             self._deliver(outcomes)
             if urgent is not None:
@@ -380,13 +376,7 @@ class Driver:
             return None, []  # without the lock: the next block looks again
         with self.lock:
             self._empty_inbox()
-            now, urgent = self.clock_ms(), None
-            try:
-                urgent = self.scheduler.step_done(job, done, now)
-            except Exception as error:
-                self.scheduler.policy_failed(error, waiting=False)
-            if urgent is not None:
-                self._note(urgent, now)
+            urgent = self._asked(partial(self.scheduler.step_done, job, done), waiting=False)
             return urgent, self._outcomes()
 
     def _answer(self, job: Job, outputs: Sequence[Any]) -> list[Outcome]:
@@ -435,27 +425,25 @@ class Driver:
     # -- turns of several drivers ------------------------------------------------------------------
 
     def _begin(self, turn: Turn) -> bool:
-        if self._turns is None:
-            return True
-        self._turns.want(turn)
-        return self._turns.begin(turn, self.clock_ms())
+        turn.turns.want(turn)
+        return turn.turns.begin(turn, self.clock_ms())
 
     def _give_up(self, turn: Turn | None) -> None:
-        if turn is not None and self._turns is not None:
-            self._turns.give_up(turn)
+        if turn is not None:
+            turn.turns.give_up(turn)
             self._turned.notify_all()
 
     def _end_turn(self, turn: Turn | None) -> None:
-        if turn is not None and self._turns is not None:
-            self._turns.end(turn, self.clock_ms())
+        if turn is not None:
+            turn.turns.end(turn, self.clock_ms())
             self._turned.notify_all()
 
-    def _give_way(self, job: Job, done: float, turn: Turn, turns: Turns) -> None:
+    def _give_way(self, job: Job, done: float, turn: Turn) -> None:
         """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
         with self.lock:
             for driver in self._drivers:
                 driver._empty_inbox()
-            if not turns.gives_way(turn, job, done, self.clock_ms()):
+            if not turn.turns.gives_way(turn, job, done, self.clock_ms()):
                 return
             self._end_turn(turn)
             while not self._begin(turn):

@@ -108,11 +108,10 @@ class Learner:
             try:
                 policy = policy.retabled(self._corrected(self._tables[shape], slow))
             except Exception as error:  # for example, no subnet is within the SLO any more
-                expected = isinstance(error, SubnetActError)
                 _log.warning(
                     "the policy cannot plan with what was learned, and keeps its plan: %s",
                     error,
-                    exc_info=None if expected else error,
+                    exc_info=not isinstance(error, SubnetActError),
                 )
         return self._dispatcher.plan(policy, self._corrected(self._tables[shape], typical))
 

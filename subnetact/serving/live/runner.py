@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from subnetact.errors import PolicyError, ProfileMismatch
@@ -12,7 +13,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.context import Policy
 
-__all__ = ["Runner", "check_runner", "close_all", "open_processes", "runner_per_worker"]
+__all__ = ["Runner", "check_runner", "open_processes", "runner_per_worker"]
 
 
 class Runner(Protocol):
@@ -132,28 +133,18 @@ def check_runner(
 
 
 def open_processes(
-    engines: Sequence[Any], pools: list[Any], threads: int | None, batch_sizes: Sequence[int], spares: int
+    engines: Sequence[Any], stack: ExitStack, threads: int | None, batch_sizes: Sequence[int], spares: int
 ) -> list[Any]:
-    """Open one pool per distinct engine, and return one runner per worker."""
+    """Open one pool per distinct engine, which `stack` closes, and return one runner per worker."""
     from subnetact.workers.pool import ProcessPool  # It imports torch, which threads do not need.
 
     runners: list[Any] = []
-    try:
-        for engine in {id(engine): engine for engine in engines}.values():
-            count = sum(one is engine for one in engines)
-            pool = ProcessPool(engine, count, threads=threads, batch_sizes=batch_sizes, spares=spares)
-            pools.append(pool)
-            runners += pool.runners
-    except BaseException:
-        close_all(pools)
-        raise
+    for engine in {id(engine): engine for engine in engines}.values():
+        count = sum(one is engine for one in engines)
+        pool = ProcessPool(engine, count, threads=threads, batch_sizes=batch_sizes, spares=spares)
+        stack.callback(pool.close)
+        runners += pool.runners
     return runners
-
-
-def close_all(pools: Iterable[Any]) -> None:
-    """Close pools of worker processes."""
-    for pool in pools:
-        pool.close()
 
 
 def _differing_keys(engine: Sequence[str], table: Sequence[str]) -> str:

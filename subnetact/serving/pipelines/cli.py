@@ -1,4 +1,8 @@
-"""The command `python -m subnetact.plan`: provisions the stages of a pipeline for a trace."""
+"""Find the cheapest workers, batch sizes and hardware for the stages of a pipeline.
+
+With them, a percentile of the end-to-end latency on a trace of arrivals is within the SLO.
+help(subnetact.serving.PipelineModel.load) describes the JSON file of the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from subnetact.command import reported
+from subnetact.command import OptionFormatter, reported
 from subnetact.files.documents import write_json
 from subnetact.serving.pipelines.model import PipelineModel
 from subnetact.serving.pipelines.planner import plan_pipeline
@@ -51,13 +55,8 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m subnetact.plan",
-        description="Find the cheapest workers, batch sizes and hardware for the stages of a pipeline, so "
-        "that a percentile of the end-to-end latency on a trace of arrivals is within the SLO.",
-        epilog="help(subnetact.serving.PipelineModel.load) describes the JSON file.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    name = "python -m subnetact.plan"
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=OptionFormatter)
     add = parser.add_argument
     add("pipeline", type=Path, help="description of the pipeline, a JSON file")
     add("trace", help=f"a text file with one arrival time in ms per line, or one of {', '.join(TRACES)}")

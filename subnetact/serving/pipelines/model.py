@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from subnetact.errors import PipelineError
 from subnetact.files.documents import DocumentFormat
+from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms, with_batches_up_to
 from subnetact.serving.policies import HullFit
@@ -37,7 +38,6 @@ __all__ = [
     "estimate_pipeline",
 ]
 
-Floats = npt.NDArray[np.float64]
 MakePolicy = Callable[[LatencyTable, float], Policy]
 FORMAT = DocumentFormat(
     "a pipeline description",
@@ -262,7 +262,6 @@ def estimate_pipeline(
     make: MakePolicy = HullFit,
     expired: str = "defer",
     overhead_ms: float = 0.0,
-    noise: float = 0.0,
     seed: int = 0,
     taken: Mapping[tuple[str, str], npt.NDArray[np.bool_]] | None = None,
     inputs: Mapping[str, npt.NDArray[np.int64]] | None = None,
@@ -276,8 +275,7 @@ def estimate_pipeline(
         make: makes the policy of a stage from its table and the time that requests usually have there, ms.
         expired: the rule of the stages for requests that are behind their deadline there.
         overhead_ms: time added to every batch, ms.
-        noise: standard deviation of a random factor on every latency.
-        seed: seed of the edges that requests take, of their numbers of inputs, and of the noise.
+        seed: seed of the edges that requests take and of their numbers of inputs.
         taken: for edges (from, to), which requests take them, shape (requests,). Others are drawn.
         inputs: for stages, the number of inputs of every request, shape (requests,). Others are drawn.
 
@@ -296,7 +294,7 @@ def estimate_pipeline(
     reserves = graph.reserves({n: expected_work_ms(tables[n], s.mean_inputs) for n, s in stages.items()})
     least_ms = graph.least_ms({name: table.fastest_ms for name, table in tables.items()})
     with numeric_arguments():
-        rng, noise_rng = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+        rng = np.random.default_rng(seed)
     alive = np.ones(len(arrivals), dtype=np.bool_)
     left: dict[str, Floats] = {}  # when each request left a stage; NaN if it did not take the stage
     found: dict[str, StageEstimate] = {}
@@ -323,12 +321,8 @@ def estimate_pipeline(
         share_ms = model.slo_ms * (1.0 - reserves[name])
         policy = make(table, max(share_ms, table.fastest_ms))
         slo_ms = (arrivals + share_ms - ready)[requests]
-        scenario = Scenario(
-            *(ready[requests], table, policy, slo_ms, choice.workers, choice.min_accuracy),
-            noise=noise,
-            overhead_ms=overhead_ms,
-        )
-        found[name] = _simulated(scenario, rule, noise_rng)
+        given = ready[requests], table, policy, slo_ms, choice.workers, choice.min_accuracy
+        found[name] = _simulated(Scenario(*given, overhead_ms=overhead_ms), rule, rng)
         finish = found[name].result.log.finish_ms  # type: ignore[union-attr]
         alive[requests[np.isnan(finish)]] = False
         np.fmax.at(left[name], requests, finish)
@@ -342,8 +336,6 @@ def _simulated(scenario: Scenario, expired: str, rng: np.random.Generator) -> St
         log = RequestLog(arrivals, arrivals, np.empty(0, dtype=np.int32))
         nothing = SimulationResult(served_by=[0] * len(table.subnets), log=log)
         return StageEstimate(arrivals, math.nan, nothing)
-    if (reset := getattr(scenario.policy, "reset", None)) is not None:
-        reset()
     result = EventLoop(scenario, expired=expired, rng=rng, requests=True, progress=False).run()
     accuracy = np.average(table.accuracy, weights=result.served_by) if any(result.served_by) else math.nan
     return StageEstimate(arrivals, float(accuracy), result)

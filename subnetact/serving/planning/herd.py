@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from subnetact.errors import MissingExtra, PolicyError, TraceError
+from subnetact.latency.arrays import Floats
 from subnetact.serving.scheduling.checks import check_count
 
 __all__ = ["Grouping", "Stream", "group_streams"]
 
-Floats = npt.NDArray[np.float64]
+TIME_LIMIT_S = 10.0  # of one integer program
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ def group_streams(
     groups: int,
     memory_mb: float = math.inf,
     burst_weight: float = 0.0,
-    time_limit_s: float = 10.0,
 ) -> Grouping:
     """Assign streams to groups and workers to groups so that the least ratio of workers to load is greatest.
 
@@ -84,7 +84,6 @@ def group_streams(
         groups: the greatest number of groups; empty groups get no worker.
         memory_mb: memory of one worker, MiB.
         burst_weight: the load of a stream counts as load + burst_weight * sqrt(cv2 * load).
-        time_limit_s: time limit of each integer program, s.
 
     Returns:
         The assignment.
@@ -104,9 +103,7 @@ def group_streams(
     loads = np.array([stream.load + burst_weight * math.sqrt(stream.cv2 * stream.load) for stream in streams])
     sizes = np.array([stream.memory_mb for stream in streams])
 
-    def solve(headroom: float) -> tuple[list[int], list[int]] | None:
-        return _solve(loads, sizes, workers, groups, memory_mb, headroom, time_limit_s)
-
+    solve = partial(_solve, loads, sizes, workers, groups, memory_mb)
     found = solve(0.0)
     if found is None:
         raise PolicyError(f"memory_mb: {memory_mb} per worker does not hold the streams in {groups} groups")
@@ -131,7 +128,7 @@ def group_streams(
 
 
 def _solve(
-    loads: Floats, sizes: Floats, workers: int, groups: int, memory_mb: float, headroom: float, limit_s: float
+    loads: Floats, sizes: Floats, workers: int, groups: int, memory_mb: float, headroom: float
 ) -> tuple[list[int], list[int]] | None:
     """Return (group of each stream, workers of each group) with at least `headroom`, or None.
 
@@ -163,7 +160,7 @@ def _solve(
         constraints=constraints,
         integrality=np.ones(len(upper)),
         bounds=Bounds(0, upper),
-        options={"time_limit": limit_s},
+        options={"time_limit": TIME_LIMIT_S},
     )
     if answer.x is None:
         return None

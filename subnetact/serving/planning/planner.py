@@ -13,7 +13,7 @@ import numpy.typing as npt
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.registry import make_policy
-from subnetact.serving.scheduling.checks import check_count, check_slo, expired_rule
+from subnetact.serving.scheduling.checks import check_count, check_slo
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.scenario import checked_arrivals
@@ -89,7 +89,6 @@ def plan(
     if not 0.0 < attainment <= 1.0:
         raise PolicyError(f"attainment: {attainment} must be in (0, 1]")
     check_count(most_workers, "most_workers")
-    rule = expired_rule(expired)
     slower = table.scaled(derate)
     check_slo(slo_ms, slower)
     if candidates is None:
@@ -101,7 +100,7 @@ def plan(
     def meets(name: str, workers: int) -> bool:
         if (name, workers) not in results:
             policy = candidates[name](slower)
-            found = simulate(arrivals, slower, policy, slo_ms, workers=workers, expired=rule, seed=seed)
+            found = simulate(arrivals, slower, policy, slo_ms, workers=workers, expired=expired, seed=seed)
             results[name, workers], tried[name, workers] = found, found.attainment
         found = results[name, workers]
         return found.attainment >= attainment and found.mean_accuracy >= min_mean_accuracy

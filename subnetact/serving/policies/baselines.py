@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import TypeVar
 
 from subnetact.errors import PolicyError
@@ -63,7 +64,7 @@ class _FrontPolicy:
     def __init__(self, table: LatencyTable) -> None:
         self.table = check_accuracy(table)
         self._fronts = Fronts(table)
-        self._limits: dict[int, tuple[list[float], list[int]]] = {}
+        self._limits = cache(partial(batch_limits, table))  # of a subnet
 
     def retabled(self: Self, table: LatencyTable) -> Self:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
@@ -71,9 +72,7 @@ class _FrontPolicy:
 
     def _largest(self, subnet: int, slack_ms: float) -> int:
         """Return the largest batch that a subnet finishes within the slack."""
-        if subnet not in self._limits:
-            self._limits[subnet] = batch_limits(self.table, subnet)
-        return largest_within(self._limits[subnet], slack_ms)
+        return largest_within(self._limits(subnet), slack_ms)
 
 
 class CheapestFeasible(_FrontPolicy):

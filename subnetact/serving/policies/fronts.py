@@ -53,10 +53,8 @@ class Fronts:
     def fastest(self, column: int, floor: float = 0.0) -> Option | None:
         """Return the fastest subnet of a column that meets a floor, if any."""
         front = self.options[column]
-        if floor > 0.0:
-            at = bisect_left(front, floor, key=_accuracy)
-            return front[at] if at < len(front) else None
-        return front[0] if front else None
+        at = bisect_left(front, floor, key=_accuracy) if floor > 0.0 else 0
+        return front[at] if at < len(front) else None
 
     def most_accurate(self, column: int, within_ms: float, floor: float = 0.0) -> Option | None:
         """Return the most accurate subnet whose batch of that column takes at most `within_ms`, if any."""

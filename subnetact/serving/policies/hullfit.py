@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ class HullFit:
             )
         self._reserve_ms, self._drain_ms = self.reserve * self.slo_ms, self.drain_reserve * self.slo_ms
         self._fronts = Fronts(table)
-        self._hulls: dict[int, _Hull] = {}
+        self._hull = lru_cache(KEPT_HULLS)(partial(_Hull, self, self._fronts))  # of a number of workers
         self._fastest_ms = table.fastest_ms
         self._workers = 0
         self.reset()
@@ -195,15 +196,6 @@ class HullFit:
             self._banked_ms = min(max(0.0, self._banked_ms + unspent_ms), BANK * self.slo_ms)
         self._learn_floors(hull, batch, k, option, tau_ms)
         return option.subnet, option.batch_size
-
-    def _hull(self, workers: int) -> _Hull:
-        """Return the hull for a number of workers; the last few are kept."""
-        hull = self._hulls.get(workers)
-        if hull is None:
-            if len(self._hulls) >= KEPT_HULLS:
-                self._hulls = {}  # another thread may read the former one
-            hull = self._hulls[workers] = _Hull(self, self._fronts, workers)
-        return hull
 
     def _time_limit(self, slack_ms: float) -> float:
         """Return the longest profiled latency, ms, that meets a deadline `slack_ms` away."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from functools import lru_cache, partial
 
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import Fronts
@@ -67,7 +68,7 @@ class SlackFit:
         self.margin_ms = check_margin(margin_ms, "margin_ms")
         self.margin = check_margin(margin, "margin")
         self._fronts = Fronts(table)
-        self._plans: dict[float, _Plan] = {}
+        self._plan = lru_cache(KEPT_PLANS)(partial(_Plan, self._fronts, self.slo_ms, self.buckets))
         self._plan(NO_FLOOR)
 
     def decide(self, context: Context) -> tuple[int, int]:
@@ -76,7 +77,7 @@ class SlackFit:
         Raises:
             PolicyError: no subnet meets the floor of the most urgent request.
         """
-        plan = self._plans.get(context.floor) or self._plan(self._fronts.floors(context.floor))
+        plan = self._plan(context.floor)
         column = self._fronts.column_for(context.queued)
         return plan.answer(column, (context.slack_ms - self.margin_ms) / (1.0 + self.margin))
 
@@ -105,14 +106,6 @@ class SlackFit:
     def retabled(self, table: LatencyTable) -> SlackFit:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
         return SlackFit(table, self.slo_ms, self.buckets, self.margin_ms, self.margin)
-
-    def _plan(self, floor: float) -> _Plan:
-        """Return the decisions for a floor of `Floors`; the oldest plan makes room for a new one."""
-        if floor not in self._plans:
-            if len(self._plans) >= KEPT_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[floor] = _Plan(self._fronts, self.slo_ms, self.buckets, floor)
-        return self._plans[floor]
 
 
 class _Plan:

@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from operator import attrgetter, index
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,32 +25,12 @@ from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
 from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
-from subnetact.serving.scheduling.request import Request
+from subnetact.serving.scheduling.request import Job, Request
 
-__all__ = ["Batch", "Dispatcher"]
+__all__ = ["Dispatcher"]
 
 _REMEMBERED_SLOS = 12.0
 """Policies may ask for the arrival rate of this many SLOs."""
-
-
-class Batch(NamedTuple):
-    """The batch that one worker runs next.
-
-    Attributes:
-        subnet: index of the subnet in the table.
-        batch_size: the planned batch size, one of the table's (a compiled engine pads to it).
-        items: the requests, most urgent first.
-        expected_ms: the latency that the table gives.
-        queued: number of requests in the queue before the batch was formed.
-        slack_ms: slack of the most urgent request of the queue when the batch was formed.
-    """
-
-    subnet: int
-    batch_size: int
-    items: list[Request]
-    expected_ms: float
-    queued: int
-    slack_ms: float
 
 
 class _Plan:
@@ -66,10 +46,8 @@ class _Plan:
         self.fastest = table.fastest_ms
         self.largest = largest_batches(table)
         self.cheapest = cheapest_from(table, [0.0])[0]
-        row = self.latency[self.cheapest]
-        self.full = next(
-            (ms, size) for ms, size in zip(row[::-1], table.batch_sizes[::-1], strict=True) if ms == ms
-        )
+        most = self.largest[self.cheapest]
+        self.full = self.latency[self.cheapest][table.pad_index[most]], most
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
         per_request = (cells / table.batch_sizes).min(axis=1).tolist()
@@ -100,11 +78,13 @@ class Dispatcher:
         expired: the rule for expired requests. Unless it is `serve`, requests that would make more important
             ones miss are treated as expired.
         on_drop: called with the requests that were dropped.
+        shares: how clients share the workers' time. If None, they do not.
 
     Attributes:
         queue: the requests that have not expired.
         deferred: the requests that expired under the rule `defer`.
-        gate: holds back requests of clients beyond their shares. If None, all requests join the queue.
+        gate: holds back requests of clients beyond their shares; the owner gives new requests to it. If None,
+            all requests join the queue.
         arrivals: the meter of arrivals.
         context: what the policy sees.
         limits: the largest batch that a subnet may get, for subnets that have such a limit.
@@ -123,6 +103,7 @@ class Dispatcher:
         slo_ms: float,
         expired: str,
         on_drop: Callable[[list[Request]], None],
+        shares: FairShares | None = None,
     ) -> None:
         table = check_accuracy(tables[-1])
         self.expired = expired_rule(expired)
@@ -130,7 +111,6 @@ class Dispatcher:
         self.queue: EDFQueue[Request] = EDFQueue(attrgetter("ask.priority"))
         self.deferred: EDFQueue[Request] = EDFQueue()
         self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
-        self.gate: ShareGate | None = None
         self._on_drop = on_drop
         self.taken: list[Request] = []
         self._accuracy = table.known_accuracy()
@@ -141,11 +121,14 @@ class Dispatcher:
         self._plans = [
             self.plan(policy if one is table or retabled is None else retabled(one), one) for one in tables
         ]
-        self._plan = self._plans[-1]
         self._shaped = len(tables) > 1
         self.context = Context(
             self.queue, self.arrivals, free_at_ms, slo_ms, None if expired == "serve" else self._expire
         )
+        self.gate: ShareGate | None = None
+        if shares is not None:
+            rest = self._least_work_ms, self._sizes[-1]
+            self.gate = ShareGate(shares, slo_ms, self.queue, free_at_ms, *rest)
 
     def plan(self, policy: Policy, table: LatencyTable) -> _Plan:
         """Return what `adopt` takes; this costs time and changes nothing, so it needs no lock."""
@@ -154,15 +137,6 @@ class Dispatcher:
     def adopt(self, plan: _Plan, shape: int = -1) -> None:
         """Continue with another policy and other latencies."""
         self._plans[shape] = plan
-        self._plan = self._plans[-1]
-
-    def share(self, shares: FairShares) -> ShareGate:
-        """Hold back requests of clients beyond their shares; the owner gives new requests to the gate."""
-        context = self.context
-        self.gate = ShareGate(
-            shares, context.slo_ms, self.queue, context.free_at_ms, self._least_work_ms, self._sizes[-1]
-        )
-        return self.gate
 
     def _least_work_ms(self, request: Request) -> float:
         """Return the least worker time of a request, ms, in a full batch of a subnet that meets its floor."""
@@ -202,8 +176,8 @@ class Dispatcher:
         held = 0 if self.gate is None else len(self.gate)
         return len(self.queue) + len(self.deferred) + held
 
-    def next_batch(self, now_ms: float, worker: int) -> Batch | None:
-        """Form the batch for an idle worker."""
+    def next_batch(self, now_ms: float, worker: int) -> Job | None:
+        """Form the batch of an idle worker; it has not started yet."""
         queue = self.queue
         if self.expired != "serve":
             self.remove_expired(now_ms)
@@ -216,9 +190,9 @@ class Dispatcher:
                 self._drop_or_defer(queue.take_at(positions))
         queued = len(queue)
         if not queued:
-            return self.cheapest_batch(now_ms)
+            return self.cheapest_batch(now_ms, worker)
         context = self.look(now_ms, worker)
-        plan = self._turn_to(queue)
+        plan = self._plans[queue.item().shape]
         choice = plan.policy.decide(context)
         if choice is None:
             return None
@@ -234,7 +208,7 @@ class Dispatcher:
                 f"{type(plan.policy).__name__} answered subnet {subnet}, batch size {size}; the table has "
                 f"subnets 0 to {len(self._accuracy) - 1} and batch sizes up to {self._sizes[-1]}"
             )
-        return self._form(queue, subnet, size, queued, context.slack_ms)
+        return self._form(queue, worker, subnet, size, queued, context.slack_ms)
 
     def look(self, now_ms: float, worker: int) -> Context:
         """Return the context for a policy; the queue must hold at least one request."""
@@ -246,31 +220,26 @@ class Dispatcher:
         context.floor = queue.floor()
         return context
 
-    def cheapest_batch(self, now_ms: float) -> Batch | None:
+    def cheapest_batch(self, now_ms: float, worker: int) -> Job | None:
         """Form the largest batch on the cheapest subnet, without asking the policy."""
         queue = self.queue if len(self.queue) else self.deferred
         if not len(queue):
             return None
-        plan = self._turn_to(queue)
+        plan = self._plans[queue.item().shape]
         size = plan.largest[plan.cheapest]
-        return self._form(queue, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
+        return self._form(queue, worker, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
 
-    def _turn_to(self, queue: EDFQueue[Request]) -> _Plan:
-        """Make the plan of the most urgent request's shape the current one, and return it."""
-        if self._shaped:
-            self._plan = self._plans[queue.item().shape]
-        return self._plan
-
-    def _form(self, queue: EDFQueue[Request], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
-        plan = self._plan
+    def _form(
+        self, queue: EDFQueue[Request], worker: int, subnet: int, size: int, queued: int, slack_ms: float
+    ) -> Job:
+        plan = self._plans[queue.item().shape]
         if self.limits:
             size = min(size, self.limits.get(subnet, size))
         if self._shaped or queue.demanding:
             subnet, items = self._take_alike(queue, subnet, size)
         else:
             items = queue.take(min(size, len(queue)))
-        column = self._column(plan, subnet, len(items))
-        expected = plan.latency[subnet][column]
+        expected = plan.latency[subnet][self._column(plan, subnet, len(items))]
         if expected != expected:
             self.taken = items
             raise PolicyError(
@@ -279,11 +248,12 @@ class Dispatcher:
             )
         if self.gate is not None:
             self.gate.spend(items, expected)
-        return Batch(subnet, self._sizes[column], items, expected, queued, slack_ms)
+        return Job(worker, subnet, items, queued, slack_ms)
 
     def _take_alike(self, queue: EDFQueue[Request], subnet: int, size: int) -> tuple[int, list[Request]]:
         """Take what one subnet may answer, of the most urgent one's shape; return the subnet and that."""
-        plan, shape = self._plan, queue.item().shape
+        shape = queue.item().shape
+        plan = self._plans[shape]
         alike = (lambda request: request.shape == shape) if self._shaped else None
         items = queue.take_satisfied(size, self._accuracy[subnet], alike)
         if not items:

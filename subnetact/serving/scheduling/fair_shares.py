@@ -62,16 +62,14 @@ class FairShares:
                 )
 
 
+@dataclass(slots=True, eq=False)
 class _Client:
-    __slots__ = ("filling", "finish", "held", "name", "open", "weight")
-
-    def __init__(self, name: str, weight: float, finish: float) -> None:
-        self.name = name
-        self.weight = weight
-        self.finish = finish
-        self.filling = False
-        self.open = 0
-        self.held: EDFQueue[Request] = EDFQueue()
+    name: str
+    weight: float
+    finish: float
+    filling: bool = False
+    open: int = 0
+    held: EDFQueue[Request] = field(default_factory=EDFQueue)
 
 
 class ShareGate:
@@ -108,11 +106,6 @@ class ShareGate:
         """Return the number of requests that are held back."""
         return self._held
 
-    @property
-    def clients(self) -> int:
-        """Number of clients that have open requests, or whose bucket is not full."""
-        return len(self._clients)
-
     def has_room(self, client: str, max_queue: float, waiting: int) -> bool:
         """Return whether a client may have one more open request.
 
@@ -128,10 +121,11 @@ class ShareGate:
     def push(self, now_ms: float, item: Request) -> None:
         """Add a request to the queue, or hold it back."""
         self._advance(now_ms)
-        client = self._clients.get(item.client)
+        client = self._clients.get(item.ask.client)
         if client is None:
-            weight = self._shares.weights.get(item.client, self._shares.weight)
-            client = self._clients[item.client] = _Client(item.client, weight, self._virtual)
+            name = item.ask.client
+            weight = self._shares.weights.get(name, self._shares.weight)
+            client = self._clients[name] = _Client(name, weight, self._virtual)
             self._weight += weight
             if len(self._clients) == 2:
                 self._recall(next(iter(self._clients.values())))
@@ -166,14 +160,14 @@ class ShareGate:
         """Take what a batch really costs from its clients' buckets."""
         each_ms = expected_ms / len(items)
         for item in items:
-            client = self._clients.get(item.client)
+            client = self._clients.get(item.ask.client)
             if client is not None:
                 self._take(client, each_ms - item.charge_ms)
             item.charge_ms = 0.0
 
     def ended(self, item: Request) -> None:
         """Forget a request that has its outcome; if it never ran, its client gets the time back."""
-        client = self._clients.get(item.client)
+        client = self._clients.get(item.ask.client)
         if client is None:
             return
         client.open -= 1
@@ -196,7 +190,7 @@ class ShareGate:
 
     def remove(self, item: Request) -> bool:
         """Remove one request that is held back; return whether it was."""
-        client = self._holding.get(item.client)
+        client = self._holding.get(item.ask.client)
         if client is None or not client.held.remove(item.deadline_ms, item):
             return False
         self._let_go(client)
@@ -250,7 +244,7 @@ class ShareGate:
         for position in range(len(entries) - 1, -1, -1):
             if ahead_ms <= self._burst_ms:
                 break
-            if entries[position][1].client == client.name:
+            if entries[position][1].ask.client == client.name:
                 positions.append(position)
                 ahead_ms -= entries[position][1].charge_ms / client.weight
         positions.reverse()

@@ -65,9 +65,7 @@ class EDFQueue(Generic[Item]):
         self._items.insert(at, item)
         self._floors.insert(at, floor)
 
-    def extend(
-        self, deadlines_ms: Sequence[float], items: Sequence[Item], floors: Sequence[float] | None = None
-    ) -> None:
+    def extend(self, deadlines_ms: Sequence[float], items: Sequence[Item], floors: Sequence[float]) -> None:
         """Add several requests in order of arrival."""
         mine = self._deadlines
         last = mine[-1] if len(self) else deadlines_ms[0]
@@ -75,20 +73,15 @@ class EDFQueue(Generic[Item]):
             len(deadlines_ms) == 1 or all(map(float.__le__, deadlines_ms[:-1], deadlines_ms[1:]))
         )
         if not ascending:
-            for deadline_ms, item, floor in zip(
-                deadlines_ms, items, floors or repeat(NO_FLOOR), strict=False
-            ):
+            for deadline_ms, item, floor in zip(deadlines_ms, items, floors, strict=True):
                 self.push(deadline_ms, item, floor)
             return
         mine.extend(deadlines_ms)
         self._items.extend(items)
         if self._priority is not None:
             self.prioritised += self._with_priority(items)
-        if floors is None:
-            self._floors.extend(repeat(NO_FLOOR, len(deadlines_ms)))
-        else:
-            self._floors.extend(floors)
-            self.demanding += sum(map(NO_FLOOR.__lt__, floors))
+        self._floors.extend(floors)
+        self.demanding += sum(map(NO_FLOOR.__lt__, floors))
 
     def deadline(self, i: int = 0) -> float:
         """Return the deadline, ms, of the i-th most urgent request (0-based)."""

@@ -109,11 +109,6 @@ class Request:
         self.deadline_ms = accepted_ms + ask.deadline_ms
         self.x = x
 
-    @property
-    def client(self) -> str:
-        """Name of the client."""
-        return self.ask.client
-
 
 class Job:
     """One batch on a worker. It runs in one step or in several, between which another job may go first.

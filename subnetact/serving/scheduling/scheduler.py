@@ -18,7 +18,7 @@ from typing import Any
 from subnetact.errors import BatchFailed, RequestError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.context import Policy
-from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
+from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.failures import (
     alone_failed,
     is_out_of_memory,
@@ -84,8 +84,9 @@ class Scheduler:
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
         self.workers = WorkerStates(workers, is_there)
-        self.dispatcher = Dispatcher(policy, tables, self.workers.free_at_ms, slo_ms, expired, self._drop_all)
-        self.gate = None if shares is None else self.dispatcher.share(shares)
+        rules = slo_ms, expired, self._drop_all, shares
+        self.dispatcher = Dispatcher(policy, tables, self.workers.free_at_ms, *rules)
+        self.gate = self.dispatcher.gate
         self.jobs: dict[int, Job] = {}
         self.closing = self.shares_workers = False
         self.ended: list[Ended] = []
@@ -159,10 +160,10 @@ class Scheduler:
         job = self._second_try(worker, now_ms)
         if job is not None or not len(self.dispatcher):
             return job
-        batch = self.dispatcher.next_batch(now_ms, worker)
-        if batch is None and self.closing and not self.jobs:
-            batch = self.dispatcher.cheapest_batch(now_ms)  # the policy waits for requests that cannot come
-        return None if batch is None else self._job_of(batch, worker, now_ms)
+        job = self.dispatcher.next_batch(now_ms, worker)
+        if job is None and self.closing and not self.jobs:
+            job = self.dispatcher.cheapest_batch(now_ms, worker)  # the policy waits for what cannot come
+        return None if job is None else self._begun(job, now_ms)
 
     def block_length(self, job: Job, layer_blocks: int) -> int:
         """Return after how many of its layer blocks a job asks `step_done`; all of them if never."""
@@ -188,11 +189,12 @@ class Scheduler:
         self.workers.book(job.worker, now_ms + left_ms)
         if not self._is_urgent(job, now_ms):
             return None
-        batch = self.dispatcher.next_batch(now_ms, job.worker)
-        if batch is None:
+        urgent = self.dispatcher.next_batch(now_ms, job.worker)
+        if urgent is None:
             return None
         self._suspend(job, left_ms, now_ms)
-        return self._job_of(batch, job.worker, now_ms, job)
+        urgent.preempted = job
+        return self._begun(urgent, now_ms)
 
     def finished(self, job: Job, now_ms: float) -> list[Request]:
         """Close the requests of the part of a job that ran, and go on to its next part."""
@@ -363,10 +365,8 @@ class Scheduler:
         self._suspects.clear()
         return requests
 
-    def _job_of(self, batch: Batch, worker: int, now_ms: float, preempted: Job | None = None) -> Job:
+    def _begun(self, job: Job, now_ms: float) -> Job:
         self.counts["batches"] += 1
-        job = Job(worker, batch.subnet, batch.items, batch.queued, batch.slack_ms)
-        job.preempted = preempted
         self._start(job, now_ms)
         return job
 
@@ -444,8 +444,8 @@ class Scheduler:
                 if self._is_too_late(request, subnet, now_ms):
                     self._end(request, "dropped")
                     continue
-                batch = Batch(subnet, 1, [request], 0.0, len(self) + 1, request.deadline_ms - now_ms)
-                return self._job_of(batch, worker, now_ms)
+                job = Job(worker, subnet, [request], len(self) + 1, request.deadline_ms - now_ms)
+                return self._begun(job, now_ms)
         return None
 
     def _retry(self, request: Request, job: Job, now_ms: float, failure: BatchFailed) -> None:

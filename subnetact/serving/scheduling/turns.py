@@ -15,6 +15,7 @@ __all__ = ["Turn", "Turns"]
 class Turn:
     """The right of a scheduler, by its name, to use one worker; it begins at `began_ms`."""
 
+    turns: Turns
     worker: int
     name: str
     began_ms: float = 0.0

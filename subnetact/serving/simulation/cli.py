@@ -1,7 +1,12 @@
-"""The command `python -m subnetact.simulate`: compares policies on one trace and one latency table.
+"""Compare scheduling policies on one trace of arrivals and one latency table.
 
-Its defaults are the setting of SuperServe, 8 workers and an SLO of 36 ms. Expired requests are dropped, as by
+The defaults are the setting of SuperServe, 8 workers and an SLO of 36 ms. Expired requests are dropped, as by
 `simulate` and `Batcher`; `--expired serve` keeps them, as SuperServe does.
+
+Columns: attainment, the share of requests that are met, which means answered in time; mean acc, the mean
+profiled accuracy over met requests; eff acc, effective accuracy: that accuracy summed over met requests,
+divided by all requests; missed, the number of requests that are not met; to bound, by how much effective
+accuracy is below the fluid bound. Accuracies are in percent.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from subnetact.command import reported
+from subnetact.command import OptionFormatter, reported
 from subnetact.files.documents import write_json
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import make_policy, policy_names
@@ -29,36 +34,33 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the options of `sys.argv` if None are given; return the exit status, 2 after a printed error."""
-    absent = dict.fromkeys(("table", "replay", "slo_ms", "workers", "expired", "duration_s", "json"))
-    return reported(_compare, _parser().parse_args(arguments, argparse.Namespace(**absent)))
+    return reported(_compare, _parser().parse_args(arguments))
 
 
 def _compare(options: argparse.Namespace) -> None:
     """Print how policies do on a trace, or on the arrivals of a live run beside the run itself."""
     live = LiveRun.load(options.replay) if options.replay else None
-    usual: dict[str, Any] = {"slo_ms": 36.0, "workers": 8, "expired": "drop"}
-    if live is not None:
-        usual = {"slo_ms": float(np.median(live.slo_ms)), "workers": live.workers, "expired": live.expired}
-    for option, value in usual.items():
+    if live is None:
+        table, usual = superserve_a40(), (36.0, 8, "drop")
+    else:
+        table, usual = live.measured, (float(np.median(live.slo_ms)), live.workers, live.expired)
+    for option, value in zip(("slo_ms", "workers", "expired"), usual, strict=True):
         if getattr(options, option) is None:
             setattr(options, option, value)
-    table = live.measured if live is not None else superserve_a40()
     if options.table:
         table = LatencyTable.load(options.table)
+    names = policy_names(table) if "all" in options.policy else options.policy
+    policies = {name: make_policy(name, table, options.slo_ms) for name in names}
     results: dict[str, SimulationResult] = {}
-    bound: float | None = None
-    if live is not None:
+    bound, refused, slos, floors = None, 0, options.slo_ms, None
+    if live is None:
+        arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+        bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
+    else:
         results[f"live {live.policy}"] = live.result
         possible = live.slo_ms >= table.fastest_ms  # no policy can meet the others
         refused = len(possible) - int(possible.sum())
         arrivals, slos, floors = (one[possible] for one in (live.arrivals_ms, live.slo_ms, live.floors))
-    else:
-        arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
-        refused, slos, floors = 0, options.slo_ms, None
-    names = policy_names(table) if "all" in options.policy else options.policy
-    policies = {name: make_policy(name, table, options.slo_ms) for name in names}
-    if live is None:
-        bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
     print(
         f"{options.replay or f'{options.trace} x{options.scale:g}'}: {len(arrivals) + refused} requests, "
         f"{options.workers} workers, {'median ' if live else ''}SLO {options.slo_ms:g} ms, "
@@ -92,16 +94,8 @@ def _show(name: str, result: SimulationResult, bound: float | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m subnetact.simulate",
-        description="Compare scheduling policies on a trace of arrivals.",
-        epilog="Columns: attainment, the share of requests that are met, which means answered in time; "
-        "mean acc, the mean profiled accuracy over met requests; eff acc, effective accuracy: that accuracy "
-        "summed over met requests, divided by all requests; missed, the number of requests that are not met; "
-        "to bound, by how much effective accuracy is below the fluid bound. Accuracies are in percent.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # an option without a default shows none
-    )
+    name = "python -m subnetact.simulate"
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=OptionFormatter)
     add = parser.add_argument
     add("--table", type=Path, help="latency table, JSON (default: SuperServe's table of an NVIDIA A40)")
     trace = f"the trace of arrivals: {', '.join(TRACES)}, or a text file with one arrival time in ms per line"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from itertools import repeat
+from itertools import count, repeat
 
 import numpy as np
 from tqdm import tqdm
@@ -56,6 +55,8 @@ class EventLoop:
         requests: bool = False,
         progress: bool = True,
     ) -> None:
+        if (reset := getattr(scenario.policy, "reset", None)) is not None:
+            reset()
         workers, count = scenario.workers, len(scenario.arrivals_ms)
         self._scenario = scenario
         self._scheduler = Scheduler(
@@ -84,7 +85,9 @@ class EventLoop:
         self._down: set[int] = set()
         self._last_subnet = [-1] * workers
         self._serial = 0
-        self._feed = ArrivalFeed(scenario)
+        self._feed = arriving(scenario)
+        self._next = next(self._feed, None)  # the request that arrives next
+        self._taken = 0  # of those that have arrived
         self._noise = noise_factors(scenario.noise, rng) if scenario.noise else repeat(1.0)
         self._bar = tqdm(total=count, unit="req", unit_scale=True, delay=1, disable=not progress or None)
 
@@ -94,16 +97,15 @@ class EventLoop:
         Raises:
             PolicyError: the policy answered with something that cannot run, or left requests waiting forever.
         """
-        feed, steps = self._feed, self._steps
+        steps = self._steps
         in_steps = hasattr(self._scenario.policy, "preempt") and self._scenario.blocks > 1
         events = list(reversed(self._scenario.events))
-        following = min(feed.next_ms, events[-1].t_ms if events else math.inf)
+        following = min(self._arrival_ms, events[-1].t_ms if events else math.inf)
         while following < math.inf:
             self._now = now = following
             while steps and steps[0][0] < now:
                 self._step_ends(*heappop(steps))
-            while feed.next_ms <= now:
-                requests = feed.until(now)
+            if requests := self._arrived(now):
                 self._scheduler.submit(requests)
                 if not self._bar.disable:
                     self._bar.update(len(requests))
@@ -115,15 +117,29 @@ class EventLoop:
             event_ms = events[-1].t_ms if events else math.inf
             step_ms = steps[0][0] if steps else math.inf
             if self._parked or in_steps:
-                following = min(feed.next_ms, step_ms, event_ms)
+                following = min(self._arrival_ms, step_ms, event_ms)
             elif self._idle:  # nothing waits
-                following = min(feed.next_ms, event_ms)
+                following = min(self._arrival_ms, event_ms)
                 if following == math.inf:
                     following = step_ms
             else:
                 following = min(step_ms, event_ms)
         self._bar.close()
         return self._finished()
+
+    @property
+    def _arrival_ms(self) -> float:
+        return math.inf if self._next is None else self._next.accepted_ms
+
+    def _arrived(self, now: float) -> list[Request]:
+        found: list[Request] = []
+        feed, request = self._feed, self._next
+        while request is not None and request.accepted_ms <= now:
+            found.append(request)
+            request = next(feed, None)
+        self._next = request
+        self._taken += len(found)
+        return found
 
     def _serve(self, now: float) -> None:
         """Give jobs to idle workers while requests wait, then to those that are between two steps."""
@@ -249,48 +265,15 @@ class EventLoop:
                 "decide() must answer a batch if no batch is running and no request will arrive"
             )
         result.preempted, result.dropped = counts["preempted"], counts["dropped"]
-        result.unserved = waiting + counts["failed"] + result.requests - self._feed.taken
+        result.unserved = waiting + counts["failed"] + result.requests - self._taken
         return result
 
 
-class ArrivalFeed:
-    """Hands out requests in order of arrival; the next one arrives at `next_ms`, inf if there is none.
-
-    Arrays are converted to Python numbers one chunk at a time, so that memory does not grow with the trace.
-    """
-
-    def __init__(self, scenario: Scenario) -> None:
-        self._scenario = scenario
-        self._arrivals = scenario.arrivals_ms
-        self._start = self._at = 0
-        self._load(0)
-
-    @property
-    def taken(self) -> int:
-        """Number of arrivals that have been handed out."""
-        return self._start + self._at
-
-    def until(self, now_ms: float) -> list[Request]:
-        """Hand out the arrivals up to `now_ms`, at most one chunk."""
-        at, end = self._at, bisect_right(self._times, now_ms, self._at)
-        asks, times, first = self._asks, self._times, self._start
-        if isinstance(asks, list):
-            found = [Request(asks[i], times[i], first + i) for i in range(at, end)]
-        else:
-            found = [Request(asks, times[i], first + i) for i in range(at, end)]
-        self._at = end
-        if end < len(times):
-            self.next_ms = times[end]
-        else:
-            self._load(first + end)
-        return found
-
-    def _load(self, start: int) -> None:
-        end = min(start + _CHUNK, len(self._arrivals))
-        self._start, self._at = start, 0
-        self._times: list[float] = self._arrivals[start:end].tolist()
-        self._asks = self._scenario.asks(start, end)
-        self.next_ms = self._times[0] if self._times else math.inf
+def arriving(scenario: Scenario) -> Iterator[Request]:
+    """Yield the requests in order of arrival, made in chunks so that memory does not grow with the trace."""
+    for start in range(0, len(scenario.arrivals_ms), _CHUNK):
+        times = scenario.arrivals_ms[start : start + _CHUNK].tolist()
+        yield from map(Request, scenario.asks(start, start + len(times)), times, count(start))
 
 
 def noise_factors(noise: float, rng: np.random.Generator) -> Iterator[float]:

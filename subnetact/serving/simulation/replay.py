@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from subnetact.errors import FileFormatError
+from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.decision_log import DECISION_LOG
 from subnetact.serving.simulation.result import Decision, SimulationResult
 
 __all__ = ["LiveRun"]
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,8 @@ class LiveRun:
         arrivals_ms: when each request arrived, ms after the first one, ascending, shape (n,).
         slo_ms: time from arrival to deadline of each request, ms, shape (n,).
         floors: minimum accuracy of each request, percent, shape (n,).
-        table: the latency table that the batcher was given.
-        measured: that table with the mean measured latency for every subnet and batch size that ran.
+        measured: the latency table of the batcher, with the mean measured latency for every subnet and batch
+            size that ran.
         result: what was counted, with `decisions`. Requests that failed, were cancelled or refused, or were
             waiting when the batcher closed count as `unserved`.
         policy: name of the policy's class.
@@ -39,7 +37,6 @@ class LiveRun:
     arrivals_ms: Floats
     slo_ms: Floats
     floors: Floats
-    table: LatencyTable
     measured: LatencyTable
     result: SimulationResult
     policy: str
@@ -92,4 +89,4 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | o
     latency = np.divide(total, count, out=table.latency_ms.copy(), where=count > 0)
     measured = LatencyTable(table.subnets, table.accuracy, table.batch_sizes, latency)
     setting = str(header["policy"]), int(header["workers"]), str(header["expired"])
-    return LiveRun(arrivals - arrivals[0], slos, floors, table, measured, result, *setting)
+    return LiveRun(arrivals - arrivals[0], slos, floors, measured, result, *setting)

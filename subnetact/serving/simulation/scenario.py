@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import PolicyError, ProfileMismatch, SubnetActError, TraceError
+from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count, check_margin, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
@@ -21,7 +22,6 @@ from subnetact.serving.scheduling.request import Ask
 
 __all__ = ["Scenario", "WorkerEvent", "checked", "checked_arrivals", "numeric_arguments"]
 
-Floats = npt.NDArray[np.float64]
 MOST_WORKERS = 65_536
 
 
@@ -95,11 +95,11 @@ class Scenario:
     blocks: int = 1
     look_ms: float = 0.0
 
-    def asks(self, start: int, end: int) -> Ask | list[Ask]:
-        """Return what the requests from `start` to `end` ask for; one ask if all ask for the same."""
+    def asks(self, start: int, end: int) -> list[Ask]:
+        """Return what the requests from `start` to `end` ask for."""
         columns = (self.slo_ms, self.floors, self.priority)
         if self.clients is None and all(isinstance(column, float) for column in columns):
-            return Ask(self.slo_ms, self.floors, int(self.priority))
+            return [Ask(self.slo_ms, self.floors, int(self.priority))] * (end - start)
         slo, floors, priority = (
             np.broadcast_to(column if isinstance(column, float) else column[start:end], end - start).tolist()
             for column in columns

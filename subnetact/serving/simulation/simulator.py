@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import expired_rule
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.simulation.event_loop import EventLoop
@@ -99,11 +98,8 @@ def simulate(
     more = shares, noise, overhead_ms, switch_ms, events, blocks, look_ms
     given = Scenario(arrivals_ms, table, policy, slo_ms, workers, min_accuracy, priority, clients, *more)
     scenario = checked(given)
-    if (reset := getattr(policy, "reset", None)) is not None:
-        reset()
     with numeric_arguments():
         rng = np.random.default_rng(seed)
-    rule = expired_rule(expired)
     return EventLoop(
-        scenario, expired=rule, rng=rng, decisions=decisions, requests=requests, progress=progress
+        scenario, expired=expired, rng=rng, decisions=decisions, requests=requests, progress=progress
     ).run()

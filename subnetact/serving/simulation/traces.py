@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import TraceError
+from subnetact.latency.arrays import Floats
 from subnetact.serving.simulation.scenario import checked_arrivals, numeric_arguments
 
 __all__ = ["bursty", "check", "from_counts", "from_timestamps", "poisson", "time_varying"]
 
-Floats = npt.NDArray[np.float64]
 MOST_ARRIVALS = 5e7
 
 
