@@ -345,3 +345,13 @@ def test_a_refusal_says_what_to_change(case: str) -> None:
 def test_a_refused_model_hears_what_to_change(factory: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(InsertError, match=message):
         subnetact.insert_(factory().eval(), example=X)
+
+
+def test_reordering_leaves_what_no_input_shows() -> None:
+    model = Plain(lambda m, x: m.b(m.a(x).relu()) + 0 * m.d(m.c(x).relu())).eval()
+    model.c, model.d = nn.Linear(8, 12), nn.Linear(12, 4)
+    description = subnetact.describe(model, X, proof=False)
+    supernet = subnetact.insert_(model, description.space, description.elastic)
+    report = str(subnetact.reorder_(supernet, example=X))
+    assert "a.out: 16 units" in report
+    assert "c.out: left as it was, because the example does not show" in report
