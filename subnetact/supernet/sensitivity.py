@@ -107,15 +107,24 @@ def _hidden(run: Run, places: dict[Place, Pieces]) -> dict[Place, Pieces]:
         for place, pieces in places.items()
     }
     least = WEAK * max(float(strength.max()) for strengths in lines.values() for strength in strengths)
-    hidden = {}
+    weak: dict[Place, list[tuple[Tensor, Tensor]]] = {}
     for place, pieces in places.items():
         low = sum(float(strength.square().sum()) for strength in lines[place]) ** 0.5 < LOW
         masks = [strength <= (torch.inf if low else least) for strength in lines[place]]
-        faint = all(int(mask.sum()) >= MOST_WEAK * mask.numel() for mask in masks)
-        weak = [(p.detach().narrow(*at), mask) for (p, _, *at), mask in zip(pieces, masks, strict=True)]
-        if faint and not _moves(run, weak, outputs):
-            hidden[place] = pieces
-    return hidden
+        if all(int(mask.sum()) >= MOST_WEAK * mask.numel() for mask in masks):
+            weak[place] = [(p.detach().narrow(*at), m) for (p, _, *at), m in zip(pieces, masks, strict=True)]
+    return {place: places[place] for place in _still(run, weak, outputs)}
+
+
+def _still(
+    run: Run, weak: dict[Place, list[tuple[Tensor, Tensor]]], outputs: dict[Any, Tensor]
+) -> list[Place]:
+    """Return the places in which other numbers change no output, by halves of those that do together."""
+    if not weak or not _moves(run, [piece for pieces in weak.values() for piece in pieces], outputs):
+        return list(weak)
+    half = len(weak) // 2
+    halves = [dict(items) for items in (list(weak.items())[:half], list(weak.items())[half:])]
+    return [place for part in halves for place in _still(run, part, outputs)] if half else []
 
 
 def _lines(gradient: Tensor, place: Place, lead: int, axis: int, start: int, size: int) -> Tensor:
@@ -203,7 +212,8 @@ def other_inputs(network: nn.Module, x: Any) -> Iterator[Any]:
             return torch.randint(most, longer.shape, generator=draw).to(t)
         return longer
 
-    for times, changed in product((1, 4) if length == 1 else (1,), (indices[:1], indices)):
+    choices = (indices[:1], indices)[: len(indices) or 1]
+    for times, changed in product((1, 4) if length == 1 else (1,), choices):
         varied = (
             map_tensors(partial(other, times=times, changed=changed, most=n), x) for n in sorted(rows)[::-1]
         )

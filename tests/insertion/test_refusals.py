@@ -349,7 +349,7 @@ def test_a_refused_model_hears_what_to_change(factory: Callable[[], nn.Module], 
 
 def test_reordering_leaves_what_no_input_shows() -> None:
     model = Plain(lambda m, x: m.b(m.a(x).relu()) + 0 * m.d(m.c(x).relu())).eval()
-    model.c, model.d = nn.Linear(8, 12), nn.Linear(12, 4)
+    model.c, model.d = nn.Linear(8, 12).eval(), nn.Linear(12, 4).eval()
     description = subnetact.describe(model, X, proof=False)
     supernet = subnetact.insert_(model, description.space, description.elastic)
     report = str(subnetact.reorder_(supernet, example=X))
