@@ -212,8 +212,7 @@ def other_inputs(network: nn.Module, x: Any) -> Iterator[Any]:
             return torch.randint(most, longer.shape, generator=draw).to(t)
         return longer
 
-    choices = (indices[:1], indices)[: len(indices) or 1]
-    for times, changed in product((1, 4) if length == 1 else (1,), choices):
+    for times, changed in product((1, 4) if length == 1 else (1,), (indices[:1], indices)):
         varied = (
             map_tensors(partial(other, times=times, changed=changed, most=n), x) for n in sorted(rows)[::-1]
         )
