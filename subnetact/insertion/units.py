@@ -40,7 +40,7 @@ from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
 
-__all__ = ["Orders", "Part", "Trial", "UnitGroup", "full_orders", "permute_", "unit_groups"]
+__all__ = ["Orders", "Part", "Trial", "UnitGroup", "full_orders", "parts_of", "permute_", "unit_groups"]
 
 Orders = Mapping[tuple[str, str, int], Tensor]
 """(name of a module, name of a tensor, axis) -> for every position, the one whose entries it gets.
@@ -111,7 +111,7 @@ class UnitGroup:
 def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
     """Find everything in a supernet that can be permuted, and in which units."""
     with torch.inference_mode(False), torch.no_grad():
-        parts = _parts(supernet.network, trial.row, supernet.space.dimensions)
+        parts = parts_of(supernet.network, trial.row, supernet.space.dimensions)
         known = getattr(supernet.description, "groups", {}).values()
         stated = [
             UnitGroup(
@@ -380,7 +380,7 @@ def _least_units(space: SubnetSpace) -> dict[str, int]:
 # -- the slicing rules -------------------------------------------------------------------------------
 
 
-def _parts(network: nn.Module, row: SizeRow, dimensions: Sequence[str]) -> list[Part]:
+def parts_of(network: nn.Module, row: SizeRow, dimensions: Sequence[str]) -> list[Part]:
     """Return all parts that follow a dimension of channels, in the order of the network."""
     operators = [m for m in network.modules() if isinstance(m, Operator) and not isinstance(m, LayerSelect)]
     named = [
