@@ -184,13 +184,12 @@ def upstream_state_dict(supernet: Supernet) -> dict[str, Tensor]:
         )
     found = family_of(origin["name"])
     state: dict[str, Tensor] = dict(supernet.state_dict())
-    norms, own = supernet.norm_operators(), supernet.network.state_dict()
-    places = {t.data_ptr(): name for name, t in own.items()}
+    norms = supernet.norm_operators()
     for spec in supernet.space.enumerate() if found.listed_statistics else ():
         row, sizes = supernet.norms.get(spec), supernet.space.resolve(spec)
         for path, pair in row.pairs().items() if row is not None else ():
-            listed = norms[path].shared_statistics(sizes)
-            state |= {places[old.data_ptr()]: new for old, new in zip(listed, pair, strict=True)}
+            names = norms[path].statistics_names(sizes)
+            state |= {f"{path}.{name}": tensor for name, tensor in zip(names, pair, strict=True)}
     upstream = found.upstream(origin["constructor"])
     named = {upstream(name): tensor for name, tensor in state.items()}
     return found.completed(named) if found.completed else named

@@ -78,10 +78,10 @@ class BertClassifier(nn.Module):
         self.first_position = first_position
         self.masked = -10000.0
 
-    def encode(
+    def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Map tokens, a mask with zeros for padding and types, all (N, T), to hidden states (N, T, width)."""
+        """Map tokens, a mask with zeros for padding and types, all (N, T), to logits (N, labels)."""
         if self.first_position is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         else:
@@ -95,14 +95,7 @@ class BertClassifier(nn.Module):
             mask = (1 - mask[:, None, None, :].to(x.dtype)) * self.masked
         for layer in self.layers:
             x = layer(x, mask)
-        return x  # type: ignore[no-any-return]
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
-    ) -> Tensor:
-        """Return the logits (N, labels); the arguments are those of `encode`."""
-        hidden = self.encode(input_ids, attention_mask, token_type_ids)[:, 0]
-        pooled = F.dropout(torch.tanh(self.pooler(hidden)), self.drop, self.training)
+        pooled = F.dropout(torch.tanh(self.pooler(x[:, 0])), self.drop, self.training)
         return self.classifier(pooled)  # type: ignore[no-any-return]
 
 

@@ -177,11 +177,9 @@ def _layout(network: Any, given: Mapping[str, Any]) -> NemotronElasticLayout:
     for field, group in _groups(network):
         layers.setdefault(field, []).append(group)
     members = [m for groups in layers.values() for group in groups for m in group.members]
-    modules = dict(network.named_modules())
-    sides = {p: (m.in_features, m.out_features) for p, m in modules.items() if isinstance(m, nn.Linear)}
     kinds = enumerate(network.config.layers_block_type)
     mixers = [f"model.layers.{i}.mixer" for i, kind in kinds if kind.endswith("attention")]
-    stream = stream_group(network, sides, {(m.module, m.part) for m in members}, mixers)
+    stream = stream_group(network, {(m.module, m.part) for m in members}, mixers)
     if not isinstance(stream, Group):
         raise SpecError(f"nemotron_elastic: {stream}")
     groups = {"hidden_size": (stream,), **{field: tuple(own) for field, own in layers.items()}}

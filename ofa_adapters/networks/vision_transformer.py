@@ -102,19 +102,15 @@ class VisionTransformer(nn.Module):
         self.pos_drop, self.head_drop = float(pos_drop), float(head_drop)
         self.mean = mean
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Map images (N, in_chans, img_size, img_size) to pooled features (N, embed_dim)."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, in_chans, img_size, img_size) to logits (N, num_classes)."""
         x = self.patch_embed(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
         if self.pos_embed is not None:
             x = x + self.pos_embed
         x = self.norm(self.blocks(F.dropout(x, self.pos_drop, self.training)))
-        return x[:, 1:].mean(1) if self.mean else x[:, 0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images (N, in_chans, img_size, img_size) to logits (N, num_classes)."""
-        x = F.dropout(self.forward_features(x), self.head_drop, self.training)
-        return self.head(x)  # type: ignore[no-any-return]
+        pooled = x[:, 1:].mean(1) if self.mean else x[:, 0]
+        return self.head(F.dropout(pooled, self.head_drop, self.training))  # type: ignore[no-any-return]
 
 
 def transformer_elastic(

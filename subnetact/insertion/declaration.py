@@ -104,7 +104,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
         mixers = [*spaces, *attentions]
         inner = {pair for proposal in (*mixers, *feed_forwards) for pair in _inner(proposal)}
         inner |= {(m.module, m.part) for group in groups for m in group.members}
-        found = stream_group(model, observed.sides, inner, [_parent(mixer.name) for mixer in mixers])
+        found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
         if isinstance(found, Group):
             groups.append(found)
         else:

@@ -39,6 +39,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.layer_vocabulary import number_of
+from subnetact.insertion.units import UnitGroup, full_orders, parts_of, permute_
 from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, GROUPS_OF_EXPERTS, NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
@@ -300,9 +301,13 @@ def why_not_as_configured(configured: Configured, path: str, network: nn.Module,
             return f"{size} of {full} do not compute what the model configured with {size} computes"
         if equal(found, expected, EXACT):
             return f"nothing reads the number: {size} of {full} compute what all of them compute"
-    mixed = shared_view(_mixed(elastic, group), space.resolve(space.largest()))
-    if group.axis == "pool" and not equal(outputs_of(mixed, zero), expected, ROUNDED):
-        return "its experts cannot change places, as in groups of experts"
+    if group.axis == "pool":
+        row, mixed = space.resolve(space.largest()), private_copy(elastic)
+        experts = UnitGroup(tuple(parts_of(mixed, row, space.dimensions)), full)
+        places = torch.randperm(full, generator=torch.Generator().manual_seed(0))
+        permute_(mixed, full_orders(mixed, {experts: places}))
+        if not equal(outputs_of(shared_view(mixed, row), zero), expected, ROUNDED):
+            return "its experts cannot change places, as in groups of experts"
     return ""
 
 
@@ -348,19 +353,3 @@ def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tenso
     exact = any(weighted for weighted, _ in noted)
     found = [mass for weighted, mass in noted if weighted is exact]
     return (torch.stack(found).sum(0) if found else torch.zeros(count)).view(pool.full, -1).sum(1)
-
-
-def _mixed(network: nn.Module, group: Group) -> nn.Module:
-    """Return a copy of the network in which the experts, or groups of them, have changed places."""
-    mixed = private_copy(network)
-    places = torch.randperm(group.full, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for member in group.members:
-            module: Any = mixed.get_submodule(member.module)
-            name, _, axis = member.part.partition(".")
-            names = ("weight", "bias") if member.operator is WeightSlice else (name,)
-            order = torch.arange(group.full * member.multiple).view(group.full, -1)[places].flatten()
-            for tensor in (module._parameters.get(n, module._buffers.get(n)) for n in names):
-                if tensor is not None:
-                    tensor.copy_(tensor.index_select(int(axis or 0), order))
-    return mixed

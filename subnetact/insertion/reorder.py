@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
-from subnetact.insertion.description import Group
 from subnetact.insertion.experts import routing_mass
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Measure, UnitWeights
 from subnetact.insertion.units import Orders, Trial, UnitGroup, full_orders, permute_, unit_groups
@@ -125,8 +124,10 @@ def reorder_(
     scores = _scores(
         supernet.network, row, chosen, measure, labelled, lambda y, labels: loss(output(y), labels)
     )
-    if isinstance(importance, str):
-        for group, pool in _pools(supernet, chosen).items():
+    stated = getattr(supernet.description, "groups", {}) if isinstance(importance, str) else {}
+    for group in chosen:
+        pool = stated.get(group.dimensions[0])
+        if pool is not None and pool.axis == "pool":
             scores[group] = routing_mass(supernet.network, row, pool, example)
     orders = {g: s.argsort(descending=True, stable=True).cpu() for g, s in scores.items()}
     kept.update({g.name: "its importance is not known" for g in chosen if g not in orders})
@@ -217,13 +218,6 @@ def _scores(
                     score = torch.stack(known) if own else known[0]
                     found[group] = found[group] + score if group in found else score
     return found
-
-
-def _pools(supernet: Supernet, groups: list[UnitGroup]) -> dict[UnitGroup, Group]:
-    """Return the groups that are experts, each with what the description says of it."""
-    known = getattr(supernet.description, "groups", {})
-    own = {group: known.get(group.dimensions[0]) for group in groups}
-    return {group: found for group, found in own.items() if found is not None and found.axis == "pool"}
 
 
 def _described(group: UnitGroup, network: nn.Module, expert: int | None = None) -> ChannelGroup:

@@ -13,7 +13,7 @@ alone, so the proof of the whole description is what shows that nothing else rea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -34,15 +34,12 @@ WIDTHS = ("hidden_dim", "hidden_size", "input_size", "embed_dim", "model_dim", "
 
 
 def stream_group(
-    model: nn.Module,
-    sides: Mapping[str, tuple[int, int]],
-    inner: Collection[tuple[str, str]],
-    mixers: Collection[str],
+    model: nn.Module, inner: Collection[tuple[str, str]], mixers: Collection[str]
 ) -> Group | str:
     """Return the group of the stream, or why there is none.
 
-    `sides` are the inputs and outputs of linear layers, `inner` the parts of layers that lie inside of a
-    mixer or a feed-forward network, and `mixers` the modules whose own parameters and norms do.
+    `inner` are the parts of layers that lie inside of a mixer or a feed-forward network, and `mixers` the
+    modules whose own parameters and norms do.
     """
     config: Any = getattr(model, "config", None)
     embedding: Any = embedding_of(model)
@@ -55,7 +52,7 @@ def stream_group(
     for path, module in model.named_modules():
         inside = any(f"{path}.".startswith(f"{mixer}.") for mixer in mixers)
         own: dict[str, list[int]] = {}
-        for member in _members(path, module, full, sides, inside):
+        for member in _members(path, module, full, inside):
             if (path, member.part) not in inner:
                 if member.operator is WeightSlice and traits_of(module).kind == "convolution":
                     return f"{path} is a convolution over the stream, which no rule knows"
@@ -73,18 +70,13 @@ def stream_group(
     return Group(STREAM, STREAM, full, tuple(members))
 
 
-def _members(
-    path: str, module: nn.Module, full: int, sides: Mapping[str, tuple[int, int]], inside: bool
-) -> Iterator[Member]:
+def _members(path: str, module: nn.Module, full: int, inside: bool) -> Iterator[Member]:
     """Yield the parts of a module that are as long as the stream."""
     traits = traits_of(module)
-    if path in sides:
-        parts = dict(zip(("in_", "out"), sides[path], strict=True))
-    else:
-        parts = {part: int(getattr(module, attribute)) for part, attribute in traits.sizes.items()}
+    parts = {part: getattr(module, attribute) for part, attribute in traits.sizes.items()}
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     if traits.mixes and traits.sizes:
-        held = ("out",) if traits.kind == "embedding" else parts
+        held = ("out",) if traits.kind == "embedding" else ("in_", "out")
         yield from (Member(path, part, WeightSlice) for part in held if parts[part] == full)
     elif inside or traits.kind not in ("unknown", "norm"):
         return

@@ -41,7 +41,7 @@ from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
 
-__all__ = ["Orders", "Part", "Trial", "UnitGroup", "full_orders", "permute_", "unit_groups"]
+__all__ = ["Orders", "Part", "Trial", "UnitGroup", "full_orders", "parts_of", "permute_", "unit_groups"]
 
 Orders = Mapping[tuple[str, str, int], Tensor]
 """(name of a module, name of a tensor, axis) -> for every position, the one whose entries it gets.
@@ -52,8 +52,6 @@ Experts may have an order each, (experts, positions).
 
 SUBNETS = 8
 """So many random subnets show in which steps dimensions grow."""
-ONE_BY_ONE = 6
-"""Of so many groups that fail together, each is tried alone."""
 
 
 @dataclass(eq=False)
@@ -112,7 +110,7 @@ class UnitGroup:
 def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
     """Find everything in a supernet that can be permuted, and in which units."""
     with torch.inference_mode(False), torch.no_grad():
-        parts = _parts(supernet.network, trial.row, supernet.space.dimensions)
+        parts = parts_of(supernet.network, trial.row, supernet.space.dimensions)
         known = getattr(supernet.description, "groups", {}).values()
         stated = [
             UnitGroup(
@@ -187,24 +185,18 @@ class Trial:
         found = self._permuted(wanted, lambda view: [outputs_of(view, x) for x in self._inputs])
         return equal(found, self._expected, WHOLE)
 
-    def passing(
-        self, groups: Sequence[UnitGroup], again: bool = False, fails: bool = False
-    ) -> list[UnitGroup]:
-        """Return the groups whose units can change places; `fails` says that not all of them can."""
+    def passing(self, groups: Sequence[UnitGroup], again: bool = False) -> list[UnitGroup]:
+        """Return the groups whose units can change places."""
         fit = [g for g in groups if g.lacks is None and (g.parts, g.units) not in self._failed]
         fit = [g for g in fit if self._not_shown(g) is None]
         fit.sort(key=lambda group: len(group.parts))  # The large ones fail more often: they lie side by side.
-        known = fails and len(fit) > 1  # Alone, each is tried: what fails together may be rounding.
-        if not fit or (not known and self.stays(_shuffled(fit, again))):
+        if not fit or self.stays(_shuffled(fit, again)):
             return fit
-        if len(fit) == 1:
-            self._failed.add((fit[0].parts, fit[0].units))
-            return []
-        size = 1 if len(fit) <= ONE_BY_ONE else len(fit) // 2
-        found: list[UnitGroup] = []
-        for at in range(0, len(fit), size):
-            found += self.passing(fit[at : at + size], again, len(found) == at and at + size >= len(fit))
-        return found
+        half = len(fit) // 2
+        if half:
+            return self.passing(fit[:half], again) + self.passing(fit[half:], again)
+        self._failed.add((fit[0].parts, fit[0].units))
+        return []
 
     def links(self, parts: Sequence[Part]) -> list[tuple[Part, Part]]:
         """Return what joins parts: the inputs of a layer; what no run shows joins all of its dimension."""
@@ -323,11 +315,12 @@ def _divided(
     found = trial.passing(stated)
     refused = [group for group in stated if group not in found]
     for linked in ([(a, b) for a, b in links if a.dimension == b.dimension], links):
-        for passing in (trial.passing, partial(_in_large_units, trial, least)):
-            groups = passing([_finest(own) for own in _joined(parts, linked)])
-            found += groups
-            taken = {part for group in groups for part in group.parts}
-            parts = [part for part in parts if part not in taken]
+        groups = [_finest(own) for own in _joined(parts, linked)]
+        passed = trial.passing(groups)
+        failed = [group for group in groups if group not in passed]
+        passed += _in_large_units(trial, least, failed)
+        found += passed
+        parts = [part for part in parts if not any(part in group.parts for group in passed)]
     refused += map(_finest, _joined(parts, links))
     right = trial.passing(found, again=True)
     return right, [*refused, *(group for group in found if group not in right)]
@@ -381,7 +374,7 @@ def _least_units(space: SubnetSpace) -> dict[str, int]:
 # -- the slicing rules -------------------------------------------------------------------------------
 
 
-def _parts(network: nn.Module, row: SizeRow, dimensions: Sequence[str]) -> list[Part]:
+def parts_of(network: nn.Module, row: SizeRow, dimensions: Sequence[str]) -> list[Part]:
     """Return all parts that follow a dimension of channels, in the order of the network."""
     operators = [m for m in network.modules() if isinstance(m, Operator) and not isinstance(m, LayerSelect)]
     named = [

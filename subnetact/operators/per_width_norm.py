@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from subnetact.space import SizeRow
 __all__ = ["PerWidthBatchNorm2d", "PerWidthNorm"]
 
 
-class PerWidthBatchNorm2d(nn.Module):
+class PerWidthBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm over (N, C, H, W) that stores statistics of several widths. By itself, it runs on the widest.
 
     Args:
@@ -27,22 +26,19 @@ class PerWidthBatchNorm2d(nn.Module):
     """
 
     def __init__(self, num_features: int, listed: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__(num_features, track_running_stats=False)
         self.listed = tuple(listed)
-        self.num_features = num_features
-        self.eps, self.momentum = 1e-5, 0.1
-        self.weight = nn.Parameter(torch.ones(self.num_features))
-        self.bias = nn.Parameter(torch.zeros(self.num_features))
         for i, channels in enumerate(self.listed):
             self.register_buffer(f"running_mean_{i}", torch.zeros(channels))
             self.register_buffer(f"running_var_{i}", torch.ones(channels))
             self.register_buffer(f"num_batches_tracked_{i}", torch.tensor(0))
         self.widest = self.listed.index(max(self.listed))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return activations `x`, of shape (N, C, H, W), normalised with the statistics of the widest."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return activations of shape (N, C, H, W), normalised with the statistics of the widest."""
         mean, var = (self.get_buffer(f"running_{what}_{self.widest}") for what in ("mean", "var"))
-        return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
+        momentum = self.momentum or 0.0
+        return F.batch_norm(input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
 
 
 class PerWidthNorm(SubnetNorm):
@@ -69,8 +65,7 @@ class PerWidthNorm(SubnetNorm):
         if not isinstance(template, PerWidthBatchNorm2d) or "position" not in self.dims:
             raise self.refuse("only PerWidthBatchNorm2d, with a dimension for 'position', lists statistics")
         with torch.device("meta"):
-            plain = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
-        self.__dict__["_shell"] = plain
+            self.__dict__["_shell"] = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the number of listed widths."""
@@ -86,5 +81,4 @@ class PerWidthNorm(SubnetNorm):
 
     def batches_tracked(self) -> Tensor:
         """Return the counter of training batches of the widest."""
-        counter: Any = self._buffers[f"num_batches_tracked_{self.template.widest}"]
-        return counter  # type: ignore[no-any-return]
+        return self.get_buffer(f"num_batches_tracked_{self.template.widest}")

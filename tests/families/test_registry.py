@@ -148,7 +148,7 @@ class LeafTracer(torch.fx.Tracer):
 
 def absent(network: torch.nn.Module) -> dict[str, Any] | None:
     optional = {"attention_mask": None, "token_type_ids": None}
-    return optional if hasattr(network, "encode") else None
+    return optional if hasattr(network, "pooler") else None
 
 
 SAME_NETWORK = ("ofa_proxyless", "compofa_mbv3")
