@@ -83,14 +83,13 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
     training_set = list(dict.fromkeys([*state.population, *newest]))[:LARGEST_TRAINING_SET]
     specs, costs = list(state.found), state.costs()
     known, new = (variation.features(some) for some in ([specs[i] for i in training_set], children))
-    groups = [axis for axis, slots in enumerate(variation.axes) for _ in slots]
-    accuracy = Surrogate(known, costs[training_set, 0], groups)
+    accuracy = Surrogate(known, costs[training_set, 0])
     predicted = [accuracy.predict(new)]
     for latency in costs[training_set, 1:].T:
         if (latency > 0).all():
-            predicted.append(np.exp(Surrogate(known, np.log(latency), groups).predict(new)))
+            predicted.append(np.exp(Surrogate(known, np.log(latency)).predict(new)))
         else:
-            predicted.append(Surrogate(known, latency, groups).predict(new))
+            predicted.append(Surrogate(known, latency).predict(new))
     selected = select_by_expected_improvement(np.stack(predicted, 1), accuracy.loo_rmse, costs, count)
     return [children[i] for i in selected]
 
