@@ -44,7 +44,7 @@ from subnetact.digits import (
 )
 from subnetact.files.atomic import replacing
 from subnetact.latency.pareto import pareto_front
-from subnetact.nas.nsga2 import METHODS, evolve
+from subnetact.nas.methods import METHODS, evolve
 from subnetact.spec import SubnetSpec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -304,8 +304,8 @@ def families(args: argparse.Namespace) -> dict[str, Any]:
 
 def ablation(args: argparse.Namespace) -> dict[str, Any]:
     """Compare evolution with and without its surrogate, and random search, at equal evaluations."""
-    METHODS["nsga2_only"] = partial(evolve, surrogate=False)
-    methods = ("evolution", "nsga2_only", "random")
+    METHODS["no_surrogate"] = partial(evolve, surrogate=False)
+    methods = ("evolution", "no_surrogate", "random")
     result: dict[str, Any] = {
         "machine": machine(torch.device("cpu")),
         "what": "share of hypervolume; the same evaluations for each method",

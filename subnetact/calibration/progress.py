@@ -39,10 +39,8 @@ class Progress:
         self._save_every_s = save_every_s
         self._began = self._saved = time.perf_counter()
         self._digest = blake2b(digest_size=16)
-        self._given = self._stored_given = 0
-        self._first = self._stored_first = self._stored_digest = ""
-        self._stored_seconds = 0.0
-        self._stored: dict[str, Any] = {}
+        self._given, self._first = 0, ""
+        self._stored: dict[str, Any] = {"run": {}, "given": 0, "seconds": 0.0, "first": "", "digest": ""}
         if path is None:
             return
         rules = sorted({rule or norm.rule for norm in supernet.norm_operators().values()})
@@ -59,14 +57,12 @@ class Progress:
         )
         with self._journal.fields():
             for line in self._journal.of(PROGRESS):
-                self._stored = dict(line["run"])
-                self._stored_given, self._stored_seconds = int(line["given"]), float(line["seconds"])
-                self._stored_first, self._stored_digest = line["first"], line["digest"]
+                self._stored = {name: type(empty)(line[name]) for name, empty in self._stored.items()}
 
     @property
     def seconds(self) -> float:
         """The time that the calibration has taken, with earlier parts."""
-        return self._stored_seconds + time.perf_counter() - self._began
+        return float(self._stored["seconds"]) + time.perf_counter() - self._began
 
     def take(self, x: Any) -> None:
         """Take the next batch into the checksum, and refuse other batches than those of the file."""
@@ -76,7 +72,7 @@ class Progress:
         hash_tensors(self._digest, x)
         now = self._digest.hexdigest()
         self._first = self._first or now
-        stored = {1: self._stored_first, self._stored_given: self._stored_digest}.get(self._given)
+        stored = {1: self._stored["first"], self._stored["given"]: self._stored["digest"]}.get(self._given)
         if stored and stored != now:
             raise self._journal.mismatch(f"its first {self._given} batches are others. Give the same data")
 
@@ -84,9 +80,9 @@ class Progress:
         """Refuse data of no batch, or of fewer batches than the file."""
         if not self._given:
             raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
-        if self._journal is not None and self._given < self._stored_given:
+        if self._journal is not None and self._given < self._stored["given"]:
             raise self._journal.mismatch(
-                f"it has {self._stored_given} batches, the data only {self._given}. Give the same data"
+                f"it has {self._stored['given']} batches, the data only {self._given}. Give the same data"
             )
 
     def save_if_due(self, run: CalibrationRun) -> None:
@@ -104,6 +100,6 @@ class Progress:
 
     def restore(self, run: CalibrationRun) -> None:
         """Bring a prepared run to the state in the file, if there is one."""
-        if self._journal is not None and self._stored:
+        if self._journal is not None and self._stored["run"]:
             with self._journal.fields():
-                run.restore(self._stored)
+                run.restore(self._stored["run"])

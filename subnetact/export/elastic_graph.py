@@ -8,8 +8,7 @@ that returns its first argument if the size row skips it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,36 +39,23 @@ def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[st
             module.checks = False
     starts = {path: sizes + i for i, path in enumerate(norms)}
     registered = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
-    return _Recording("", _Shared(starts, registered)).script(
-        network, (), dict.fromkeys(inputs, _INPUT), None
-    )
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """What all graphs of one network share: where BatchNorms are in the row, ids of tensors, and classes."""
-
-    starts: dict[str, int]
-    registered: set[int]
-    classes: dict[Any, type[nn.Module]] = field(default_factory=dict)
-    """By code. Layers of equal code share a class: each takes time to load, and 1 KiB per operation."""
+    return _Recording("", starts, registered).script(network, (), dict.fromkeys(inputs, _INPUT), None)
 
 
 class _Tracer(GraphAppendingTracer):
-    """Records into a graph, whose tensors and positions in the row become attributes of its module."""
+    """Records into a graph, whose tensors become attributes of its module."""
 
     def __init__(self, graph: fx.Graph, registered: set[int]) -> None:
         super().__init__(graph)
         self.registered = registered
         self.tensors: dict[str, Tensor] = {}
-        self.numbers: dict[str, int] = {}
         self.row: Any = None
         self._known: dict[Any, fx.Node] = {}
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
-        """Record a node; entries of the row are read once, at a position that is an attribute."""
+        """Record a node; entries of the row are read once."""
         if target is operator.getitem and args[0] is self.row:
-            return self._once(kind, target, (self.row, self._once("get_attr", self.number(args[1]))))
+            return self._once(kind, target, args)
         return super().create_node(kind, target, args, kwargs, *more)
 
     def _once(self, kind: str, target: Any, args: tuple[Any, ...] = ()) -> fx.Node:
@@ -83,12 +69,6 @@ class _Tracer(GraphAppendingTracer):
         self.tensors[name] = tensor
         return self._once("get_attr", name)
 
-    def number(self, value: int) -> str:
-        """Return the name of a position in the row, which becomes an attribute of the module."""
-        name = next((n for n, v in self.numbers.items() if v == value), f"number_{len(self.numbers)}")
-        self.numbers[name] = value
-        return name
-
     def create_arg(self, a: Any) -> Any:
         """Convert a value to an argument of a node; a forward may write into a tensor that it has made."""
         if not isinstance(a, Tensor):
@@ -100,11 +80,12 @@ class _Tracer(GraphAppendingTracer):
 class _Recording:
     """One graph: that of the network, or that of a layer that can be skipped."""
 
-    def __init__(self, path: str, shared: _Shared) -> None:
+    def __init__(self, path: str, starts: Mapping[str, int], registered: set[int]) -> None:
         self.path = path
-        self.shared = shared
+        self.starts = starts  # where the statistics of BatchNorms are in the row
+        self.registered = registered  # ids of tensors
         self.graph = fx.Graph()
-        self.tracer = _Tracer(self.graph, shared.registered)
+        self.tracer = _Tracer(self.graph, registered)
         self.modules: dict[str, Any] = {}
         self.done: dict[int, nn.Module] = {}
 
@@ -140,26 +121,11 @@ class _Recording:
                 "opens as torch.nn.functional's do, with has_torch_function and handle_torch_function"
             ) from error
         if gate is not None:
-            self.tracer.numbers.update(gate=gate[0], kept=gate[1])
-            skip = f"if row[self.gate] != self.kept:\n    return {names[0]}\n"
+            skip = f"if row[{gate[0]}] != {gate[1]}:\n    return {names[0]}\n"
             self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
-        return _scripted(self._module(type(module).__name__), self.path or "the network")
-
-    def _module(self, name: str) -> nn.Module:
         tensors = {name: tensor.detach() for name, tensor in self.tracer.tensors.items()}
-        held = {**self.modules, **tensors, **self.tracer.numbers}
-        recorded = fx.GraphModule(held, self.graph, name)
-        # Functions of the same name may differ, for example closures that one factory made.
-        called = tuple(node.target for node in self.graph.nodes if node.op == "call_function")
-        contents = {"forward": type(recorded).forward, "__module__": name}
-        cls = self.shared.classes.setdefault(
-            (name, recorded.code, called), type(name, (nn.Module,), contents)
-        )
-        module = cls()
-        module._modules.update(self.modules)
-        module._buffers.update(tensors)
-        module.__dict__.update(self.tracer.numbers)
-        return module
+        recorded = fx.GraphModule({**self.modules, **tensors}, self.graph, type(module).__name__)
+        return _scripted(recorded, self.path or "the network")
 
     def bind(self, module: nn.Module, path: str) -> nn.Module:
         """Return the view of a module for the symbolic size row; each module has one."""
@@ -191,7 +157,7 @@ class _Recording:
         }
 
     def _norm(self, norm: SubnetNorm) -> nn.Module:
-        start, channels = self.row[self.shared.starts[norm.path]], norm.channels(self.row)
+        start, channels = self.row[self.starts[norm.path]], norm.channels(self.row)
         mean, var = (flat[start : start + channels] for flat in (self.means, self.variances))
         bound = norm.bind_with(self.row, mean, var, trainable=True)
         for check in ("_check_input_dim", "_check_non_zero_input_channels"):
@@ -212,7 +178,7 @@ class _Recording:
                     f"{path}: the tensor that it replaces must be its first argument, by position"
                 )
             made = f"layer_{len(self.modules)}"
-            inner = _Recording(path, self.shared)
+            inner = _Recording(path, self.starts, self.registered)
             self.modules[made] = inner.script(layer, args, kwargs, gate)
             inputs = (*tensors, self.row, self.means, self.variances)
             return self.tracer.create_proxy("call_module", made, inputs, {})

@@ -20,7 +20,7 @@ from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat
 
-__all__ = ["Journal", "signed"]
+__all__ = ["Journal", "differing", "signed"]
 
 JOURNAL = DocumentFormat("a journal", "subnetact.journal", 1, "choose another file, or remove it")
 
@@ -100,10 +100,10 @@ class Journal:
             return
         if not resume:
             raise self.mismatch(f"holds {len(records)} records of an earlier run; resume it")
-        differing = sorted(_differing(before, self.environment))
-        if differing:
+        others = sorted(differing(before, self.environment))
+        if others:
             raise self.mismatch(
-                f"was begun with other arguments or on another machine: {'; '.join(differing)}. "
+                f"was begun with other arguments or on another machine: {'; '.join(others)}. "
                 "Use the earlier ones"
             )
         os.truncate(self.path, length)
@@ -117,10 +117,10 @@ def signed(before: str, line: Mapping[str, Any]) -> tuple[str, str]:
     return f'{text[:-1]}, "sum": "{known}"}}\n', known
 
 
-def _differing(before: Any, now: Any, name: str = "") -> Iterator[str]:
+def differing(before: Any, now: Any, name: str = "") -> Iterator[str]:
     """Yield, for every fact that differs, its dotted name and both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {*before, *now}:
-            yield from _differing(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+            yield from differing(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield f"{name} was {before!r:.60}, is {now!r:.60}"

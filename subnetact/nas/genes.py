@@ -18,10 +18,6 @@ Genes: TypeAlias = list[int]
 
 SKIPPED_FEATURE = -0.5
 """Feature of a slot that the subnet skips. The features of other slots are from 0 to 1."""
-NEIGHBOUR_SHARE = 0.5
-"""Share of mutated genes that move to a neighbouring choice. The others move to any other choice."""
-AXIS_SHARE = 0.15
-"""Share of mutations that move all slots of one axis by one choice. The others move a few slots."""
 INITIAL_DEVIATION = 0.3
 """Standard deviation of the choices of a random initial subnet, as a share of the number of choices."""
 
@@ -89,21 +85,9 @@ class Variation:
         movable = [i for i, count in enumerate(self.counts) if count > 1]
         if not movable:
             return genes
-        if self.rng.random() < AXIS_SHARE:
-            slots = self.axes[int(self.rng.integers(len(self.axes)))]
-            step = 1 if self.rng.random() < 0.5 else -1
-            for i in slots:
-                genes[i] = min(max(genes[i] + step, 0), self.counts[i] - 1)
-            return genes
         moved = self.rng.random(len(movable)) < 1 / len(movable)
         moved[int(self.rng.integers(len(movable)))] = True
         for i in np.array(movable)[moved]:
-            genes[i] = self._other_choice(genes[i], self.counts[i])
+            other = int(self.rng.integers(self.counts[i] - 1))
+            genes[i] = other + (other >= genes[i])
         return genes
-
-    def _other_choice(self, gene: int, count: int) -> int:
-        if self.rng.random() < NEIGHBOUR_SHARE:
-            near = [g for g in (gene - 1, gene + 1) if 0 <= g < count]
-            return near[int(self.rng.integers(len(near)))]
-        other = int(self.rng.integers(count - 1))
-        return other + (other >= gene)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from subnetact.errors import SearchError
 from subnetact.files.journal import Journal
 from subnetact.latency.pareto import non_dominated, spread
-from subnetact.nas.nsga2 import ENUMERABLE_SPACE, METHODS, Objectives, SearchState, survivors
+from subnetact.nas.methods import ENUMERABLE_SPACE, METHODS, Objectives, SearchState
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -72,8 +72,8 @@ def search(
 ) -> SearchResult:
     """Find the subnets with the best trade-offs between accuracy and latency: their Pareto front.
 
-    The method "evolution" is NSGA-II on the accuracy and all latencies, with a surrogate that selects
-    among many candidate subnets bred from the best. All evaluated subnets count for the result, and none is
+    The method "evolution" breeds many candidates from the Pareto front of the accuracy and all latencies, of
+    which a surrogate selects those to evaluate. All evaluated subnets count for the result, and none is
     evaluated twice. From their Pareto front, `size` subnets are chosen evenly over the first latency.
 
     Accuracy and latency can be any functions: predictors, cost models, true evaluation, measurement. If
@@ -105,7 +105,7 @@ def search(
         MissingFile: the folder of `resume` does not exist.
 
     Source:
-        NSGA-II: Deb et al., 2002. Evolutionary search of subnets: Cai et al., "Once-for-all", ICLR 2020.
+        Evolutionary search of subnets: Cai et al., "Once-for-all", ICLR 2020.
         Surrogate: Lu et al., "NSGANetV2", ECCV 2020.
 
     Example:
@@ -195,21 +195,19 @@ def _run(
     evaluate: Callable[[SubnetSpec], Objectives],
     progress: bool,
 ) -> None:
-    population = min(max(evaluations // 10, 16), 100)
+    generation = min(max(evaluations // 10, 16), 100)
     total = state.space.size()
     if method != "exhaustive":
         total = min(total, evaluations)
     with tqdm(total=total, desc="searching", disable=not progress or None) as bar:
         while len(state.found) < total:
             before = len(state.found)
-            count = population if method != "evolution" else max(population // (4 if before else 2), 2)
+            count = generation if method != "evolution" else max(generation // (4 if before else 2), 2)
             for spec in METHODS[method](state, min(count, total - before)):
                 state.found[spec] = evaluate(spec)
                 bar.update()
             if len(state.found) == before:
                 break
-            pool = [*state.population, *range(before, len(state.found))]
-            state.population = survivors(state.costs(), pool, population)
 
 
 def _remeasured(

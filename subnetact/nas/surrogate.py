@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,12 +13,6 @@ __all__ = ["Surrogate", "select_by_expected_improvement"]
 
 NOISE_VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Variances of the noise that are tried, relative to the variance of the values."""
-LENGTH_FACTORS = (0.5, 2.0)
-"""Factors by which a length scale is changed to see whether the leave-one-out error falls."""
-MOST_SWEEPS = 3
-"""Passes over all length scales, at most."""
-LARGEST_TUNING_SET = 150
-"""Subnets that the length scales and the noise are tuned on. Predictions use the whole training set."""
 CURVED_WEIGHT = 0.3
 """Weight of the squared-exponential kernel; the linear kernel has the rest."""
 UNCERTAINTY_SHARE = 0.5
@@ -28,55 +21,30 @@ spends too many evaluations on subnets of which little is known."""
 
 
 class Surrogate:
-    """A Gaussian process of a linear and a squared-exponential kernel, with one length scale per group."""
+    """A Gaussian process of a linear and a squared-exponential kernel."""
 
-    # Scales and noise minimise the leave-one-out error (Rasmussen and Williams, Gaussian Processes, 5.4.2).
+    # The noise minimises the leave-one-out error (Rasmussen and Williams, Gaussian Processes, 5.4.2).
 
-    def __init__(self, features: Floats, values: Floats, groups: Sequence[int]) -> None:
-        self._groups = np.asarray(groups)
-        self._centre = features.mean(0)
+    def __init__(self, features: Floats, values: Floats) -> None:
+        self._features, self._centre = features, features.mean(0)
         self._mean, self._scale = float(values.mean()), float(values.std()) or 1.0
         self._spread = float(2 * features.var(0).sum()) or 1.0
-        target = (values - self._mean) / self._scale
-        self.length_scales = np.ones(int(self._groups.max()) + 1)
-        self._noise = self._tune(features[:LARGEST_TUNING_SET], target[:LARGEST_TUNING_SET])
-        self._features = features
-        self._weights = self._inverse(features, self._noise) @ target
-
-    def _tune(self, features: Floats, target: Floats) -> float:
-        """Set the length scales by coordinate descent, and return the noise."""
-
-        def error(noise: float) -> float:
-            inverse = self._inverse(features, noise)
-            return float((((inverse @ target) / inverse.diagonal()) ** 2).mean())
-
-        best, noise = min((error(noise), noise) for noise in NOISE_VARIANCES)
-        for _ in range(MOST_SWEEPS):
-            before = best
-            for group in range(len(self.length_scales)):
-                for step in LENGTH_FACTORS:
-                    self.length_scales[group] *= step
-                    found = error(noise)
-                    if found < best:
-                        best = found
-                    else:
-                        self.length_scales[group] /= step
-            best, noise = min((error(noise), noise) for noise in NOISE_VARIANCES)
-            if best >= before:
-                break
-        self.loo_rmse = self._scale * float(best) ** 0.5
-        return noise
-
-    def _inverse(self, features: Floats, noise: float) -> Floats:
-        inverse = np.linalg.inv(self._kernel(features, features) + noise * np.eye(len(features)))
-        return np.asarray(inverse, dtype=np.float64)
+        target, kernel = (values - self._mean) / self._scale, self._kernel(features, features)
+        least = math.inf
+        for noise in NOISE_VARIANCES:
+            inverse = np.linalg.inv(kernel + noise * np.eye(len(features)))
+            weights = inverse @ target
+            error = float(((weights / inverse.diagonal()) ** 2).mean())
+            if error < least:
+                least, self._weights = error, weights
+        self.loo_rmse = self._scale * math.sqrt(least)
 
     def _kernel(self, one: Floats, two: Floats) -> Floats:
         a, b = ((f - self._centre) / np.sqrt(self._spread) for f in (one, two))
-        scaled_a, scaled_b = a / self.length_scales[self._groups], b / self.length_scales[self._groups]
-        squares = (scaled_a**2).sum(1)[:, None] + (scaled_b**2).sum(1)[None] - 2 * scaled_a @ scaled_b.T
+        products = a @ b.T
+        squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * products
         curved = CURVED_WEIGHT * np.exp(-np.maximum(squares, 0) / 2)
-        kernel: Floats = curved + 2 * (1 - CURVED_WEIGHT) * a @ b.T + 1.0
+        kernel: Floats = curved + 2 * (1 - CURVED_WEIGHT) * products + 1.0
         return kernel
 
     def predict(self, features: Floats) -> Floats:

@@ -15,6 +15,7 @@ from torch import Tensor
 from subnetact.errors import ResumeMismatch, TrainingError
 from subnetact.files.atomic import require_regular
 from subnetact.files.documents import DocumentFormat, parse_json
+from subnetact.files.journal import differing
 from subnetact.files.tensors import write_tensors
 from subnetact.supernet.supernet import Supernet
 
@@ -53,7 +54,11 @@ class TrainingState:
         ):
             document = parse_json((file.metadata() or {}).get("document", "null"))
             STATE.check(document, path)
-            self._require_same(document["environment"])
+            if others := sorted(differing(dict(document["environment"]), self._environment)):
+                raise ResumeMismatch(
+                    f"{path}: was begun with others: {'; '.join(others)}. Give the same supernet, as it was "
+                    "before the training, and the same arguments, or remove the file to begin anew"
+                )
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             own = self._weights()
             wrong = [n for n, t in own.items() if n not in stored or stored[n].shape != t.shape]
@@ -110,15 +115,3 @@ class TrainingState:
         for name, tensor in self._supernet.network.state_dict().items():
             found.setdefault((tensor.data_ptr() or id(tensor), tensor.shape), (f"weights/{name}", tensor))
         return dict(found.values())
-
-    def _require_same(self, before: Mapping[str, Any]) -> None:
-        names = sorted({*before, *self._environment})
-        other = [n for n in names if before.get(n) != self._environment.get(n)]
-        if other:
-            differing = "; ".join(
-                f"{n} was {before.get(n)!r:.60}, is {self._environment.get(n)!r:.60}" for n in other
-            )
-            raise ResumeMismatch(
-                f"{self._path}: was begun with others: {differing}. Give the same supernet, as it was before "
-                "the training, and the same arguments, or remove the file to begin anew"
-            )

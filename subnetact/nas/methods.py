@@ -1,4 +1,4 @@
-"""The methods of a search, which propose what to evaluate: NSGA-II with a surrogate, random, exhaustive."""
+"""The methods of a search, which propose what to evaluate: evolution with a surrogate, random, exhaustive."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from subnetact.latency.pareto import Costs
+from subnetact.latency.pareto import Costs, non_dominated
 from subnetact.nas.genes import Variation
 from subnetact.nas.surrogate import Surrogate, select_by_expected_improvement
 from subnetact.space import SubnetSpace
@@ -19,12 +18,9 @@ __all__ = [
     "METHODS",
     "Objectives",
     "SearchState",
-    "crowding_distance",
     "evolve",
     "exhaust",
-    "non_dominated_ranks",
     "sample",
-    "survivors",
 ]
 
 Objectives: TypeAlias = tuple[float, ...]
@@ -37,19 +33,18 @@ ENUMERABLE_SPACE = 1_000_000
 CHILDREN_PER_EVALUATION = 30
 """Children that the surrogate compares for each child that is evaluated."""
 LARGEST_TRAINING_SET = 300
-"""Evaluated subnets that the surrogate is fitted to, at most: the population, then the newest ones."""
+"""Evaluated subnets that the surrogate is fitted to, at most: the Pareto front, then the newest ones."""
 CROSSED_SHARE = 0.9
 """Share of children with two parents. The others have one."""
 
 
 class SearchState:
-    """A search between two generations; `population` holds positions in `found`, in order of evaluation."""
+    """A search between two generations; `found` is in order of evaluation."""
 
     def __init__(self, space: SubnetSpace, seed: int) -> None:
         self.space = space
         self.rng = np.random.default_rng(seed)
         self.found: dict[SubnetSpec, Objectives] = {}
-        self.population: list[int] = []
 
     def costs(self) -> Costs:
         """Return what to minimise, (subnets, objectives): the negated accuracy, then the latencies."""
@@ -70,64 +65,28 @@ def sample(state: SearchState, count: int) -> list[SubnetSpec]:
 
 
 def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[SubnetSpec]:
-    """Return up to `count` new children, selected by a surrogate; without it, this is plain NSGA-II."""
+    """Return up to `count` new children of the Pareto front, selected by a surrogate unless it is False."""
     variation = Variation(state.space, state.rng)
     if not state.found:
         return _new(state, variation.initial(max(3, count // 3)), count)
-    children = _new(
-        state, _children(state, variation), CHILDREN_PER_EVALUATION * count if surrogate else count
-    )
+    specs, costs = list(state.found), state.costs()
+    front = non_dominated(costs)
+    bred = _children(variation, [specs[i] for i in front])
+    children = _new(state, bred, CHILDREN_PER_EVALUATION * count if surrogate else count)
     if len(children) <= count:
         return children
     newest = range(len(state.found) - 1, -1, -1)
-    training_set = list(dict.fromkeys([*state.population, *newest]))[:LARGEST_TRAINING_SET]
-    specs, costs = list(state.found), state.costs()
+    training_set = list(dict.fromkeys([*front, *newest]))[:LARGEST_TRAINING_SET]
     known, new = (variation.features(some) for some in ([specs[i] for i in training_set], children))
-    groups = [axis for axis, slots in enumerate(variation.axes) for _ in slots]
-    accuracy = Surrogate(known, costs[training_set, 0], groups)
+    accuracy = Surrogate(known, costs[training_set, 0])
     predicted = [accuracy.predict(new)]
     for latency in costs[training_set, 1:].T:
         if (latency > 0).all():
-            predicted.append(np.exp(Surrogate(known, np.log(latency), groups).predict(new)))
+            predicted.append(np.exp(Surrogate(known, np.log(latency)).predict(new)))
         else:
-            predicted.append(Surrogate(known, latency, groups).predict(new))
+            predicted.append(Surrogate(known, latency).predict(new))
     selected = select_by_expected_improvement(np.stack(predicted, 1), accuracy.loo_rmse, costs, count)
     return [children[i] for i in selected]
-
-
-def survivors(costs: Costs, pool: Sequence[int], count: int) -> list[int]:
-    """Return the positions of the next population among `pool`, the best first (NSGA-II, section III-C)."""
-    members = np.array(pool)
-    rank = non_dominated_ranks(costs[members])
-    order = np.lexsort((-crowding_distance(costs[members], rank), rank))
-    return [int(i) for i in members[order[:count]]]
-
-
-def non_dominated_ranks(costs: Costs) -> npt.NDArray[np.int64]:
-    """Return 0 for points that no other dominates, 1 if only those of rank 0 do, ... (section III-A)."""
-    no_worse = np.all(costs[:, None] <= costs[None], axis=2)
-    dominates: npt.NDArray[np.bool_] = np.asarray(no_worse & ~no_worse.T)
-    rank = np.full(len(costs), -1)
-    level = 0
-    while (rank < 0).any():
-        left = np.flatnonzero(rank < 0)
-        rank[left[dominates[np.ix_(left, left)].sum(axis=0) == 0]] = level
-        level += 1
-    return rank
-
-
-def crowding_distance(costs: Costs, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return how far apart each point's neighbours of its rank are; infinite at the ends (section III-B)."""
-    distance = np.zeros(len(costs))
-    for level in range(int(rank.max(initial=-1)) + 1):
-        members = np.flatnonzero(rank == level)
-        for objective in costs[members].T:
-            order = np.argsort(objective, kind="stable")
-            extent = objective[order[-1]] - objective[order[0]]
-            distance[members[order[[0, -1]]]] = np.inf
-            if extent > 0:
-                distance[members[order[1:-1]]] += (objective[order[2:]] - objective[order[:-2]]) / extent
-    return distance
 
 
 Method: TypeAlias = Callable[[SearchState, int], list[SubnetSpec]]
@@ -136,20 +95,11 @@ Method: TypeAlias = Callable[[SearchState, int], list[SubnetSpec]]
 METHODS: dict[str, Method] = {"evolution": evolve, "exhaustive": exhaust, "random": sample}
 
 
-def _children(state: SearchState, variation: Variation) -> Iterator[SubnetSpec]:
-    specs = list(state.found)
-    parents = [specs[i] for i in state.population]
-    costs = state.costs()[state.population]
-    rank = non_dominated_ranks(costs)
-    distance = crowding_distance(costs, rank)
-
-    def parent() -> SubnetSpec:
-        one, two = (int(i) for i in state.rng.integers(len(parents), size=2))
-        return parents[min(one, two, key=lambda i: (rank[i], -distance[i]))]
-
+def _children(variation: Variation, parents: Sequence[SubnetSpec]) -> Iterator[SubnetSpec]:
+    rng = variation.rng
     while True:
-        crossed = state.rng.random() < CROSSED_SHARE
-        genes = variation.cross(parent(), parent()) if crossed else variation.genes(parent())
+        one, two = (parents[i] for i in rng.integers(len(parents), size=2))
+        genes = variation.cross(one, two) if rng.random() < CROSSED_SHARE else variation.genes(one)
         yield variation.spec(variation.mutate(genes))
 
 
