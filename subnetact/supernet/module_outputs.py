@@ -28,7 +28,7 @@ Calls = list[tuple[str, str]]
 """Names of modules, and of the functions that they call."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModuleOutput:
     """What one call of a module returned."""
 

@@ -7,7 +7,7 @@ amplify rounding are proved in double precision (`in_double`). `sensitivity.py` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ __all__ = ["TIES", "Finding", "as_double", "first_changed", "in_double", "prove"
 
 ROUNDING = 1e-6
 """Where weights that are off by this share change an output, rounding decides it, as the box that is kept."""
+Outputs = list[ModuleOutput]
 TIES = 0.01
 """The share of whole numbers in outputs that may differ, as rounding decides between equal ones."""
 
@@ -64,7 +65,7 @@ def prove(
 ) -> Finding | None:
     """Compare a subnet with the full network whose other weights, in the given `copy`, are zero."""
 
-    def run(model: nn.Module) -> tuple[list[ModuleOutput], Calls]:
+    def run(model: nn.Module) -> tuple[Outputs, Calls]:
         if modules:
             return module_outputs(model, x, _sample), []
         tensors, calls = outputs_and_calls(network, model, x)
@@ -252,20 +253,20 @@ def _sample(path: str, tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def _first_difference(
-    narrow: list[ModuleOutput], wide: list[ModuleOutput], tolerance: Tolerance
-) -> str | None:
-    others: dict[str, list[ModuleOutput]] = {}
-    for output in wide:
+def _pairs(narrow: Outputs, wide: Outputs) -> Iterator[tuple[ModuleOutput, ModuleOutput]]:
+    """Yield what each call of a module returned in one network and in another, in the order of the first."""
+    others: dict[str, Outputs] = {}
+    for output in wide[::-1]:
         others.setdefault(output.path, []).append(output)
-    before = ""
-    for output in narrow:
-        name = f"{output.path or 'the network itself'} ({output.kind})"
-        others_here = others.get(output.path)
-        if others_here and not _alike(output, others_here.pop(0), tolerance):
-            return name + (f", which runs after {before}" if before else "")
-        before = name
-    return None
+    yield from ((output, others[output.path].pop()) for output in narrow if others.get(output.path))
+
+
+def _first_difference(narrow: Outputs, wide: Outputs, tolerance: Tolerance) -> str | None:
+    different = next((one for one, other in _pairs(narrow, wide) if not _alike(one, other, tolerance)), None)
+    if different is None:
+        return None
+    before = [f", which runs after {o.path} ({o.kind})" for o in narrow[: narrow.index(different)][-1:]]
+    return f"{different.path or 'the network itself'} ({different.kind})" + "".join(before)
 
 
 def _alike(narrow: ModuleOutput, wide: ModuleOutput, tolerance: Tolerance) -> bool:
@@ -276,11 +277,10 @@ def _alike(narrow: ModuleOutput, wide: ModuleOutput, tolerance: Tolerance) -> bo
     return all(equal(a, b, tolerance._replace(unequal=TIES)) for a, b in pairs if a.shape == b.shape)
 
 
-def _resized(narrow: list[ModuleOutput], wide: list[ModuleOutput]) -> str | None:
+def _resized(narrow: Outputs, wide: Outputs) -> str | None:
     """Return the first module whose images are of another size than in a reference."""
-    sizes = {o.path: [shape[2:] for shape in o.shapes if len(shape) == 4] for o in wide}
-    for output in narrow:
-        here = [shape[2:] for shape in output.shapes if len(shape) == 4]
-        if here != sizes.get(output.path, here):
+    for output, other in _pairs(narrow, wide):
+        sizes, others = ([shape[2:] for shape in o.shapes if len(shape) == 4] for o in (output, other))
+        if sizes != others:
             return output.path
     return None
