@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from subnetact.comparison import is_cache
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
@@ -509,7 +510,7 @@ def _blocks(
             continue
         kept = blocks
         first = observed.calls[blocks[0]]
-        if any(map(_is_cache, (*first.args, *first.kwargs.values()))):
+        if any(map(is_cache, (*first.args, *first.kwargs.values()))):
             kept = blocks[1:]
             refused[f"{blocks[0]}.depth"] = (
                 "the position of a token is read from the cache of the first block, so it stays"
@@ -546,10 +547,6 @@ def _unskippable(observed: _Observation, residual: Collection[str], block: str) 
 def _stores(block: nn.Module) -> bool:
     """Tell whether an attention in a block stores keys and values for others, as in Gemma 3n."""
     return any(getattr(m, "store_full_length_kv", False) for m in block.modules())
-
-
-def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length")
 
 
 # -- trials ------------------------------------------------------------------------------------------
@@ -611,7 +608,7 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     finding = prove(network, private_copy(network), row, largest, torch.zeros(()))
     if finding is None:
         return ""
-    if finding.kind in ("differs", "rounded"):
+    if finding.kind == "differs":
         return "half of it does not compute what the whole computes with zeros in the other half"
     return f"with half of it, {finding.why}"
 
@@ -640,4 +637,4 @@ def _fresh(value: Any) -> Any:
         return value.clone().float()
     if isinstance(value, Tensor):
         return value.clone()
-    return None if _is_cache(value) else value
+    return None if is_cache(value) else value
