@@ -29,6 +29,7 @@ from subnetact.supernet.subnet_cover import subnet_cover
 from subnetact.supernet.unused_weights import (
     disturbed_copy,
     private_copy,
+    settle_norms_,
     shared_view,
     structure_copy,
 )
@@ -122,6 +123,7 @@ class Proof:
     def _hidden(self, spec: SubnetSpec) -> tuple[dict[str, str], list[Any]]:
         """Return the groups that nothing shows, and why, and inputs that show more than the examples do."""
         row = self.space.resolve(spec)
+        settle_norms_(self._disturbed, row, self._cast(self.few[0]))
         view = shared_view(self._disturbed, row)
         few, inputs = ([self._cast(x) for x in batches] for batches in (self.few, self.inputs))
         more: list[Any] = []

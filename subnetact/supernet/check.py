@@ -24,7 +24,12 @@ from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import in_double, prove
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, visible
 from subnetact.supernet.subnet_cover import subnet_cover
-from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
+from subnetact.supernet.unused_weights import (
+    disturbed_copy,
+    private_copy,
+    settle_norms_,
+    shared_view,
+)
 
 __all__ = ["SHOW_AFTER_S", "CheckReport", "check", "check_precisions", "corners"]
 
@@ -144,8 +149,10 @@ def check(
     inputs, hidden = [x], dict[int, str]()
     if thorough and compare and narrow:
         narrow = [spec for spec in dict.fromkeys([*narrow, *subnet_cover(network, space)]) if spec != full]
-        disturbed = shared_view(disturbed_copy(network), largest)
-        useful, hidden = showing(network, disturbed, largest, chain([x], other_inputs(view, x)))
+        disturbed = disturbed_copy(network)
+        settle_norms_(disturbed, largest, x)
+        shown = shared_view(disturbed, largest)
+        useful, hidden = showing(network, shown, largest, chain([x], other_inputs(view, x)))
         inputs += [other for other in useful if other is not x]
     copy = private_copy(network) if narrow else network
     not_compared: dict[SubnetSpec, str] = {}

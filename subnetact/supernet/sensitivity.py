@@ -38,7 +38,7 @@ MOST_WEAK = 0.6
 """If more of the outputs of a layer are weak, these may be the queries and keys of a fused layer."""
 LARGE = 30.0
 """How many times as large numbers are tried where others change nothing, which may decide a choice."""
-FEW_TOKENS, FEW_PIXELS = 8, 40
+FEW_TOKENS, FEW_PIXELS = 8, 36
 """What is tried on many subnets has about so many tokens, or pixels per side, if the network takes these."""
 
 Place: TypeAlias = tuple[str, str]
@@ -50,7 +50,11 @@ Shapes: TypeAlias = dict[Any, torch.Size]
 
 
 def showing(
-    network: nn.Module, view: nn.Module, row: SizeRow, inputs: Iterable[Any], full: nn.Module | None = None
+    network: nn.Module,
+    view: nn.Module,
+    row: SizeRow,
+    inputs: Iterable[Any],
+    full: nn.Module | None = None,
 ) -> tuple[list[Any], dict[int, str]]:
     """Return the first of some inputs that together show all of a subnet, and what none of them shows.
 

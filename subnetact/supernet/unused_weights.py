@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from subnetact.operators import LayerSelect, SubnetNorm
 from subnetact.operators.base import Operator
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.space import SizeRow
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind, operators_in, private_buffers
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "fill_unused_",
     "masked_reference",
     "private_copy",
+    "settle_norms_",
     "shared_view",
     "structure_copy",
 ]
@@ -65,6 +68,28 @@ def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.add_(gain * (2 * noise - 1))
     elif spread < gain:
         tensor.mul_(gain / spread)
+
+
+def settle_norms_(network: nn.Module, row: SizeRow, x: Any) -> None:
+    """Give the BatchNorms of a subnet the statistics of what they see, so that no signal fades on its way."""
+    norms = {m.path: m for m in network.modules() if isinstance(m, SubnetNorm)}
+    view = shared_view(network, row) if norms else network
+
+    def measure(norm: SubnetNorm, bound: nn.Module, args: Any) -> None:
+        var, mean = torch.var_mean(args[0].transpose(0, 1).flatten(1), 1, correction=0)
+        var = var.clamp(min=0.1 * float(var.mean()) + 1e-6)
+        for name, statistic in zip(norm.statistics_names(row), (mean, var), strict=True):
+            norm.scatter_(row, norm.get_buffer(name), statistic)
+        bound._buffers.update(running_mean=mean, running_var=var)
+
+    for path, module in view.named_modules() if norms else ():
+        if path in norms:
+            module.register_forward_pre_hook(partial(measure, norms[path]))
+    if norms:
+        with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():
+            call_with(view, map_tensors(Tensor.clone, x))
+    for norm in norms.values():
+        norm.forget()
 
 
 def structure_copy(network: nn.Module) -> nn.Module:
@@ -177,8 +202,7 @@ def shared_view(network: nn.Module, row: SizeRow) -> nn.Module:
 
 
 def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest: SizeRow) -> nn.Module:
-    """Return the full network with zeros for what a subnet does not use; its weights are the copy's."""
-    fill_unused_(copy, network, row, 0.0)
+    """Return the full network on a copy, in which everything that a subnet does not use is zero."""
     mixed = list(largest)
     for operator in operators_in(network):
         for part, position in operator.dims.items():

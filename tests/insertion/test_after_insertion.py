@@ -12,7 +12,7 @@ import subnetact.serving
 from subnetact.errors import ExportError
 from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
 from subnetact.supernet.supernet import Supernet
-from subnetact.supernet.unused_weights import masked_reference, private_copy
+from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("torchvision")
@@ -113,7 +113,9 @@ def test_norms_with_an_activation_are_calibrated_as_in_the_masked_model(name: st
     largest = supernet.space.resolve(supernet.space.largest())
     for i, spec in enumerate(specs):
         network = supernet.network
-        masked = masked_reference(private_copy(network), network, supernet.space.resolve(spec), largest)
+        row, zeroed = supernet.space.resolve(spec), private_copy(network)
+        fill_unused_(zeroed, network, row, 0.0)
+        masked = masked_reference(zeroed, network, row, largest)
         for module in masked.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 module.training = True  # a view refuses train()
