@@ -76,7 +76,8 @@ def settle_norms_(network: nn.Module, row: SizeRow, x: Any) -> None:
     view = shared_view(network, row) if norms else network
 
     def measure(norm: SubnetNorm, bound: nn.Module, args: Any) -> None:
-        var, mean = torch.var_mean(args[0].transpose(0, 1).flatten(1), 1, correction=0)
+        seen = args[0].to(bound.get_buffer("running_mean")).transpose(0, 1).flatten(1)
+        var, mean = torch.var_mean(seen, 1, correction=0)
         var = var.clamp(min=0.1 * float(var.mean()) + 1e-6)
         for name, statistic in zip(norm.statistics_names(row), (mean, var), strict=True):
             norm.scatter_(row, norm.get_buffer(name), statistic)
