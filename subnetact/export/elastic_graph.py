@@ -7,7 +7,6 @@ that returns its first argument if the size row skips it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -49,14 +48,7 @@ class _Tracer(GraphAppendingTracer):
         super().__init__(graph)
         self.registered = registered
         self.tensors: dict[str, Tensor] = {}
-        self.row: Any = None
         self._known: dict[Any, fx.Node] = {}
-
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
-        """Record a node; entries of the row are read once."""
-        if target is operator.getitem and args[0] is self.row:
-            return self._once(kind, target, args)
-        return super().create_node(kind, target, args, kwargs, *more)
 
     def _once(self, kind: str, target: Any, args: tuple[Any, ...] = ()) -> fx.Node:
         if (target, args) not in self._known:
@@ -102,7 +94,6 @@ class _Recording:
             for name, leaf in zip(names, leaves, strict=True)
         ]
         self.row: Any = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)
-        self.tracer.row = self.row.node
         self.means: Any = fx.Proxy(self.graph.placeholder("means"), self.tracer)
         self.variances: Any = fx.Proxy(self.graph.placeholder("variances"), self.tracer)
         bound: nn.Module = nn.Identity()

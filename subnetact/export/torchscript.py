@@ -8,9 +8,7 @@ were written before keep running wherever a libtorch loads TorchScript.
 from __future__ import annotations
 
 import inspect
-import shutil
 import sys
-import zipfile
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from os import PathLike
@@ -138,7 +136,6 @@ def to_torchscript(
         _compare(scripted, view, x, varied, i, specs[i])
     with replacing(path) as temporary, quiet():
         torch.jit.save(scripted, temporary)
-        _strip(temporary)
     return scripted  # type: ignore[no-any-return]
 
 
@@ -221,12 +218,3 @@ def _compare(scripted: Any, view: nn.Module, x: Any, varied: Any, i: int, spec: 
 
     for batch in [x, varied] if failure(view, varied) is None else [x]:
         require_equal(run, view, batch, f"{i} ({spec})", "TorchScript")
-
-
-def _strip(path: Path) -> None:
-    """Remove the debug records, which map errors to generated source and fill most of a small file."""
-    with replacing(path) as stripped, zipfile.ZipFile(path) as old, zipfile.ZipFile(stripped, "w") as new:
-        for record in old.infolist():
-            if not record.filename.endswith(".debug_pkl"):
-                with old.open(record) as source, new.open(record, "w") as target:
-                    shutil.copyfileobj(source, target, 2**20)

@@ -6,23 +6,25 @@ import json
 import math
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact.errors import FileFormatError
 from subnetact.files.atomic import read_regular, replacing, require_regular
-from subnetact.files.documents import parse_json
+from subnetact.files.documents import DocumentFormat, parse_json
 
 __all__ = [
     "MODEL",
     "SHARDS",
     "SHARD_BYTES",
+    "documented_tensors",
     "read_model",
     "read_tensors",
     "tensor_bytes",
@@ -56,6 +58,21 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         return load_file(Path(path))
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise FileFormatError(f"{path}: not readable as safetensors ({error}); save it again") from error
+
+
+@contextmanager
+def documented_tensors(
+    path: str | os.PathLike[str], kind: DocumentFormat, passing: tuple[type[Exception], ...] = ()
+) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Yield the document in the metadata of a safetensors file, and the tensors; errors as `fields` does."""
+    require_regular(path)
+    with (
+        kind.fields(path, passing, damaged=(OSError, SafetensorError, RuntimeError)),
+        safe_open(path, framework="pt") as file,
+    ):
+        document = parse_json((file.metadata() or {}).get("document", "null"))
+        kind.check(document, path)
+        yield document, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def write_model(folder: Path, tensors: Mapping[str, Tensor], most_bytes: int) -> None:

@@ -70,7 +70,7 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
     if not state.found:
         return _new(state, variation.initial(max(3, count // 3)), count)
     specs, costs = list(state.found), state.costs()
-    front = non_dominated(costs)
+    front = state.rng.permutation(non_dominated(costs))  # It may have more than the training set takes.
     bred = _children(variation, [specs[i] for i in front])
     children = _new(state, bred, CHILDREN_PER_EVALUATION * count if surrogate else count)
     if len(children) <= count:

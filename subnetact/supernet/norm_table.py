@@ -9,13 +9,11 @@ from hashlib import blake2b
 from os import PathLike
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
-from subnetact.files.atomic import require_regular
-from subnetact.files.documents import DocumentFormat, parse_json
-from subnetact.files.tensors import write_tensors
+from subnetact.files.documents import DocumentFormat
+from subnetact.files.tensors import documented_tensors, write_tensors
 from subnetact.spec import SubnetSpec
 
 __all__ = ["NormRow", "NormTable"]
@@ -212,15 +210,8 @@ class NormTable:
             FileFormatError: the file is damaged, of another kind or of another schema, or statistics in it
                 are not finite, are no floating-point numbers, or have a negative variance.
         """
-        require_regular(path)
-        with (
-            NORM_TABLE.fields(path, passing=(), damaged=(OSError, SafetensorError)),
-            safe_open(path, framework="pt") as file,
-        ):
-            document = parse_json((file.metadata() or {}).get("document", "null"))
-            NORM_TABLE.check(document, path)
+        with documented_tensors(path, NORM_TABLE) as (document, stored):
             table = cls(document["space"])
-            stored = {dtype: file.get_tensor(dtype) for dtype in file.keys()}  # noqa: SIM118
             left = ALLOWED_BYTES + BYTES_PER_STORED_BYTE * sum(tensor.nbytes for tensor in stored.values())
             for entry in document["rows"]:
                 spec, found = SubnetSpec.from_json(entry["spec"]), dict[str, tuple[Tensor, Tensor]]()

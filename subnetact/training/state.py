@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from subnetact.errors import ResumeMismatch, TrainingError
-from subnetact.files.atomic import require_regular
-from subnetact.files.documents import DocumentFormat, parse_json
+from subnetact.files.documents import DocumentFormat
 from subnetact.files.journal import differing
-from subnetact.files.tensors import write_tensors
+from subnetact.files.tensors import documented_tensors, write_tensors
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["TrainingState"]
@@ -47,19 +45,12 @@ class TrainingState:
         path = self._path
         if path is None or not path.exists():
             return None
-        require_regular(path)
-        with (
-            STATE.fields(path, passing=(ResumeMismatch,), damaged=(OSError, SafetensorError, RuntimeError)),
-            safe_open(path, framework="pt") as file,
-        ):
-            document = parse_json((file.metadata() or {}).get("document", "null"))
-            STATE.check(document, path)
+        with documented_tensors(path, STATE, passing=(ResumeMismatch,)) as (document, stored):
             if others := sorted(differing(dict(document["environment"]), self._environment)):
                 raise ResumeMismatch(
                     f"{path}: was begun with others: {'; '.join(others)}. Give the same supernet, as it was "
                     "before the training, and the same arguments, or remove the file to begin anew"
                 )
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             own = self._weights()
             wrong = [n for n, t in own.items() if n not in stored or stored[n].shape != t.shape]
             if wrong:
