@@ -218,9 +218,8 @@ def select_subnets(
     if wanted.specs is None:
         selection = _search(source, request, wanted, journal, batch_sizes, measure)
     else:
-        function = wanted.accuracy
-        bar = tqdm(wanted.specs, desc="accuracy", disable=None)
-        percents = [math.nan if function is None else function(spec) for spec in bar]
+        function = wanted.accuracy or (lambda _: math.nan)
+        percents = map(function, tqdm(wanted.specs, desc="accuracy", disable=None))
         chosen = "the bundle's" if source.specs and request.subnets == "all" else request.subnets
         facts = {"subnets_chosen": chosen, "accuracy_source": wanted.origin}
         known = [None if math.isnan(percent) else percent for percent in percents]
