@@ -21,7 +21,7 @@ from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.evaluation import evaluate
 from subnetact.nas.search import Candidate
-from subnetact.profile.sweep import profile_latency
+from subnetact.profile.sweep import BATCH_SIZES, profile_latency
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, HullFit
 from subnetact.serving.scheduling.context import Policy
@@ -30,7 +30,6 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["demonstrate_digits"]
 
-BATCH_SIZES = (1, 2, 4, 8, 16)
 SUBNETS = 8  # Pareto-optimal ones that are served
 PROFILE_MS = 300.0  # per cell of the latency table, so that slow phases of the machine are seen too
 

@@ -110,6 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.compare:
             return _compare(args)
+        if args.threads is not None:
+            if args.threads < 1:
+                raise DeviceError(f"threads: {args.threads} must be at least 1")
+            torch.set_num_threads(args.threads)
         if args.machine:
             return _machine(args)
         return _profile(args)
@@ -131,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    _set_threads(args.threads)
     job = call_with_options(
         ProfileJob,
         args,
@@ -150,16 +153,8 @@ def _profile(args: argparse.Namespace) -> int:
     return UNSTABLE if args.strict and count_stable(table)[1] else DONE
 
 
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        if threads < 1:
-            raise DeviceError(f"threads: {threads} must be at least 1")
-        torch.set_num_threads(threads)
-
-
 def _machine(args: argparse.Namespace) -> int:
     device = find_device(args.device)
-    _set_threads(args.threads)
     on = machine(device)
     print(
         f"{on['device_name']}: {on['instructions']}; {on['cpus']} CPUs, {on['threads']} threads, "

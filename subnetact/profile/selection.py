@@ -97,7 +97,6 @@ class Wanted:
     """What a request comes to; `specs` is None if they are to be searched, `accuracy` if none is known."""
 
     specs: list[SubnetSpec] | None
-    count: int
     accuracy: AccuracyFunction | None
     origin: str
 
@@ -116,8 +115,7 @@ def what_is_wanted(source: ProfileSource, request: SelectionRequest) -> Wanted:
     specs = _listed(source, request)
     if specs is None and request.fit_subnets:
         require_scipy()
-    count = len(specs) if specs is not None else request.count or 0
-    return Wanted(specs, count, *_accuracy(source, request, specs))
+    return Wanted(specs, *_accuracy(source, request, specs))
 
 
 def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec] | None:
@@ -220,9 +218,8 @@ def select_subnets(
     if wanted.specs is None:
         selection = _search(source, request, wanted, journal, batch_sizes, measure)
     else:
-        function = wanted.accuracy
-        bar = tqdm(wanted.specs, desc="accuracy", disable=None)
-        percents = [math.nan if function is None else function(spec) for spec in bar]
+        function = wanted.accuracy or (lambda _: math.nan)
+        percents = map(function, tqdm(wanted.specs, desc="accuracy", disable=None))
         chosen = "the bundle's" if source.specs and request.subnets == "all" else request.subnets
         facts = {"subnets_chosen": chosen, "accuracy_source": wanted.origin}
         known = [None if math.isnan(percent) else percent for percent in percents]
@@ -255,18 +252,17 @@ def _search(
     measure: MeasureLatencies,
 ) -> Selection:
     """Search for subnets that are not dominated; they are measured first if accuracies are known."""
-    supernet, sample = source.supernet, source.sample
+    supernet, count = source.supernet, request.count or 0
+    costs = CostModel(supernet, source.sample[None])
     latencies: list[LatencyPredictor] = []
     if request.fit_subnets:
         some = supernet.space.sample(request.seed, request.fit_subnets)
         ends = sorted({batch_sizes[0], batch_sizes[-1]})
-        latencies = fitted_latencies(source, some, ends, partial(measure, journal=journal))
+        latencies = fitted_latencies(costs, some, ends, partial(measure, journal=journal))
     sizes = [one.batch_size for one in latencies]
 
     def remeasure(spec: SubnetSpec) -> list[float]:
         return [NEVER_MS if math.isnan(ms) else ms for ms in measure([spec], sizes)[0]]
-
-    costs = CostModel(supernet, sample[None])
 
     def macs(spec: SubnetSpec) -> float:
         return float(costs(spec).macs)
@@ -276,7 +272,7 @@ def _search(
         supernet,
         wanted.accuracy or macs,
         latencies or macs,
-        size=wanted.count,
+        size=count,
         evaluations=request.evaluations,
         seed=request.seed,
         remeasure=remeasure if measured else None,
@@ -291,9 +287,9 @@ def _search(
         or "multiply-accumulates",
         "measured_before_trusted": measured,
     }
-    if len(result.front) < wanted.count:
+    if len(result.front) < count:
         facts["fewer"] = (
-            f"{wanted.count} subnets were asked for, {len(result.front)} of those evaluated are not dominated"
+            f"{count} subnets were asked for, {len(result.front)} of those evaluated are not dominated"
         )
         tqdm.write(facts["fewer"], file=sys.stderr)
     accuracies = [None if wanted.accuracy is None else one.accuracy for one in result.front]
@@ -301,13 +297,12 @@ def _search(
 
 
 def fitted_latencies(
-    source: ProfileSource,
+    costs: CostModel,
     specs: Sequence[SubnetSpec],
     batch_sizes: Sequence[int],
     measure: MeasureLatencies,
 ) -> list[LatencyPredictor]:
     """Measure subnets and fit one latency predictor per batch size at which enough of them ran."""
-    costs = CostModel(source.supernet, source.sample[None])
     found, ran = [], []
     for size, column in zip(batch_sizes, zip(*measure(specs, batch_sizes), strict=True), strict=True):
         pairs = [(spec, ms) for spec, ms in zip(specs, column, strict=True) if not math.isnan(ms)]

@@ -26,6 +26,7 @@ from small_families import small_constructor, small_supernet
 import ofa_adapters
 import subnetact
 import subnetact.nas
+from subnetact.costs.model import CostModel
 from subnetact.errors import MissingExtra, SpecError
 from subnetact.files.journal import Journal, signed
 from subnetact.latency.plot import need_matplotlib
@@ -35,7 +36,6 @@ from subnetact.profile.options import call_with_options
 from subnetact.profile.pipeline import ProfileJob, count_stable
 from subnetact.profile.selection import SelectionRequest, fitted_latencies
 from subnetact.profile.source import (
-    ProfileSource,
     calibration_batches,
     import_name,
     load_source,
@@ -399,16 +399,16 @@ def test_a_changed_file_of_subnets_is_not_resumed(tmp_path: Path, digits: Supern
 
 
 def test_latencies_are_fitted_to_what_ran(digits: Supernet) -> None:
-    source = ProfileSource(digits, torch.zeros(1, 16, 16))
+    costs = CostModel(digits, torch.zeros(1, 1, 16, 16))
     specs = list(digits.space.enumerate())[:9]
 
     def measure(some: Any, sizes: Any) -> list[list[float]]:
         return [[math.nan if i == 0 else 1.0 + i, math.nan if i < 2 else 2.0 + i] for i in range(len(some))]
 
-    (one,) = fitted_latencies(source, specs, [1, 64], measure)
+    (one,) = fitted_latencies(costs, specs, [1, 64], measure)
     assert (one.batch_size, one.error.test) == (1, 8)
     with pytest.raises(SpecError, match=r"7 ran at batch size 1, 6 ran at batch size 64.*--fit-subnets 0"):
-        fitted_latencies(source, specs[:8], [1, 64], measure)
+        fitted_latencies(costs, specs[:8], [1, 64], measure)
 
 
 def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
