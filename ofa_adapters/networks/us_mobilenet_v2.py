@@ -45,7 +45,7 @@ class SlimmableMobileNetLayout(WidthLayout):
 
     @property
     def blocks(self) -> list[tuple[str, int, int, int]]:
-        """Of all blocks the dimension of the input, the expansion, the width in a MobileNetV2, and the stride."""
+        """The dimension of the input, the expansion, the width in a MobileNetV2 and the stride of blocks."""
         found: list[tuple[str, int, int, int]] = []
         for expansion, base, length, stride in STAGES:
             for position in range(length):
