@@ -28,21 +28,21 @@ TUTORIAL_SIZES = (112, 128, 144, 160, 176, 192, 208, 224)
 def mobile_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
     """Encode image size, kernels and expansions one-hot, as OFA's `MobileNetArchEncoder` does."""
     size = _image_size(image_size, ARCH_ENCODER_SIZES)
-    return _features(size, _axis(space, spec, "kernel"), _axis(space, spec, "expand"))
+    return np.concatenate([size, _axis(space, spec, "kernel"), _axis(space, spec, "expand")])
 
 
 def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
     """Encode kernels, expansions and image size one-hot, as `spec2feats` in OFA's tutorial does."""
     size = _image_size(image_size, TUTORIAL_SIZES)
-    return _features(_axis(space, spec, "kernel"), _axis(space, spec, "expand"), size)
+    return np.concatenate([_axis(space, spec, "kernel"), _axis(space, spec, "expand"), size])
 
 
 def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
     """Encode image size, the middle layer of the stem, widths and expansions as OFA's `ResNetArchEncoder`."""
     size = _image_size(image_size, ARCH_ENCODER_SIZES)
     kept = spec["depth"][0] == space.axes[0].slots[0].choices[-1]
-    stem = [float(not kept), float(kept)]
-    return _features(size, stem, _axis(space, spec, "width"), _axis(space, spec, "expand"))
+    stem = np.array([not kept, kept], np.float32)
+    return np.concatenate([size, stem, _axis(space, spec, "width"), _axis(space, spec, "expand")])
 
 
 def raw_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
@@ -51,23 +51,19 @@ def raw_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -
     if image_size is not None:
         _image_size(image_size, (resolution,))
     names = [axis.name for axis in space.axes if axis.name != PRECISION]
-    return _features(*([float(v or 0) for v in spec[name]] for name in names))
+    return np.array([value or 0 for name in names for value in spec[name]], np.float32)
 
 
-def _axis(space: SubnetSpace, spec: SubnetSpec, name: str) -> list[float]:
+def _axis(space: SubnetSpace, spec: SubnetSpec, name: str) -> Features:
     (axis,) = (axis for axis in space.axes if axis.name == name)
     pairs = zip(axis.slots, spec[name], strict=True)
-    return [float(choice == value) for slot, value in pairs for choice in slot.choices]
+    return np.array([choice == value for slot, value in pairs for choice in slot.choices], np.float32)
 
 
-def _image_size(image_size: int | None, known: Sequence[object]) -> list[float]:
+def _image_size(image_size: int | None, known: Sequence[object]) -> Features:
     if image_size not in known:
         raise IllegalChoice(
             f"image_size: {image_size!r} is not a choice of this encoding; "
             f"choose from {', '.join(map(str, known))}"
         )
-    return [float(size == image_size) for size in known]
-
-
-def _features(*groups: list[float]) -> Features:
-    return np.array([value for group in groups for value in group], dtype=np.float32)
+    return np.array([size == image_size for size in known], np.float32)

@@ -85,7 +85,7 @@ class Layout:
         return {key: plain(given[key]) for key in self.keys if key in given}
 
 
-def conv_norm(conv: str, norm: str, in_: str | None, out: str) -> dict[str, Elastic]:
+def conv_norm(conv: str, norm: str, in_: str | None, out: str | None) -> dict[str, Elastic]:
     """Return the entries of a convolution and of the BatchNorm behind it."""
     return {conv: WeightSlice.on(in_=in_, out=out), norm: SubnetNorm.on(channels=out)}
 

@@ -21,6 +21,7 @@ from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family, Names
 from ofa_adapters.features import raw_features
 from ofa_adapters.layout import Layout, choices, conv_norm
 from ofa_adapters.networks.mobile import (
+    KINDS,
     SPELLINGS,
     Activation,
     MBConv,
@@ -280,10 +281,9 @@ def completed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def head_names(v3_head: bool) -> Names:
     """Return the names behind the blocks: a network has one convolution there, or two with `v3_head`."""
-    single = {"last_conv": "mix"}
     two = {"last_conv.final_expand_layer": "final", "last_conv.feature_mix_layer": "mix"}
-    layers = two if v3_head else single
-    return [(f"{layer}.{k}.{k}", f"{own}_{k}") for layer, own in layers.items() for k in ("conv", "bn")]
+    layers = two if v3_head else {"last_conv": "mix"}
+    return [(f"{layer}.{k}.{k}", f"{own}_{k}") for layer, own in layers.items() for k in KINDS]
 
 
 FAMILY = Family(
@@ -291,7 +291,7 @@ FAMILY = Family(
     (
         *block_names("blocks.#", "mobile_inverted_conv", "{0}.{0}"),
         ("blocks.#.shortcut.conv.conv", "blocks.#.shortcut.conv"),
-        *((f"first_conv.{k}.{k}", f"first_{k}") for k in ("conv", "bn")),
+        *((f"first_conv.{k}.{k}", f"first_{k}") for k in KINDS),
         *head_names(True),
         *head_names(False),
         ("classifier.linear.linear", "classifier"),

@@ -212,17 +212,14 @@ def mbconv_elastic(
 ) -> dict[str, Elastic]:
     """Return the entries of all parts that an MBConv can have; its own dimensions start with `block`."""
     mid, squeezed = f"{block}.mid", f"{block}.squeeze"
-    elastic = {
+    return {
         **conv_norm(f"{path}.expand_conv", f"{path}.expand_bn", in_, mid),
         f"{path}.depth_conv": ElasticKernel.on(channels=mid, kernel=f"{block}.kernel" if kernel else None),
         f"{path}.depth_bn": SubnetNorm.on(channels=mid),
         f"{path}.squeeze_reduce": WeightSlice.on(in_=mid, out=squeezed),
         f"{path}.squeeze_expand": WeightSlice.on(in_=squeezed, out=mid),
-        f"{path}.project_conv": WeightSlice.on(in_=mid, out=out),
+        **conv_norm(f"{path}.project_conv", f"{path}.project_bn", mid, out),
     }
-    if out is not None:
-        elastic[f"{path}.project_bn"] = SubnetNorm.on(channels=out)
-    return elastic
 
 
 def block_names(block: str, inside: str, kind: str) -> Names:

@@ -36,18 +36,6 @@ STAGES = (
 
 
 @dataclass(frozen=True)
-class BlockSizes:
-    """One block: the dimension of its input, its full sizes, the ratio of `mid` to `in_`, and its stride."""
-
-    before: str
-    in_: int
-    mid: int
-    out: int
-    expansion: int
-    stride: int
-
-
-@dataclass(frozen=True)
 class SlimmableMobileNetLayout(WidthLayout):
     """Multipliers relative to the full network, which is `top` times as wide as a MobileNetV2."""
 
@@ -56,31 +44,25 @@ class SlimmableMobileNetLayout(WidthLayout):
     family = "us_mobilenet_v2"
 
     @property
-    def stem(self) -> int:
-        """Output channels of the stem at full size."""
-        return make_divisible(STEM * self.top, minimum=1)
-
-    @property
-    def blocks(self) -> list[BlockSizes]:
-        """All blocks at full size."""
-        found: list[BlockSizes] = []
-        before, in_ = "stem", self.stem
+    def blocks(self) -> list[tuple[str, int, int, int]]:
+        """The dimension of the input, the expansion, the width in a MobileNetV2 and the stride of blocks."""
+        found: list[tuple[str, int, int, int]] = []
         for expansion, base, length, stride in STAGES:
-            out = make_divisible(base * self.top, minimum=1)
             for position in range(length):
-                slot = BlockSizes(before, in_, in_ * expansion, out, expansion, 1 if position else stride)
-                before, in_ = f"block{len(found)}.out", out
-                found.append(slot)
+                before = f"block{len(found) - 1}.out" if found else "stem"
+                found.append((before, expansion, base, 1 if position else stride))
         return found
 
     def widths(self, multiplier: float) -> dict[str, int]:
-        sizes = {"stem": self._width(multiplier, self.stem)}
-        for i, block in enumerate(self.blocks):
-            sizes[f"block{i}.mid"] = self._width(multiplier, block.mid, block.expansion)
-            sizes[f"block{i}.out"] = self._width(multiplier, block.out)
+        in_, sizes = STEM, {"stem": self._width(multiplier, STEM)}
+        for i, (_, expansion, base, _) in enumerate(self.blocks):
+            sizes[f"block{i}.mid"] = self._width(multiplier, in_, expansion)
+            sizes[f"block{i}.out"] = self._width(multiplier, base)
+            in_ = base
         return sizes
 
-    def _width(self, multiplier: float, full: int, ratio: int = 1) -> int:
+    def _width(self, multiplier: float, base: int, ratio: int = 1) -> int:
+        full = make_divisible(base * self.top, minimum=1) * ratio
         width = make_divisible(full * multiplier / ratio, minimum=1) * ratio
         if width > full:
             raise SpecError(
@@ -91,9 +73,9 @@ class SlimmableMobileNetLayout(WidthLayout):
 
     def elastic(self) -> dict[str, Elastic]:
         elastic = conv_norm("first_conv", "first_bn", None, "stem")
-        for i, block in enumerate(self.blocks):
+        for i, (before, *_) in enumerate(self.blocks):
             out = f"block{i}.out"
-            elastic |= mbconv_elastic(f"blocks.{i}", f"block{i}", block.before, out, kernel=False)
+            elastic |= mbconv_elastic(f"blocks.{i}", f"block{i}", before, out, kernel=False)
             elastic["mix_conv"] = WeightSlice.on(in_=out)
         return elastic
 
@@ -123,13 +105,14 @@ def build(
             f"us_mobilenet_v2: widths are relative to the largest, at most 1, got {width_mult_list}"
         )
     layout = SlimmableMobileNetLayout(tuple(width_mult_list), width_mult_range[-1])
-    blocks = []
-    for block in layout.blocks:
-        mid = None if block.expansion == 1 else block.mid
-        residual = block.stride == 1 and block.in_ == block.out
-        blocks.append(MBConv(block.in_, mid, block.out, (3,), block.stride, F.relu6, {}, residual=residual))
+    full, blocks = layout.widths(1), []
+    for i, (before, expansion, _, stride) in enumerate(layout.blocks):
+        in_, out = full[before], full[f"block{i}.out"]
+        mid = None if expansion == 1 else full[f"block{i}.mid"]
+        residual = stride == 1 and in_ == out
+        blocks.append(MBConv(in_, mid, out, (3,), stride, F.relu6, {}, residual=residual))
     tail = make_divisible(TAIL * max(layout.top, 1), minimum=1)  # The same at every width.
-    widths = (layout.stem, layout.blocks[-1].out, tail)
+    widths = (full["stem"], full[f"block{len(blocks) - 1}.out"], tail)
     return layout.built(MobileNet(blocks, widths, None, (F.relu6, F.relu6), num_classes, {}))
 
 

@@ -191,8 +191,8 @@ def _strided(short: Tensor, weight: Tensor) -> Tensor:
 
 
 def _cublas(short: Tensor, weight: Tensor) -> Tensor:
-    short, weight, (rows, out) = padded_to_eights(short, weight)
-    return torch._int_mm(short, weight.t())[:rows, :out].contiguous()
+    rows, columns = padded_to_eights(short, weight)
+    return torch._int_mm(rows, columns.t())[: short.shape[0], : len(weight)].contiguous()
 
 
 def _reference(short: Tensor, weight: Tensor) -> Tensor:
@@ -202,14 +202,11 @@ def _reference(short: Tensor, weight: Tensor) -> Tensor:
 _PRODUCTS = {STRIDED: _strided, CUBLAS: _cublas, REFERENCE: _reference}
 
 
-def padded_to_eights(short: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Append zeros until cuBLAS takes the sizes; return also which rows and columns of the product count."""
-    (rows, features), out = short.shape, len(weight)
-    return (
-        _padded(short, -features % 8, max(0, 17 - rows)),
-        _padded(weight, -features % 8, -out % 8),
-        (rows, out),
-    )
+def padded_to_eights(short: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Append zeros until cuBLAS takes the sizes."""
+    rows, features = short.shape
+    more = -features % 8
+    return _padded(short, more, max(0, 17 - rows)), _padded(weight, more, -len(weight) % 8)
 
 
 def _padded(matrix: Tensor, columns: int, rows: int) -> Tensor:

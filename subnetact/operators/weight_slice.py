@@ -91,10 +91,8 @@ class WeightSlice(Operator):
         leading = "out" if self._followed("out") else "in_"
         groups = [size // self.group_size(leading) for size in sides[leading].sizes]
         found = {part: tuple(n * self.group_size(part) for n in groups) for part in self.parts}
-        whole = not self.checks or all(
-            found[part] == sides[part].sizes for part in self.parts if self._followed(part)
-        )
-        if not whole:
+        followed = [part for part in self.parts if self._followed(part)]
+        if self.checks and any(found[part] != sides[part].sizes for part in followed):
             raise self.refuse(
                 f"{sides['out'].total} x {sides['in_'].total} channels are not whole groups of "
                 f"{self.group_size('out')} x {self.group_size('in_')}"

@@ -218,7 +218,7 @@ def distill_(
             calibrate(supernet, [space.largest()], inputs, progress=progress)
             chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
             measurement.teacher = chosen
-        scaler = torch.amp.GradScaler(device.type) if autocast is torch.float16 else None
+        scaler = torch.amp.GradScaler(device.type, enabled=autocast is torch.float16)
         run = TrainingRun(
             supernet=supernet,
             stream=BatchStream(batches, seed),
@@ -238,7 +238,9 @@ def distill_(
         keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
         weights = "" if resume is None else supernet.fingerprint()
         environment = {**settings, "autocast": str(autocast), **names, "subnets": keys, "weights": weights}
-        kept = {n: o for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o is not None}
+        kept = {"scheduler": scheduler} if scheduler is not None else {}
+        if scaler.is_enabled():
+            kept["scaler"] = scaler
         state = TrainingState(resume, environment, supernet, run.optimizer, kept)
         done = state.load()
         if done is None:

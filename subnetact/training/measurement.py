@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +22,23 @@ from subnetact.training.task import Task, number
 __all__ = ["Measurement"]
 
 
+@dataclass
 class Measurement:
     """Measures `specs` on `held_out`; `inputs` are training inputs for BatchNorm statistics."""
 
-    def __init__(
-        self,
-        supernet: Supernet,
-        specs: Sequence[SubnetSpec],
-        held_out: Iterable[Any],
-        task: Task,
-        teacher: Callable[..., Any] | None,
-        inputs: Sequence[Any],
-        progress: bool,
-    ) -> None:
-        self._supernet, self._specs, self._task, self.teacher = supernet, specs, task, teacher
-        self._held_out, self._inputs, self._progress = held_out, inputs, progress
+    supernet: Supernet
+    specs: Sequence[SubnetSpec]
+    held_out: Iterable[Any]
+    task: Task
+    teacher: Callable[..., Any] | None
+    inputs: Sequence[Any]
+    progress: bool
 
     @torch.no_grad()
     def check(self, labels: Any) -> None:
         """Refuse a first batch, its labels or a teacher that do not fit the supernet."""
         teacher = self.teacher
-        own = {parameter.data_ptr() for parameter in self._supernet.parameters()}
+        own = {parameter.data_ptr() for parameter in self.supernet.parameters()}
         if any(p.data_ptr() in own for p in getattr(teacher, "parameters", list)()):
             raise TrainingError(
                 "teacher: shares weights with the supernet, so it moves with the training; give "
@@ -49,9 +46,9 @@ class Measurement:
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-            found = self._output("the supernet", self._supernet)
+            found = self._output("the supernet", self.supernet)
         if labels is not None:
-            self._task.loss(found, labels)
+            self.task.loss(found, labels)
         if teacher is None:
             return
         wanted = self._output("teacher", teacher)
@@ -62,7 +59,7 @@ class Measurement:
             )
 
     def _output(self, name: str, network: Callable[..., Any]) -> Any:
-        x = self._inputs[0]
+        x = self.inputs[0]
         try:
             found = call_with(network, x)
         except Exception as error:
@@ -73,15 +70,15 @@ class Measurement:
                 f"{name}: does not run on the first batch, {describe_input(x)} ({failure_text(error)}); a "
                 "batch is what the network takes or, unless labels=False, a pair (inputs, labels)"
             ) from error
-        return self._task.output(found, x)
+        return self.task.output(found, x)
 
     def run(self, calibrated: Sequence[SubnetSpec]) -> list[float]:
         """Return the metric of every subnet; those that were `calibrated` get statistics again, too."""
-        supernet, task, progress = self._supernet, self._task, self._progress
-        calibrate(supernet, [*self._specs, *calibrated], self._inputs, progress=progress)
-        views = [supernet.subnet(spec) for spec in self._specs]
+        supernet, task, progress = self.supernet, self.task, self.progress
+        calibrate(supernet, [*self.specs, *calibrated], self.inputs, progress=progress)
+        views = [supernet.subnet(spec) for spec in self.specs]
         meters = [task.meter() for _ in views]
-        bar = tqdm(self._held_out, "measuring", disable=not progress or None, leave=False, delay=1)
+        bar = tqdm(self.held_out, "measuring", disable=not progress or None, leave=False, delay=1)
         read = False
         with torch.inference_mode():
             for batch in bar:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,8 @@ class DistillationReport:
     order: str
 
     def __str__(self) -> str:
-        names = self._names()
+        short = [str(spec) if len(str(spec)) <= 60 else f"{str(spec)[:57]}..." for spec in self.subnets]
+        names = [f"{i}: {name}" for i, name in enumerate(short)]
         width = max(map(len, names))
         lines = [f"{self.steps} steps in {self.seconds:.0f} s; {self.metric} on held-out data"]
         lines += [f"{'subnet':<{width}}{'before':>12}{'after':>12}"]
@@ -48,15 +48,9 @@ class DistillationReport:
             lines.append(f"{name:<{width}}{before:>12.4g}{after:>12.4g}")
         return "\n".join([*lines, f"order: {self.order}"])
 
-    def _names(self) -> list[str]:
-        short = [str(spec) if len(str(spec)) <= 60 else f"{str(spec)[:57]}..." for spec in self.subnets]
-        return [f"{i}: {name}" for i, name in enumerate(short)]
-
     def to_json(self) -> dict[str, Any]:
         """Return everything as values that JSON can hold; subnets as their keys."""
-        rows: Sequence[tuple[SubnetSpec, float, float]] = list(
-            zip(self.subnets, self.before, self.after, strict=True)
-        )
+        rows = zip(self.subnets, self.before, self.after, strict=True)
         return {
             "metric": self.metric,
             "subnets": [{"subnet": spec.key, "before": b, "after": a} for spec, b, a in rows],

@@ -47,7 +47,7 @@ class TrainingRun:
     learns: bool
     optimizer: torch.optim.Optimizer
     scheduler: Any
-    scaler: torch.amp.GradScaler | None
+    scaler: torch.amp.GradScaler
     rate: float | None
     clip: float
     accumulate: int
@@ -117,18 +117,14 @@ class TrainingRun:
         for _ in range(self.accumulate):
             for spec, loss in self._gradients(chosen).items():
                 sums[spec] += loss / self.accumulate
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = float(nn.utils.clip_grad_norm_(held, self.clip))
         # A scaler takes no step where gradients overflow, and scales them less: below 1, it is of no use.
-        if not math.isfinite(norm) and (self.scaler is None or self.scaler.get_scale() < 1.0):
+        if not math.isfinite(norm) and not (self.scaler.is_enabled() and self.scaler.get_scale() >= 1.0):
             raise self._not_finite(f"the norm of the gradients is {norm}")
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
+        self.scaler.step(optimizer)
+        self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
         largest, *others = sums.values()
@@ -148,8 +144,7 @@ class TrainingRun:
             first.append(magnitude)
             if self.balance:
                 total = total * (first[0] / magnitude.clamp(min=1e-6))
-            total = total / self.accumulate
-            torch.autograd.backward(total if self.scaler is None else self.scaler.scale(total))
+            torch.autograd.backward(self.scaler.scale(total / self.accumulate))
 
         with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
             return sandwich_step(

@@ -44,9 +44,8 @@ class Task:
         """The name of what `measure` measures."""
         if self.own_metric is not None:
             return getattr(self.own_metric, "__name__", type(self.own_metric).__name__)
-        if not self.labels and self.name != "tokens":
-            return "agreement with the teacher (%)" if self.name == "classes" else METRICS[self.name]
-        return METRICS[self.name]
+        agreement = self.name == "classes" and not self.labels
+        return "agreement with the teacher (%)" if agreement else METRICS[self.name]
 
     def split(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         """Return the inputs and the labels of a batch on a device; without labels, they are None."""
