@@ -46,36 +46,36 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            91    46     38
-    files            556    78      0
+    files            570    79      0
     device           109     9      7
     command           64     8      7
     comparison       112    13     11
     spec              78    34      6
     space            359   160      6
-    operators       1701   591     18
-    supernet        2668   664      5
-    insertion       4173   827     12
-    ofa_adapters    2637   489      7
+    operators       1684   591     18
+    supernet        2677   663      5
+    insertion       4143   828     12
+    ofa_adapters    2611   485      7
     digits           142    18      7
-    calibration      738   148      1
+    calibration      734   148      1
     latency          502   224      5
-    training        1127   247      3
+    training        1106   247      3
     elastic          823   162      1
     engine          2331   614      5
     workers          754    88      0
     costs            294    65      4
-    nas              712   199      6
-    profile         1351   236      1
-    serving         5942  2124     36
+    nas              629   195      6
+    profile         1344   236      1
+    serving         5824  2110     36
     generation      1400   432     13
-    export          1116   305      6
-    demo             414    60      0
+    export          1074   301      6
+    demo             409    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1695   313      7
+    serve           1691   312      7
     loadtest         331    63      0
     cluster          477   118      2
-    all            32721  8345    217
+    all            32387  8319    217
 
 The README has a glossary of the words that are used here.
 """
