@@ -35,7 +35,7 @@ class PerWidthBatchNorm2d(nn.BatchNorm2d):
         self.widest = self.listed.index(max(self.listed))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return activations of shape (N, C, H, W), normalised with the statistics of the widest."""
+        """Return the `input`, of shape (N, C, H, W), normalised with the statistics of the widest."""
         mean, var = (self.get_buffer(f"running_{what}_{self.widest}") for what in ("mean", "var"))
         momentum = self.momentum or 0.0
         return F.batch_norm(input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
