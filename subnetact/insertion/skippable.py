@@ -88,8 +88,8 @@ class StackWatch:
         broken: dict[str, str] = {}
         for path, chain in self._chains.items():
             for layers, what in chain.breaks():
-                names = {f"{path}.{layer}" for layer in layers}.intersection(blocks)
-                broken = {**dict.fromkeys(sorted(names), what), **broken}
+                for name in sorted({f"{path}.{layer}" for layer in layers}.intersection(blocks)):
+                    broken.setdefault(name, what)
         return broken
 
     def _measure(self, path: str, _: nn.Module, args: Any, output: Any) -> None:

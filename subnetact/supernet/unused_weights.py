@@ -73,22 +73,23 @@ def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 def settle_norms_(network: nn.Module, row: SizeRow, x: Any) -> None:
     """Give the BatchNorms of a subnet the statistics of what they see, so that no signal fades on its way."""
     norms = {m.path: m for m in network.modules() if isinstance(m, SubnetNorm)}
-    view = shared_view(network, row) if norms else network
+    if not norms:
+        return
 
-    def measure(norm: SubnetNorm, bound: nn.Module, args: Any) -> None:
-        seen = args[0].to(bound.get_buffer("running_mean")).transpose(0, 1).flatten(1)
-        var, mean = torch.var_mean(seen, 1, correction=0)
+    def measure(norm: SubnetNorm, bound: nn.Module, args: Any, kwargs: Any) -> None:
+        seen = (*args, *kwargs.values())[0].to(bound.get_buffer("running_mean"))
+        var, mean = torch.var_mean(seen.transpose(0, 1).flatten(1), 1, correction=0)
         var = var.clamp(min=0.1 * float(var.mean()) + 1e-6)
         for name, statistic in zip(norm.statistics_names(row), (mean, var), strict=True):
             norm.scatter_(row, norm.get_buffer(name), statistic)
         bound._buffers.update(running_mean=mean, running_var=var)
 
-    for path, module in view.named_modules() if norms else ():
+    view = shared_view(network, row)
+    for path, module in view.named_modules():
         if path in norms:
-            module.register_forward_pre_hook(partial(measure, norms[path]))
-    if norms:
-        with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():
-            call_with(view, map_tensors(Tensor.clone, x))
+            module.register_forward_pre_hook(partial(measure, norms[path]), with_kwargs=True)
+    with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():
+        call_with(view, map_tensors(Tensor.clone, x))
     for norm in norms.values():
         norm.forget()
 

@@ -355,3 +355,10 @@ def test_reordering_leaves_what_no_input_shows() -> None:
     report = str(subnetact.reorder_(supernet, example=X))
     assert "a.out: 16 units" in report
     assert "c.out: left as it was, because the example does not show" in report
+
+
+def test_a_norm_that_is_called_by_keyword_is_no_obstacle() -> None:
+    model = Plain(lambda m, x: m.b(m.norm(input=m.a(x)).relu())).eval()
+    model.norm = nn.BatchNorm1d(16).eval()
+    supernet = subnetact.insert_(model, example=X)
+    assert supernet.check(X).compared
