@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -27,10 +27,9 @@ from subnetact.insertion.recorder import Recording, recorded
 from subnetact.insertion.recorder import TensorFacts as OwnFacts
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
-from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.layer_traits import CHANNEL_NORM, is_batch_norm, traits_of
 from subnetact.supernet.elementwise import ADDITIONS
 from subnetact.supernet.failure import failure
-from subnetact.supernet.unused_weights import structure_copy
 
 __all__ = ["TracedModel"]
 
@@ -46,8 +45,6 @@ MOST_FOLLOWED = 30_000
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
-CHANNEL_NORM = "channel norm"
-"""The kind of norms that treat each channel by itself."""
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 WRITTEN = {"assigned": "x[...] = ...", "getitem": "x[...]"}
 """How users write functions whose names they do not know."""
@@ -69,30 +66,67 @@ class TracedModel:
     """The graph of a model's forward, with the relations between its tensors."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
+        """Run a model, which nobody else uses; `failure` says why its tensors could not be related."""
+        self.recording: Recording | None = None
+        self.failure: InsertError | MissingExtra | None = None
+        _name_numbers_(model)
         try:
             import torch_kirigami as kirigami
-        except ImportError as error:
-            raise MissingExtra(
+        except ImportError:
+            self.failure = MissingExtra(
                 "finding what can be elastic needs torch-kirigami; pip install 'subnetact[auto]', or "
                 "describe the model by hand"
-            ) from error
+            )
+            with suppress(Exception):  # It cannot be recorded.
+                self.recording = recorded(model, example)
+            return
         self._span = kirigami.IndexSet.span
         try:
-            with _few_regions(), _recording(example), warnings.catch_warnings():
+            with _few_regions(), self._recording(example), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._graph = kirigami.DependencyGraph.build(_with_named_numbers(model), operators=_rules())
+                self._graph = kirigami.DependencyGraph.build(model, operators=_rules())
         except Exception as error:
             raise_if_out_of_memory(error)
-            raise InsertError(
+            self.failure = InsertError(
                 f"{type(model).__name__} cannot be traced: {_why(error)}; describe its elastic "
                 "modules by hand, or make its forward free of branches on values and of changes to the model"
-            ) from error
+            )
+            self.failure.__cause__ = error
+            return
         self._followed = 0
         self._modules = dict(model.named_modules())
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
         made, (*_, output) = self._graph._data.operations, self._nodes.values()
         returned = [made.get(node.name) for node in output.args[0]]  # None for numbers of numpy
         self._returned = [{t.id for t in operation.outputs} if operation else set() for operation in returned]
+
+    @contextmanager
+    def _recording(self, example: Any) -> Iterator[None]:
+        """Let torch-kirigami read the graph of a recording, in place of a symbolic trace."""
+        from torch_kirigami.dep_graph import construction as package
+        from torch_kirigami.dep_graph.capture import CaptureResult, tree_map
+        from torch_kirigami.dep_graph.operation import TensorEffects, TensorFacts
+
+        construction: Any = package
+
+        def facts(value: Any) -> Any:
+            return TensorFacts(**vars(value)) if isinstance(value, OwnFacts) else value
+
+        def capture(model: nn.Module, *_: Any) -> Any:
+            found: Any = _recorded(model, example)
+            self.recording = found
+            if found.branches:
+                raise InsertError("its forward branches on values that it computes with its weights")
+            results = {node: tree_map(facts, result) for node, result in found.results.items()}
+            effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
+            return CaptureResult(found, results, {}, (), frozenset(), effects)
+
+        usual = construction.capture, construction.resolve_attribute
+        construction.capture, construction.resolve_attribute = capture, Recording.tensor
+        try:
+            yield
+        finally:
+            construction.capture, construction.resolve_attribute = usual
 
     def layers(self) -> list[str]:
         """Return the names of the layers that run, or whose weights are read, in this order."""
@@ -350,16 +384,14 @@ class _Attribute(int):
         return self
 
 
-def _with_named_numbers(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, with its tensors, in which whole numbers of users' modules have names."""
-    copied = structure_copy(model)
-    for path, module in copied.named_modules():
+def _name_numbers_(model: nn.Module) -> None:
+    """Give names to the whole numbers of users' modules."""
+    for path, module in model.named_modules():
         for name, value in vars(module).items():
             if type(value) is int and not type(module).__module__.startswith("torch."):
                 named = _Attribute(value)
                 named.path, named.name = path, name
                 module.__dict__[name] = named
-    return copied
 
 
 def computes_channels(module: nn.Module) -> bool:
@@ -444,43 +476,10 @@ def _few_regions() -> Iterator[None]:
             selection.normalize = normalize
 
 
-@contextmanager
-def _recording(example: Any) -> Iterator[None]:
-    """Let torch-kirigami read the graph of a recording, in place of a symbolic trace."""
-    from torch_kirigami.dep_graph import construction as package
-    from torch_kirigami.dep_graph.capture import CaptureResult, tree_map
-    from torch_kirigami.dep_graph.operation import TensorEffects, TensorFacts
-
-    construction: Any = package
-
-    def facts(value: Any) -> Any:
-        return TensorFacts(**vars(value)) if isinstance(value, OwnFacts) else value
-
-    def capture(model: nn.Module, _args: Any, _kwargs: Any, registry: Any) -> Any:
-        def is_leaf(module: nn.Module) -> bool:
-            # torch checks the sizes of recurrent layers in their modules only; the functions would crash.
-            known = type(module) in registry.opaque_modules or isinstance(module, nn.RNNBase)
-            return known or traits_of(module).kind == CHANNEL_NORM
-
-        found: Any = _recorded(model, example, is_leaf)
-        if found.branches:
-            raise InsertError("its forward branches on values that it computes with its weights")
-        results = {node: tree_map(facts, result) for node, result in found.results.items()}
-        effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
-        return CaptureResult(found, results, {}, (), frozenset(), effects)
-
-    usual = construction.capture, construction.resolve_attribute
-    construction.capture, construction.resolve_attribute = capture, Recording.tensor
-    try:
-        yield
-    finally:
-        construction.capture, construction.resolve_attribute = usual
-
-
-def _recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool]) -> Recording:
-    """Record a copy of a model, and put back what its forward counts if it does nothing else with it."""
+def _recorded(model: nn.Module, example: Any) -> Recording:
+    """Record a model, and put back what its forward counts if it does nothing else with it."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    recording, count = recorded(model, example, is_leaf), _Count()
+    recording, count = recorded(model, example), _Count()
     counts = [
         (now, name, (value, now[name]))
         for now, former in before
@@ -557,8 +556,8 @@ def _rules() -> Any:
     known, complete = rules.lookup, cache(Complete)
 
     def found(node: Any, module: nn.Module | None) -> Any:
-        frozen = module is not None and traits_of(module).kind == CHANNEL_NORM
-        return complete(known(node, module) or (rules.modules[nn.BatchNorm2d] if frozen else None))
+        norm = module is not None and (traits_of(module).kind == CHANNEL_NORM or is_batch_norm(module))
+        return complete(known(node, module) or (rules.modules[nn.BatchNorm2d] if norm else None))
 
     rules.lookup, rules.copy = found, lambda: rules
     return rules

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.comparison import is_cache
-from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
+from subnetact.insertion.analysis import TracedModel
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.layer_vocabulary import number_of
-from subnetact.insertion.recorder import recorded
-from subnetact.insertion.skippable import StackWatch, is_layer, skippable_blocks
+from subnetact.insertion.skippable import StackWatch, skippable_blocks
 from subnetact.insertion.state_space import is_state_space, state_space_group
 from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
@@ -60,8 +59,8 @@ NEURON_ATTRIBUTES = (
 class Declaration(NamedTuple):
     """Groups without choices, blocks that may be skipped with the shapes of their inputs, and refusals.
 
-    `blocks` are those of stacks of transformers, and `residual` all that the graph shows to be residual, of
-    which `stacks` tells how much they do.
+    `blocks` are those of stacks of transformers, and `residual` all that the graph, which is `traced`, shows
+    to be residual, of which `stacks` tells how much they do.
     """
 
     groups: tuple[Group, ...]
@@ -69,6 +68,7 @@ class Declaration(NamedTuple):
     refused: Mapping[str, str]
     residual: Mapping[str, torch.Size]
     stacks: StackWatch
+    traced: TracedModel
 
 
 def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaration:
@@ -110,7 +110,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             groups.append(found)
         else:
             refused[STREAM] = found
-    return Declaration(tuple(groups), blocks, refused, residual, observed.stacks)
+    return Declaration(tuple(groups), blocks, refused, residual, observed.stacks, observed.traced)
 
 
 # -- what one forward pass shows ---------------------------------------------------------------------
@@ -135,10 +135,10 @@ class _Observation:
         self.blocks = [block for path, m in self.modules.items() for block in _blocks_of(path, m)]
         self.sides = {path: sides for path, m in self.modules.items() if (sides := _sides(m)) is not None}
         self.residual: dict[str, torch.Size] = {}
-        try:
-            self.residual = skippable_blocks(self.modules, recorded(self._watched(), example, is_layer))
-        except Exception as error:  # It cannot be recorded.
-            raise_if_out_of_memory(error)
+        self.traced = TracedModel(self._watched(), example)
+        if self.traced.recording is not None:
+            self.residual = skippable_blocks(self.modules, self.traced.recording)
+        else:  # It cannot be recorded.
             with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():  # With it, torch nests no tensors.
                 call_with(self._watched(), map_tensors(Tensor.clone, example))
 

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_out_of_memory
-from subnetact.errors import InsertError, MissingExtra, SubnetActError
-from subnetact.insertion.analysis import TracedModel, computes_channels
+from subnetact.errors import InsertError, SubnetActError
+from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, DepthStage, Description, Group
 from subnetact.insertion.description_proof import Proof
@@ -271,12 +271,11 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
     stated = declared(model, example, stream)
     groups, refused = list(stated.groups), dict(stated.refused)
     blocks = dict(stated.blocks)
-    try:
-        traced = TracedModel(model, example)
-    except (InsertError, MissingExtra) as error:
+    traced = stated.traced
+    if traced.failure is not None:
         if not groups and not blocks:
-            raise
-        refused[UNTRACED] = str(error)
+            raise traced.failure
+        refused[UNTRACED] = str(traced.failure)
     else:
         known = {(m.module, m.part) for group in groups for m in group.members}
         operators = {m.module: m.operator for group in groups for m in group.members}

@@ -7,7 +7,7 @@ that a forward may look at shapes and change with them. What the example does no
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from subnetact.comparison import tensors_in
+from subnetact.operators.layer_traits import CHANNEL_NORM, traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 
-__all__ = ["Recording", "TensorFacts", "assigned", "recorded"]
+__all__ = ["Recording", "TensorFacts", "assigned", "is_layer", "recorded"]
 
 MOST_KEPT_VALUES = 2**20
 """Whole numbers and truth values of tensors with at most so many elements are kept: they may be indices."""
@@ -69,7 +70,7 @@ class Recording:
         return self.model.get_submodule(path)
 
 
-def recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool]) -> Recording:
+def recorded(model: nn.Module, example: Any) -> Recording:
     """Run a model, which nobody else uses, on an example and return the graph of its calls."""
     recorder, example = _Recorder(model), map_tensors(Tensor.clone, example)
     inputs = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
@@ -77,7 +78,7 @@ def recorded(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool
         recorder.add("placeholder", f"input{i}", (), {}, tensor)
     with ExitStack() as stack, torch.no_grad():
         for path, module in model.named_modules():
-            stack.enter_context(recorder.watched(path, module, is_leaf(module)))
+            stack.enter_context(recorder.watched(path, module, is_layer(module)))
         with recorder:
             output = call_with(model, example)
     returned = [recorder.node(t) for t in tensors_in(output) if t.numel()]
@@ -189,6 +190,18 @@ class _Recorder(TorchFunctionMode):
                 self._weighted.add(node)
             self._note(node, tensor)
         return node
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Tell whether a recording does not look into a module: a layer of torch, or a frozen norm.
+
+    Functions of recurrent layers check no sizes and would crash. Other unknown layers with weights are opened.
+    """
+    traits = traits_of(module)
+    own = type(module).__module__.startswith("torch.nn.modules.") and traits.kind != "container"
+    closed = traits.mixes or not module._modules
+    unknown = traits.kind == "unknown" and module._parameters
+    return traits.kind == CHANNEL_NORM or isinstance(module, nn.RNNBase) or (own and closed and not unknown)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from subnetact.insertion.description import DepthStage
-from subnetact.insertion.recorder import Recording, assigned
+from subnetact.insertion.recorder import Recording, assigned, is_layer
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS
 
-__all__ = ["StackWatch", "is_layer", "skippable_blocks", "stages_of"]
+__all__ = ["StackWatch", "skippable_blocks", "stages_of"]
 
 TRANSPARENT_CALLS = (
     *(F.relu, torch.relu, F.gelu, F.silu, F.dropout, F.layer_norm),
@@ -137,13 +137,6 @@ def _is_residual(inside: list[fx.Node], entry: fx.Node, modules: Mapping[str, nn
     end = outputs[0].meta.get("tensor_meta", facts)
     same = (end.shape, end.dtype) == (facts.shape, facts.dtype)
     return added and same and torch.equal(moved, places)
-
-
-def is_layer(module: nn.Module) -> bool:
-    """Tell whether a module is one of torch's layers, which the recording does not look into."""
-    traits = traits_of(module)
-    own = type(module).__module__.startswith("torch.nn.modules.") and traits.kind != "container"
-    return own and (traits.mixes or not module._modules)
 
 
 def _is_transparent(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:

@@ -56,6 +56,8 @@ def _matrix(kind: str, out: str, in_: str, inputs_first: bool = False) -> LayerT
     )
 
 
+CHANNEL_NORM = "channel norm"
+"""The kind of norms that treat each channel by itself, with frozen statistics or those of one image."""
 _CHANNELS = ("weight", "bias", "running_mean", "running_var")
 _UNKNOWN = LayerTraits()
 _CONTAINER = LayerTraits("container")
@@ -71,7 +73,7 @@ _BATCH_NORM = LayerTraits(
 )
 _CHANNEL_NORM = replace(
     _BATCH_NORM,
-    kind="channel norm",
+    kind=CHANNEL_NORM,
     axes=dict.fromkeys(_CHANNELS, ("features",)),
     sizes={"features": "num_features"},
     reads="features",
