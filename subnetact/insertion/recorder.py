@@ -195,7 +195,7 @@ class _Recorder(TorchFunctionMode):
 def is_layer(module: nn.Module) -> bool:
     """Tell whether a recording does not look into a module: a layer of torch, or a frozen norm.
 
-    Functions of recurrent layers check no sizes and would crash. Other unknown layers with weights are opened.
+    Functions of recurrent layers check no sizes, and would crash; other unknown layers are looked into.
     """
     traits = traits_of(module)
     own = type(module).__module__.startswith("torch.nn.modules.") and traits.kind != "container"
