@@ -93,10 +93,10 @@ class Proof:
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
         failure = self._tried([smallest]) or self._tried([every_block], self.few)
         if failure is None:
-            hidden, more = self._hidden(every_block)
+            hidden = self._hidden(every_block)
             if hidden:
                 return next(iter(hidden.values())), hidden
-            failure = self._tried([smallest, every_block], self.few if self._modules else more)
+            failure = self._tried([smallest, every_block], self.few) if self._modules else None
         return failure or self._tried(others, self.few, foreign=False)
 
     def _calls_alike(self, view: nn.Module, x: Any, calls: list[tuple[str, str]]) -> bool:
@@ -120,31 +120,29 @@ class Proof:
                 return wrong, culprits
         return None
 
-    def _hidden(self, spec: SubnetSpec) -> tuple[dict[str, str], list[Any]]:
-        """Return the groups that nothing shows, and why, and inputs that show more than the examples do."""
+    def _hidden(self, spec: SubnetSpec) -> dict[str, str]:
+        """Return the groups that nothing shows, and why; note inputs that show more than the examples do."""
         row = self.space.resolve(spec)
         settle_norms_(self._disturbed, row, self._cast(self.few[0]))
         view = shared_view(self._disturbed, row)
         few, inputs = ([self._cast(x) for x in batches] for batches in (self.few, self.inputs))
-        more: list[Any] = []
         _, parts = showing(self.network, view, row, few)
         full = shared_view(self._disturbed, self.largest) if parts else None
         if parts:
             self._modules = True  # The proof looks at the outputs of modules then.
-            _, parts = showing(self.network, view, row, few, full)
+            _, parts = showing(self.network, view, row, few, full, parts)
         if parts:
-            others = other_inputs(view, inputs[0])
-            useful, parts = showing(self.network, view, row, chain(inputs, others), full)
-            more = [x for x in useful if not any(x is example for example in inputs)]
-            self.few = [*self.inputs, *more]
+            others = chain(inputs, other_inputs(view, inputs[0]))
+            useful, parts = showing(self.network, view, row, others, full, parts)
+            new = [x for x in useful if not any(x is example for example in inputs)]
+            self.few += new if len(new) == len(useful) else [*self.inputs, *new]
         hidden_dimensions = {self.space.dimensions[i]: part for i, part in parts.items()}
-        hidden = {
+        return {
             group.name: NOT_SHOWN.format(hidden_dimensions[name])
             for group in self.description.groups.values()
             for name in group.dimensions(group.full)
             if name in hidden_dimensions
         }
-        return hidden, more
 
     def _search(
         self, slots: list[str], found: dict[str, str], spec: SubnetSpec, known: str | None, sure: bool = True

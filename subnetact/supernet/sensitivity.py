@@ -8,7 +8,7 @@ part (it is zero, all its tokens are alike or there is one only), other inputs o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
@@ -55,22 +55,24 @@ def showing(
     row: SizeRow,
     inputs: Iterable[Any],
     full: nn.Module | None = None,
+    asked: Collection[int] | None = None,
 ) -> tuple[list[Any], dict[int, str]]:
     """Return the first of some inputs that together show all of a subnet, and what none of them shows.
 
-    This is the name of a part by its place in the sizes. With the view of the `full` network, outputs of
-    modules count, too, if they have the same shape there.
+    This is the name of a part by its place in the sizes; `asked` are the places that count, if not all do.
+    With the view of the `full` network, outputs of modules count, too, if they have the same shape there.
     """
-    places, useful = _places(network, view, row), list[Any]()
-    for x in inputs if places else ():
-        shapes = None if full is None else {key: t.shape for key, t in _outputs(full, x, {}).items()}
-        hidden = _hidden(partial(_outputs, view, x, shapes), places)
-        useful += [x] if len(hidden) < len(places) else []
-        places = hidden
-        if not places:
-            break
     dims = {operator.path: operator.dims for operator in operators_in(network)}
-    return useful, {dims[path][part]: f"{path}.{part}" for path, part in places}
+    places, useful = _places(network, view, row), list[Any]()
+    hidden = [(path, part) for path, part in places if asked is None or dims[path][part] in asked]
+    for x in inputs if hidden else ():
+        shapes = None if full is None else {key: t.shape for key, t in _outputs(full, x, {}).items()}
+        still = _hidden(partial(_outputs, view, x, shapes), places, hidden)
+        useful += [x] if len(still) < len(hidden) else []
+        hidden = still
+        if not hidden:
+            break
+    return useful, {dims[path][part]: f"{path}.{part}" for path, part in hidden}
 
 
 def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> dict[Any, Tensor]:
@@ -102,8 +104,8 @@ def _places(network: nn.Module, view: nn.Module, row: SizeRow) -> dict[Place, Pi
     return places
 
 
-def _hidden(run: Run, places: dict[Place, Pieces]) -> dict[Place, Pieces]:
-    """Return the places in which other numbers change no output of a run."""
+def _hidden(run: Run, places: dict[Place, Pieces], asked: Iterable[Place]) -> list[Place]:
+    """Return the places among those `asked` in which other numbers change no output of a run."""
     parameters = list({id(p): p for pieces in places.values() for p, *_ in pieces}.values())
     outputs, gradients = _gradients(run, parameters)
     lines = {
@@ -112,12 +114,13 @@ def _hidden(run: Run, places: dict[Place, Pieces]) -> dict[Place, Pieces]:
     }
     least = WEAK * max(float(strength.max()) for strengths in lines.values() for strength in strengths)
     weak: dict[Place, list[tuple[Tensor, Tensor]]] = {}
-    for place, pieces in places.items():
+    for place in asked:
         low = sum(float(strength.square().sum()) for strength in lines[place]) ** 0.5 < LOW
         masks = [strength <= (torch.inf if low else least) for strength in lines[place]]
         if all(int(mask.sum()) >= MOST_WEAK * mask.numel() for mask in masks):
-            weak[place] = [(p.detach().narrow(*at), m) for (p, _, *at), m in zip(pieces, masks, strict=True)]
-    return {place: places[place] for place in _still(run, weak, outputs)}
+            pieces = zip(places[place], masks, strict=True)
+            weak[place] = [(p.detach().narrow(*at), mask) for (p, _, *at), mask in pieces]
+    return _still(run, weak, outputs)
 
 
 def _still(
