@@ -64,12 +64,7 @@ Extra = TypeVar("Extra")
 
 
 def save_cut_out(
-    supernet: Supernet,
-    folder: str | PathLike[str],
-    card: Card,
-    only: Any,
-    example: Any,
-    shard_bytes: int,
+    supernet: Supernet, folder: str | PathLike[str], card: Card, only: Any, example: Any, shard_bytes: int
 ) -> None:
     """Write one subnet alone, as a model of its library's own class; see `Supernet.save_pretrained`."""
     if example is None:

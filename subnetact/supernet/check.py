@@ -24,12 +24,7 @@ from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import in_double, prove
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, visible
 from subnetact.supernet.subnet_cover import subnet_cover
-from subnetact.supernet.unused_weights import (
-    disturbed_copy,
-    private_copy,
-    settle_norms_,
-    shared_view,
-)
+from subnetact.supernet.unused_weights import disturbed_copy, private_copy, settle_norms_, shared_view
 
 __all__ = ["SHOW_AFTER_S", "CheckReport", "check", "check_precisions", "corners"]
 
@@ -49,10 +44,7 @@ _FAULTS = {
     ),
 }
 """Why a supernet is refused, by what the proof found."""
-_INCOMPARABLE = {
-    "incomparable": "{why}",
-    "unmasked": "because the reference does not run: {why}",
-}
+_INCOMPARABLE = {"incomparable": "{why}", "unmasked": "because the reference does not run: {why}"}
 """Why a subnet is not compared."""
 SHOW_AFTER_S = 2.0
 """Seconds after which a progress bar shows."""

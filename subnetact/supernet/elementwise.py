@@ -70,10 +70,7 @@ _UNARY: Mapping[Any, Elementwise] = {
 }
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
-_BINARY: Mapping[Any, Elementwise] = {
-    **dict.fromkeys(ADDITIONS, _ADD),
-    **dict.fromkeys(PRODUCTS, _MULTIPLY),
-}
+_BINARY: Mapping[Any, Elementwise] = {**dict.fromkeys(ADDITIONS, _ADD), **dict.fromkeys(PRODUCTS, _MULTIPLY)}
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -50,11 +50,7 @@ Shapes: TypeAlias = dict[Any, torch.Size]
 
 
 def showing(
-    network: nn.Module,
-    view: nn.Module,
-    row: SizeRow,
-    inputs: Iterable[Any],
-    full: nn.Module | None = None,
+    network: nn.Module, view: nn.Module, row: SizeRow, inputs: Iterable[Any], full: nn.Module | None = None
 ) -> tuple[list[Any], dict[int, str]]:
     """Return the first of some inputs that together show all of a subnet, and what none of them shows.
 
