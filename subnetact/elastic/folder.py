@@ -241,12 +241,10 @@ def load_folder(
 ) -> tuple[Supernet, dict[str, LatencyTable], Extra]:
     """Read a bundle and what `extra` makes of its facts; a model that is given stays as it was on errors."""
     read = partial(_read, model=model, extra=extra)
-    (supernet, tables, found, norms), tensors, precision, own_dtype = BUNDLE.read_version(
-        directory, read, verify
-    )
+    supernet, tables, found, norms, tensors, precision = BUNDLE.read_version(directory, read, verify)
     index = Path(directory) / INDEX
     with BUNDLE.fields(index, damaged=(RuntimeError,)):
-        _require_fitting(supernet, tensors, index.parent, own_dtype)
+        _require_fitting(supernet, tensors, index.parent, own_dtype=model is not None)
         if precision is not None:
             supernet.enable_precision(*precision.pop("precisions"), **precision)
         _fill(supernet, tensors, norms, mapped)
@@ -256,7 +254,7 @@ def load_folder(
 
 
 def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..., Any]) -> Any:
-    """Return a supernet that is to be filled, tables, `extra`, statistics; weights; precision; ..."""
+    """Return a supernet, tables, `extra`, and what it gets: statistics, weights, and precisions if any."""
     index = folder / INDEX
     given = isinstance(model, Supernet)
     passing = (PrecisionError, NotCalibrated, MissingExtra, *((ForeignSpec, InsertError) if model else ()))
@@ -296,12 +294,7 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         card = Card.read(document, partial(_read_spec, space))
         found = extra(document | {"card": card}, space, norms, supernet)
         supernet.card = card
-    return (
-        (supernet, tables, found, norms),
-        tensors,
-        precision if enabled is None else None,
-        model is not None,
-    )
+    return supernet, tables, found, norms, tensors, precision if enabled is None else None
 
 
 def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Module | None) -> Supernet:

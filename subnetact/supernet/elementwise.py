@@ -31,21 +31,16 @@ class Elementwise:
         if over and not others:
             return self.over(first)
         fits = isinstance(first, Tensor) and all(
-            isinstance(other, int | float)
-            or (
-                other.dtype == first.dtype
-                and other.device == first.device
-                and _fits(other.shape, first.shape)
-            )
-            for other in others
+            isinstance(other, int | float) or _fits(other, first) for other in others
         )
         return self.over(*args) if over and fits else self.new(*args)
 
 
-def _fits(shape: torch.Size, whole: torch.Size) -> bool:
-    """Tell whether a tensor can be broadcast to a whole shape."""
-    ends = zip(reversed(shape), reversed(whole), strict=False)
-    return len(shape) <= len(whole) and all(a in (1, b) for a, b in ends)
+def _fits(tensor: Tensor, whole: Tensor) -> bool:
+    """Tell whether a tensor can be broadcast to another one, over which the result may be written."""
+    ends = zip(reversed(tensor.shape), reversed(whole.shape), strict=False)
+    alike = tensor.dtype == whole.dtype and tensor.device == whole.device
+    return alike and tensor.dim() <= whole.dim() and all(a in (1, b) for a, b in ends)
 
 
 _RELU = Elementwise("relu", torch.relu, torch.relu_)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
@@ -108,7 +107,8 @@ class _Rows:
 
     def __init__(self, supernet: Any) -> None:
         self._supernet = supernet
-        self._adopted = self._largest_is_adopted()
+        own = supernet.norms.get(supernet.space.largest())
+        self._adopted = own is not None and not supernet.statistics_of_largest()
         self._sums = self._checksum()
 
     def keep(self) -> int:
@@ -120,17 +120,6 @@ class _Rows:
         if self._adopted:
             supernet.adopt_statistics()
         return dropped
-
-    def _largest_is_adopted(self) -> bool:
-        """Tell whether the largest subnet's statistics row holds the network's own statistics."""
-        largest, norms = self._supernet.space.largest(), self._supernet.norm_operators()
-        row, sizes = self._supernet.norms.get(largest), self._supernet.space.resolve(largest)
-        pairs = {} if row is None else row.pairs()
-        return row is not None and all(
-            not shared.is_meta and torch.equal(own.to(shared), shared)
-            for name, pair in pairs.items()
-            for own, shared in zip(pair, norms[name].shared_statistics(sizes), strict=True)
-        )
 
     def _checksum(self) -> list[int]:
         """Return the tensor_checksums of the weights, without the shared statistics."""

@@ -37,12 +37,9 @@ class ProvedInputs:
 
     def form(self, x: Any) -> tuple[Any, bool]:
         """Return the names and numbers of axes of the tensors of a batch, and whether it is one input."""
-        args = (
-            {}
-            if isinstance(x, dict)
-            else dict(zip(self.names, x if isinstance(x, tuple) else (x,), strict=False))
-        )
-        tensors = {n: t for n, t in (x if isinstance(x, dict) else args).items() if isinstance(t, Tensor)}
+        args = x if isinstance(x, tuple) else (x,)
+        named = x if isinstance(x, dict) else dict(zip(self.names, args, strict=False))
+        tensors = {name: t for name, t in named.items() if isinstance(t, Tensor)}
         alone = next((len(t) == 1 for t in tensors.values() if t.dim()), False)
         return tuple(sorted((name, t.dim()) for name, t in tensors.items())), alone
 

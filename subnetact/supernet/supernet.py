@@ -592,13 +592,9 @@ class Supernet(nn.Module):
 
     def _trained_statistics(self) -> bool:
         """Tell whether the network came with statistics of its own."""
-        for norm in self.norm_operators().values():
-            mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
-            if mean is None or var is None or mean.is_meta:
-                continue
-            if bool(mean.any()) or not bool((var == 1).all()):
-                return True
-        return False
+        norms = (norm._buffers for norm in self.norm_operators().values())
+        pairs = ((own["running_mean"], own["running_var"]) for own in norms if "running_mean" in own)
+        return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
@@ -703,8 +699,8 @@ class Supernet(nn.Module):
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
             package.save_cut_out(self, folder, card, only, example, shard_bytes)
-            return
-        package.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+        else:
+            package.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
     # -- nn.Module --------------------------------------------------------------------------------
 

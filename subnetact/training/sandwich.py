@@ -99,21 +99,15 @@ def sandwich_step(
         ...     losses = sandwich_step(supernet, inputs, labels, rng=rng)
         ...     optimizer.step()
     """
+    given = dict(locals())
     plain = as_supernet(supernet.module if isinstance(supernet, DistributedDataParallel) else supernet)
     specs = _specs(plain, subnets, random_subnets, rng)
     share: Any = distillation
     if not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
         raise SpecError(f"distillation: {share!r} is no number from 0.0 to 1.0")
-    functions: dict[str, Any] = {
-        "loss": loss,
-        "divergence": divergence,
-        "output": output,
-        "teacher": teacher,
-        "backward": backward,
-    }
-    for name, function in functions.items():
-        if not callable(function) and (function is not None or name in ("loss", "output")):
-            raise SpecError(f"{name}: {function!r} is no function")
+    for name in ("loss", "divergence", "output", "teacher", "backward"):
+        if not callable(given[name]) and (given[name] is not None or name in ("loss", "output")):
+            raise SpecError(f"{name}: {given[name]!r} is no function")
     if not torch.is_grad_enabled():
         raise SpecError("a training step needs gradients; leave torch.no_grad() or inference mode first")
     if not plain.training:

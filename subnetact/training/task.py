@@ -53,7 +53,6 @@ class Task:
         if self.labels and isinstance(batch, tuple | list):
             found, labels = as_pair(batch, "training")
         if isinstance(found, dict) and "labels" in found:
-            found = dict(found)
             given = found.pop("labels")
             labels = given if labels is None else labels
         if self.name == "tokens":
