@@ -91,11 +91,8 @@ class SharedForward:
             raise_if_out_of_memory(error)
             raise NotShareable(f"its forward cannot be traced: {error}") from error
         nodes = list(graph.nodes)
-        found = {
-            node: collectors[id(leaves[str(node.target)])]
-            for node in nodes
-            if node.op == "call_module" and id(leaves[str(node.target)]) in collectors
-        }
+        calls = {node: id(leaves[str(node.target)]) for node in nodes if node.op == "call_module"}
+        found = {node: collectors[module] for node, module in calls.items() if module in collectors}
         if len({id(norm) for norm in found.values()}) < len(found):
             raise NotShareable("it calls a BatchNorm more than once")
         nodes = nodes[: max((i + 1 for i, node in enumerate(nodes) if node in found), default=0)]

@@ -363,11 +363,7 @@ class Operator(nn.Module):
         """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
         given = self.view_tensors(sizes, bits)
         own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
-        copies = {
-            storage_id(t): (packed, name)
-            for packed in self.packed_copies()
-            for name, t in packed.tensors.items()
-        }
+        copies = {storage_id(t): (p, name) for p in self.packed_copies() for name, t in p.tensors.items()}
         made: dict[str, Tensor | None] = {}
         apart: set[str] = set()
         for name, tensor in given.items():

@@ -13,7 +13,7 @@ from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
-__all__ = ["after_outer_load", "before_outer_load", "callers_level", "fitting", "load_"]
+__all__ = ["after_outer_load", "before_outer_load", "fitting", "load_", "warn_caller"]
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of `Supernet`, and of `torch.compile`."""
@@ -133,17 +133,16 @@ class _Rows:
 
 def _warn_of_dropped(rows: int, instead: str) -> None:
     if rows:
-        warnings.warn(
+        warn_caller(
             f"load_state_dict: the BatchNorm statistics of {rows} subnet(s) belonged to the former weights "
             f"and are dropped; {instead}, or call subnetact.calibrate(supernet, specs, batches)",
             UncalibratedSubnetWarning,
-            stacklevel=callers_level(),
         )
 
 
-def callers_level() -> int:
-    """Return the `stacklevel` with which a warning points to the first caller outside this library."""
-    level, frame = 1, sys._getframe(1)
+def warn_caller(text: str, kind: type[Warning]) -> None:
+    """Give a warning that points to the first caller outside this library."""
+    level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN_PACKAGES:
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(text, kind, stacklevel=level)

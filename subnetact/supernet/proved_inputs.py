@@ -8,7 +8,6 @@ Calls with a key-value cache, and those of a compiler or a trace, are not looked
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from subnetact.comparison import is_cache
 from subnetact.errors import UnprovedInputWarning
 from subnetact.operators.base import template_of
-from subnetact.supernet.load import callers_level
+from subnetact.supernet.load import warn_caller
 
 __all__ = ["ProvedInputs"]
 
@@ -53,11 +52,10 @@ class ProvedInputs:
         if tensors and form not in self.forms:
             self.warned = True
             shown = ", ".join(f"{name} with {axes} axes" for name, axes in tensors)
-            warnings.warn(
+            warn_caller(
                 f"a subnet of {type(view).__name__} is called with {shown}, for "
                 f"{'one input alone' if alone else 'several inputs at once'}. No example had this form, for "
                 "which a forward may take a path that was not proved. Run supernet.check(batch) once, or "
                 "give insert_ such an example, too: example=[one, other]",
                 UnprovedInputWarning,
-                stacklevel=callers_level(),
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -39,7 +38,7 @@ from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, 
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.load import after_outer_load, before_outer_load, callers_level, fitting, load_
+from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_caller
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
@@ -152,12 +151,8 @@ class Supernet(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        state = {
-            **self.__dict__,
-            "_views": None,
-            "_original": self._unchanged_since_then(),
-            "_checked": set(),
-        }
+        renewed = {"_views": None, "_original": self._unchanged_since_then(), "_checked": set()}
+        state = {**self.__dict__, **renewed}
         del state["_generation"]
         return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
 
@@ -859,11 +854,10 @@ class Supernet(nn.Module):
     def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
         if not self._warned and self.norm_operators():
             self._warned = True
-            warnings.warn(
+            warn_caller(
                 f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
-                stacklevel=callers_level(),
             )
 
 

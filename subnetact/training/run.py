@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from subnetact.errors import TrainingError, WriteError
 from subnetact.space import SubnetSpace
 from subnetact.spec import PRECISION, SubnetSpec
+from subnetact.supernet.load import warn_caller
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.batch_stream import BatchStream
 from subnetact.training.sandwich import sandwich_step
@@ -186,10 +186,9 @@ class TrainingRun:
         try:
             state.save({**self.facts, "stream": self.stream.facts()})
         except WriteError as error:
-            warnings.warn(
+            warn_caller(
                 f"the training goes on, and saves again later: {error}; what was trained is in the supernet",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _not_finite(self, what: str) -> TrainingError:
