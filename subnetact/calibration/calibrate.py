@@ -245,13 +245,12 @@ def _require_same_weights(supernet: Supernet, began: Moment) -> None:
 
 def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
     for spec, row in rows.items():
-        if row.flat.isfinite().all():
-            continue
-        wrong = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
-        raise SpecError(
-            f"calibration of {spec} gave statistics that are not finite, first at {wrong[0]}; check the "
-            "batches and the weights for NaN"
-        )
+        if not row.flat.isfinite().all():
+            bad = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
+            raise SpecError(
+                f"calibration of {spec} gave statistics that are not finite, first at {bad[0]}; check the "
+                "batches and the weights for NaN"
+            )
 
 
 def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:

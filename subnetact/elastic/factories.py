@@ -166,10 +166,8 @@ def _of_transformers(name: str, arguments: dict[str, Any], config: Any) -> Any:
     import transformers
 
     kind: Any = getattr(transformers, name, None)
-    if (
-        not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel))
-        or not kind.config_class
-    ):
+    model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not model or not kind.config_class:
         raise FileFormatError(f"transformers has no model {name!r:.60}; update transformers")
     if isinstance(config, Path):
         stated = _harmless_fields(parse_json(read_regular(config / "config.json")))

@@ -269,9 +269,8 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         size = sum(tensor.nbytes for tensor in tensors.values())
         supernet = as_supernet(model) if given else _made(document, folder, size, model)
         network = ordinary(supernet.network)
-        if type(network).__module__.startswith("transformers.") and not tensors.keys() <= set(
-            supernet.network.state_dict()
-        ):
+        known = tensors.keys() <= supernet.network.state_dict().keys()
+        if not known and type(network).__module__.startswith("transformers."):
             tensors = under_runtime_names(network, tensors)
         space, precision = supernet.space, document["precision"]
         if precision is not None:

@@ -288,9 +288,7 @@ class Supernet(nn.Module):
 
     def lowered_bytes(self) -> int:
         """Return the bytes of the copies of weights at lower precisions, which all subnets share."""
-        return sum(
-            copy.nbytes for operator in operators_in(self) for copy in operator.packed_copies("lowered")
-        )
+        return sum(copy.nbytes for o in operators_in(self) for copy in o.packed_copies("lowered"))
 
     # -- subnets ---------------------------------------------------------------------------------
 

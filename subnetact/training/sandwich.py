@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from subnetact.comparison import tensors_in
 from subnetact.device import ran_out_of_memory
@@ -134,7 +134,7 @@ def sandwich_step(
                 total = loss(scores, labels)
                 if distillation and len(specs) > 1:
                     with torch.no_grad():
-                        wanted = tree_map(_detached, target(scores))
+                        wanted = tree_map_only(Tensor, Tensor.detach, target(scores))
                     if any(tensor.requires_grad for tensor in tensors_in(wanted)):
                         raise SpecError(
                             f"output: {type(wanted).__name__} keeps the gradients of the teacher; let output "
@@ -150,10 +150,6 @@ def sandwich_step(
     if average and isinstance(supernet, DistributedDataParallel):
         _average_gradients(plain, supernet.process_group)
     return losses
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _specs(
