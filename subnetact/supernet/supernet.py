@@ -151,8 +151,8 @@ class Supernet(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        renewed = {"_views": None, "_original": self._unchanged_since_then(), "_checked": set()}
-        state = {**self.__dict__, **renewed}
+        original = self._unchanged_since_then()
+        state = {**self.__dict__, "_views": None, "_original": original, "_checked": set()}
         del state["_generation"]
         return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
 
@@ -447,14 +447,12 @@ class Supernet(nn.Module):
         for path, tensor in self.statistics_of_largest().items():
             norm, _, name = path.rpartition(".")
             network.get_submodule(norm)._buffers[name] = tensor
-        for module in list(network.modules()):
+        for module in list(self.modules()):
             for name, child in module._modules.items():
                 if isinstance(child, Operator):
                     child.template.training = child.training
                     module._modules[name] = child.template
-        if isinstance(network, Operator):
-            network.template.training = network.training
-            network = network.template
+        network = self.network
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
         self.network = nn.Module()
@@ -585,7 +583,7 @@ class Supernet(nn.Module):
 
     def _trained_statistics(self) -> bool:
         """Tell whether the network came with statistics of its own."""
-        norms = (norm._buffers for norm in self.norm_operators().values())
+        norms: Any = [norm._buffers for norm in self.norm_operators().values()]
         pairs = ((own["running_mean"], own["running_var"]) for own in norms if "running_mean" in own)
         return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
 
