@@ -47,13 +47,10 @@ _RELU = Elementwise("relu", torch.relu, torch.relu_)
 _RELU6 = Elementwise("relu6", F.relu6, lambda x: F.relu6(x, inplace=True))
 _SILU = Elementwise("silu", F.silu, lambda x: F.silu(x, inplace=True))
 _HARDSWISH = Elementwise("hardswish", F.hardswish, lambda x: F.hardswish(x, inplace=True))
+_gelu_ = torch.ops.aten.gelu_.default
 _GELU = {
-    approximate: Elementwise(
-        "gelu",
-        partial(F.gelu, approximate=approximate),
-        partial(torch.ops.aten.gelu_.default, approximate=approximate),
-    )
-    for approximate in ("none", "tanh")
+    way: Elementwise("gelu", partial(F.gelu, approximate=way), partial(_gelu_, approximate=way))
+    for way in ("none", "tanh")
 }
 _ADD = Elementwise("add", operator.add, operator.iadd)
 _MULTIPLY = Elementwise("multiply", operator.mul, operator.imul)
