@@ -35,7 +35,7 @@ def bind(
     """Return the network of one subnet; `norm` makes its BatchNorms, `frozen` what no operator slices."""
     done: dict[int, nn.Module] = {}
 
-    def visit(module: nn.Module | None) -> Any:
+    def visit(module: nn.Module | None) -> nn.Module | None:
         if module is not None and id(module) not in done:
             children = module._modules
             done[id(module)] = bind_module(
@@ -43,7 +43,8 @@ def bind(
             )
         return done.get(id(module))
 
-    return visit(network)
+    visit(network)
+    return done[id(network)]
 
 
 def private_buffers() -> Callable[[Tensor], Tensor]:
