@@ -80,6 +80,7 @@ def corners(space: SubnetSpace) -> list[SubnetSpec]:
     return list(dict.fromkeys(space.at_precision(spec, FLOAT32) for spec in found))
 
 
+@torch.inference_mode()
 def check_precisions(
     space: SubnetSpace, precisions: Sequence[str], x: Any, bind: Callable[[SubnetSpec], nn.Module]
 ) -> None:
@@ -159,13 +160,10 @@ def check(
                 continue
             if finding.kind == "differs" and _equal_in_double(network, row, largest, batch):
                 continue  # The sums of a deep network differ by their rounding.
-            if finding.kind in _INCOMPARABLE:
-                not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
-                continue
-            fault = _FAULTS[finding.kind].format(
-                spec=spec, x=describe_input(batch), why=finding.why, advice=finding.advice
-            )
-            raise InsertError(f"check: {fault}")
+            if finding.kind not in _INCOMPARABLE:
+                facts = {"spec": spec, "x": describe_input(batch), **finding._asdict()}
+                raise InsertError(f"check: {_FAULTS[finding.kind].format(**facts)}")
+            not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
     compared = tuple(spec for spec in narrow if spec not in not_compared)
     return CheckReport((full, *narrow), compared, not_compared)
 

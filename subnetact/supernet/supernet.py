@@ -492,11 +492,8 @@ class Supernet(nn.Module):
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
         if self.precision is not None:
-            with torch.inference_mode():
-                precisions = self.precision.precisions
-                check_precisions(
-                    self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec))
-                )
+            precisions = self.precision.precisions
+            check_precisions(self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec)))
         return report
 
     def check_once(self, x: Any) -> None:
