@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -179,12 +180,10 @@ def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:
 
 def _place(error: BaseException) -> str:
     """Return the first line of an error, after the name of the module of the subnet that raised it."""
-    trace = error.__traceback__
-    while trace is not None:
-        module = trace.tb_frame.f_locals.get("self")
+    for frame, _ in walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not isinstance(module, Supernet | DistributedDataParallel):
             return summary(module, error)
-        trace = trace.tb_next
     return first_line(error)
 
 
