@@ -253,8 +253,7 @@ class SubnetSpace:
         wrong += [f"missing axis {name!r}" for name in known if name not in values]
         if wrong:
             raise SpecError(f"{self.name}: {'; '.join(wrong)}; the axes are {', '.join(known)}")
-        given = {axis.name: self._broadcast(axis, values[axis.name]) for axis in self.axes}
-        return self._canonical(given)
+        return self._canonical({axis.name: self._broadcast(axis, values[axis.name]) for axis in self.axes})
 
     def check(self, spec: SubnetSpec) -> SubnetSpec:
         """Return the canonical form of `spec`, which may come from a file, if it is of this space and legal.

@@ -242,8 +242,7 @@ class SharedForward:
         """Run a batch, after `batch` others, through the chosen subnets; yield each when it is done."""
         values: dict[int, Any] = {0: x}
         for position, key in enumerate(self._order):
-            steps = self._subnets[key].targets
-            targets = [step for step in steps if self._steps[step].averaged <= batch]
+            targets = [step for step in self._subnets[key].targets if self._steps[step].averaged <= batch]
             self._compute(targets, position, values, batch, check)
             for value in [v for v in values if v and self._next_use(v, position) is None]:
                 del values[value]

@@ -132,8 +132,7 @@ def _candidates(network: nn.Module) -> list[dict[str, Any]]:
         return [{"library": home, "name": name, "arguments": harmless}] if name else []
     if home == "torchvision":
         last = [m.out_features for m in network.modules() if isinstance(m, nn.Linear)][-1:]
-        module = sys.modules[kind.__module__]
-        names = [n for n in getattr(module, "__all__", ()) if n.islower()]
+        names = [n for n in getattr(sys.modules[kind.__module__], "__all__", ()) if n.islower()]
         tries = [{}, *({"num_classes": n} for n in last)]
         return [{"library": home, "name": n, "arguments": a} for n in names for a in tries]
     return []

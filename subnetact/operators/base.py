@@ -390,8 +390,7 @@ class Operator(nn.Module):
         """Return the one packed copy of a `key`, as it should be now; `make` computes its tensors by name."""
         found = self._packed.get(key)
         if found is None:
-            sources = (*self.parameters(), *self.buffers())
-            found = self._packed.setdefault(key, PackedCopy(sources, make))
+            found = self._packed.setdefault(key, PackedCopy((*self.parameters(), *self.buffers()), make))
         found.refresh()
         return found
 

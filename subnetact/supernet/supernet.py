@@ -201,8 +201,7 @@ class Supernet(nn.Module):
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
-        network = self._present()
-        return {norm.path: norm for norm in network.modules() if isinstance(norm, SubnetNorm)}
+        return {norm.path: norm for norm in self._present().modules() if isinstance(norm, SubnetNorm)}
 
     @property
     def active(self) -> SubnetSpec:
