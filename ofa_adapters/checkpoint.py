@@ -124,11 +124,8 @@ def sizes_in(
 ) -> dict[str, Any]:
     """Return the sizes of axes of tensors, and of stacks of layers, by name; what is missing is left out."""
     own = {family.rename(key.removeprefix("module.")): tensor for key, tensor in tensors.items()}
-    found = {
-        name: own[key].shape[axis]
-        for name, (key, axis) in axes.items()
-        if key in own and own[key].dim() > axis
-    }
+    known = {name: (own[key].shape, axis) for name, (key, axis) in axes.items() if key in own}
+    found = {name: shape[axis] for name, (shape, axis) in known.items() if len(shape) > axis}
     for name, stack in stacks.items():
         layers = [int(at[1]) for key in own if (at := re.match(rf"{stack}\.(\d+)\.", key))]
         if layers:

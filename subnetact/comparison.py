@@ -136,13 +136,12 @@ def is_as_near(found: Any, other: Any, exact: Any) -> bool:
     leaves = [tensors_in(one) for one in (found, other, exact)]
     if len({len(one) for one in leaves}) > 1:
         return False
-    for mine, others, right in zip(*leaves, strict=True):
-        if not right.is_floating_point():
-            near = equal(mine, right)
-        else:
-            near = mine.shape == right.shape and mine.dtype == right.dtype
-            allowed = DISTANCE_RATIO * (others - right).norm() + NORM_SHARE * right.norm()
-            near = near and bool((mine - right).norm() <= allowed)
-        if not near:
-            return False
-    return True
+    return all(map(_is_as_near, *leaves))
+
+
+def _is_as_near(found: Tensor, other: Tensor, exact: Tensor) -> bool:
+    if not exact.is_floating_point():
+        return equal(found, exact)
+    allowed = DISTANCE_RATIO * (other - exact).norm() + NORM_SHARE * exact.norm()
+    alike = found.shape == exact.shape and found.dtype == exact.dtype
+    return alike and bool((found - exact).norm() <= allowed)

@@ -177,13 +177,9 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
     angle = uniform(-math.pi / 6, math.pi / 6)
     scale, stretch = uniform(0.8, 1.5), uniform(0.8, 1.25)
     cos, sin = torch.cos(angle) * scale, torch.sin(angle) * scale
-    affine = torch.stack(
-        [
-            torch.stack([cos * stretch, -sin + uniform(-0.25, 0.25), uniform(-0.2, 0.2)], 1),
-            torch.stack([sin, cos / stretch, uniform(-0.2, 0.2)], 1),
-        ],
-        1,
-    )
+    first = torch.stack([cos * stretch, -sin + uniform(-0.25, 0.25), uniform(-0.2, 0.2)], 1)
+    second = torch.stack([sin, cos / stretch, uniform(-0.2, 0.2)], 1)
+    affine = torch.stack([first, second], 1)
     grid = F.affine_grid(affine, [n, 1, SIDE, SIDE], align_corners=False)
     x = F.grid_sample(images, grid, align_corners=False) * uniform(0.5, 1.0, 1, 1, 1)
     for _ in range(2):

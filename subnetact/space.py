@@ -253,8 +253,7 @@ class SubnetSpace:
         wrong += [f"missing axis {name!r}" for name in known if name not in values]
         if wrong:
             raise SpecError(f"{self.name}: {'; '.join(wrong)}; the axes are {', '.join(known)}")
-        given = {axis.name: self._broadcast(axis, values[axis.name]) for axis in self.axes}
-        return self._canonical(given)
+        return self._canonical({axis.name: self._broadcast(axis, values[axis.name]) for axis in self.axes})
 
     def check(self, spec: SubnetSpec) -> SubnetSpec:
         """Return the canonical form of `spec`, which may come from a file, if it is of this space and legal.
@@ -334,13 +333,17 @@ class SubnetSpace:
         found = dict(spec.values)
         return {axis.name: found.get(axis.name, (FLOAT32,)) for axis in self.axes}
 
+    def chosen(self, choose: Callable[[tuple[Value, ...]], Value]) -> SubnetSpec:
+        """Return the subnet with what a function, `choose`, takes of the choices of every slot."""
+        return self._canonical({a.name: tuple(choose(s.choices) for s in a.slots) for a in self.axes})
+
     def smallest(self) -> SubnetSpec:
         """Return the subnet with the first choice in every slot."""
-        return self._made(itemgetter(0))
+        return self.chosen(itemgetter(0))
 
     def largest(self) -> SubnetSpec:
         """Return the subnet with the last choice in every slot."""
-        return self._made(itemgetter(-1))
+        return self.chosen(itemgetter(-1))
 
     @overload
     def sample(self, rng: Rng | int, n: None = None) -> SubnetSpec: ...
@@ -373,7 +376,7 @@ class SubnetSpace:
         pick: Callable[[int], Any] = getattr(source, "randrange", None) or source.integers  # type: ignore[union-attr]
 
         def draw() -> SubnetSpec:
-            return self._made(lambda choices: choices[int(pick(len(choices)))])
+            return self.chosen(lambda choices: choices[int(pick(len(choices)))])
 
         if n is None:
             return draw()
@@ -448,10 +451,6 @@ class SubnetSpace:
     def _precision(self) -> Axis | None:
         """The axis of precisions, which is the last one."""
         return self.axes[-1] if self.axes and self.axes[-1].name == PRECISION else None
-
-    def _made(self, choose: Callable[[tuple[Value, ...]], Value]) -> SubnetSpec:
-        """Return the subnet with what a function chooses among the choices of every slot."""
-        return self._canonical({a.name: tuple(choose(s.choices) for s in a.slots) for a in self.axes})
 
     def _slots(self) -> Iterator[tuple[Axis, int, Slot]]:
         for axis in self.axes:
@@ -537,7 +536,7 @@ class SubnetSpace:
             return
         number = random.Random(0).random  # It gives the same numbers in every version of Python.
         drawn = [
-            self._made(lambda choices: choices[int(number() * len(choices))]) for _ in range(HASHED_SAMPLE)
+            self.chosen(lambda choices: choices[int(number() * len(choices))]) for _ in range(HASHED_SAMPLE)
         ]
         covered = {(name, i, v) for spec in drawn for name, slots in spec.values for i, v in enumerate(slots)}
         yield from (self.smallest(), self.largest(), *drawn)

@@ -151,12 +151,9 @@ def build(
         hidden_size, num_attention_heads, intermediate_size, num_hidden_layers, widths, depths
     )
     padding = 1 if pad_token_id is None else pad_token_id
-    network = BertClassifier(
-        arguments,
-        vocab_size_or_config_json_file or vocab_size,
-        first_position=padding if model_type == "roberta" else None,
-    )
-    return layout.built(network)
+    first_position = padding if model_type == "roberta" else None
+    vocabulary = vocab_size_or_config_json_file or vocab_size
+    return layout.built(BertClassifier(arguments, vocabulary, first_position))
 
 
 def kept_layers(depth_mult: float, layers: int) -> list[int]:

@@ -83,11 +83,7 @@ FIELDS = (
     "moe_shared_expert_intermediate_size",
 )
 """The fields of a budget, which are axes if the network has layers of the kind that they are about."""
-OF_EXPERTS = {
-    "pool": "n_routed_experts",
-    "experts": "num_experts_per_tok",
-    "ffn": "moe_intermediate_size",
-}
+OF_EXPERTS = {"pool": "n_routed_experts", "experts": "num_experts_per_tok", "ffn": "moe_intermediate_size"}
 """Axis of a group of experts -> the field of a budget."""
 
 

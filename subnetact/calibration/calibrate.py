@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from os import PathLike
 from typing import Any
 
@@ -19,7 +20,7 @@ from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, StaleWeights, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import describe_input, inputs_of, map_tensors, tensors_of
+from subnetact.supernet.batches import as_batch, as_pair, describe_input, map_tensors, tensors_of
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -245,17 +246,25 @@ def _require_same_weights(supernet: Supernet, began: Moment) -> None:
 
 def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
     for spec, row in rows.items():
-        if row.flat.isfinite().all():
-            continue
-        wrong = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
-        raise SpecError(
-            f"calibration of {spec} gave statistics that are not finite, first at {wrong[0]}; check the "
-            "batches and the weights for NaN"
-        )
+        if not row.flat.isfinite().all():
+            bad = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
+            raise SpecError(
+                f"calibration of {spec} gave statistics that are not finite, first at {bad[0]}; check the "
+                "batches and the weights for NaN"
+            )
 
 
 def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:
-    x = inputs_of(batch, network, labels)
+    """Return the inputs of a batch, with `labels` those of a pair; SpecError if the network takes others."""
+    x = as_pair(batch, "labels=True")[0] if labels else as_batch(batch)
+    try:
+        if isinstance(x, tuple) and not labels:
+            signature(network.forward).bind(*x)
+    except TypeError as error:
+        raise SpecError(
+            f"a batch is a tuple of {', '.join(map(describe_input, x))}, and the network does not take these "
+            f"arguments ({error}); if batches are pairs (inputs, labels), give calibrate labels=True"
+        ) from error
     parts = list(tensors_of(x))
     if not parts or not all(isinstance(part, Tensor) and part.numel() for part in parts):
         raise SpecError(

@@ -45,16 +45,14 @@ class Progress:
             return
         rules = sorted({rule or norm.rule for norm in supernet.norm_operators().values()})
         keys = blake2b("\n".join(sorted(spec.key for spec in specs)).encode(), digest_size=8)
-        self._journal = Journal(
-            path,
-            {
-                "weights": supernet.fingerprint(),
-                "subnets": f"{len(specs)} of {supernet.space.id}, {keys.hexdigest()}",
-                "rule": ", ".join(rules),
-                "device": supernet.device.type,
-                "versions": f"subnetact {__version__}, torch {torch.__version__}",
-            },
-        )
+        environment = {
+            "weights": supernet.fingerprint(),
+            "subnets": f"{len(specs)} of {supernet.space.id}, {keys.hexdigest()}",
+            "rule": ", ".join(rules),
+            "device": supernet.device.type,
+            "versions": f"subnetact {__version__}, torch {torch.__version__}",
+        }
+        self._journal = Journal(path, environment)
         with self._journal.fields():
             for line in self._journal.of(PROGRESS):
                 self._stored = {name: type(empty)(line[name]) for name, empty in self._stored.items()}

@@ -119,8 +119,7 @@ class CalibrationRun:
 
     def state(self) -> dict[str, Any]:
         """Return everything that `restore` needs, as values that JSON can hold."""
-        averages = self.shared.state()
-        return {"finished": self.finished, "layers": self.shared.layers, "averages": averages}
+        return {"finished": self.finished, "layers": self.shared.layers, "averages": self.shared.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned for the same subnets; the run is prepared already."""

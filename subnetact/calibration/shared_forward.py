@@ -91,11 +91,8 @@ class SharedForward:
             raise_if_out_of_memory(error)
             raise NotShareable(f"its forward cannot be traced: {error}") from error
         nodes = list(graph.nodes)
-        found = {
-            node: collectors[id(leaves[str(node.target)])]
-            for node in nodes
-            if node.op == "call_module" and id(leaves[str(node.target)]) in collectors
-        }
+        calls = {node: id(leaves[str(node.target)]) for node in nodes if node.op == "call_module"}
+        found = {node: collectors[module] for node, module in calls.items() if module in collectors}
         if len({id(norm) for norm in found.values()}) < len(found):
             raise NotShareable("it calls a BatchNorm more than once")
         nodes = nodes[: max((i + 1 for i, node in enumerate(nodes) if node in found), default=0)]
@@ -245,8 +242,7 @@ class SharedForward:
         """Run a batch, after `batch` others, through the chosen subnets; yield each when it is done."""
         values: dict[int, Any] = {0: x}
         for position, key in enumerate(self._order):
-            steps = self._subnets[key].targets
-            targets = [step for step in steps if self._steps[step].averaged <= batch]
+            targets = [step for step in self._subnets[key].targets if self._steps[step].averaged <= batch]
             self._compute(targets, position, values, batch, check)
             for value in [v for v in values if v and self._next_use(v, position) is None]:
                 del values[value]

@@ -21,9 +21,7 @@ __all__ = ["model_card", "validated"]
 _Tables = dict[str, LatencyTable]
 
 
-def validated(
-    folder: str | PathLike[str],
-) -> tuple[dict[str, Any], _Tables, Supernet | None]:
+def validated(folder: str | PathLike[str]) -> tuple[dict[str, Any], _Tables, Supernet | None]:
     """Check a bundle as a whole, with all checksums, and return its index, its tables and its supernet.
 
     The supernet of a network that no library makes is None; its weights are read all the same.

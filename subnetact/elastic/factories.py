@@ -132,8 +132,7 @@ def _candidates(network: nn.Module) -> list[dict[str, Any]]:
         return [{"library": home, "name": name, "arguments": harmless}] if name else []
     if home == "torchvision":
         last = [m.out_features for m in network.modules() if isinstance(m, nn.Linear)][-1:]
-        module = sys.modules[kind.__module__]
-        names = [n for n in getattr(module, "__all__", ()) if n.islower()]
+        names = [n for n in getattr(sys.modules[kind.__module__], "__all__", ()) if n.islower()]
         tries = [{}, *({"num_classes": n} for n in last)]
         return [{"library": home, "name": n, "arguments": a} for n in names for a in tries]
     return []
@@ -166,10 +165,8 @@ def _of_transformers(name: str, arguments: dict[str, Any], config: Any) -> Any:
     import transformers
 
     kind: Any = getattr(transformers, name, None)
-    if (
-        not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel))
-        or not kind.config_class
-    ):
+    model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not model or not kind.config_class:
         raise FileFormatError(f"transformers has no model {name!r:.60}; update transformers")
     if isinstance(config, Path):
         stated = _harmless_fields(parse_json(read_regular(config / "config.json")))

@@ -64,12 +64,7 @@ Extra = TypeVar("Extra")
 
 
 def save_cut_out(
-    supernet: Supernet,
-    folder: str | PathLike[str],
-    card: Card,
-    only: Any,
-    example: Any,
-    shard_bytes: int,
+    supernet: Supernet, folder: str | PathLike[str], card: Card, only: Any, example: Any, shard_bytes: int
 ) -> None:
     """Write one subnet alone, as a model of its library's own class; see `Supernet.save_pretrained`."""
     if example is None:
@@ -246,12 +241,10 @@ def load_folder(
 ) -> tuple[Supernet, dict[str, LatencyTable], Extra]:
     """Read a bundle and what `extra` makes of its facts; a model that is given stays as it was on errors."""
     read = partial(_read, model=model, extra=extra)
-    (supernet, tables, found, norms), tensors, precision, own_dtype = BUNDLE.read_version(
-        directory, read, verify
-    )
+    supernet, tables, found, norms, tensors, precision = BUNDLE.read_version(directory, read, verify)
     index = Path(directory) / INDEX
     with BUNDLE.fields(index, damaged=(RuntimeError,)):
-        _require_fitting(supernet, tensors, index.parent, own_dtype)
+        _require_fitting(supernet, tensors, index.parent, own_dtype=model is not None)
         if precision is not None:
             supernet.enable_precision(*precision.pop("precisions"), **precision)
         _fill(supernet, tensors, norms, mapped)
@@ -261,7 +254,7 @@ def load_folder(
 
 
 def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..., Any]) -> Any:
-    """Return a supernet that is to be filled, tables, `extra`, statistics; weights; precision; ..."""
+    """Return a supernet, tables, `extra`, and what it gets: statistics, weights, and precisions if any."""
     index = folder / INDEX
     given = isinstance(model, Supernet)
     passing = (PrecisionError, NotCalibrated, MissingExtra, *((ForeignSpec, InsertError) if model else ()))
@@ -276,9 +269,8 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         size = sum(tensor.nbytes for tensor in tensors.values())
         supernet = as_supernet(model) if given else _made(document, folder, size, model)
         network = ordinary(supernet.network)
-        if type(network).__module__.startswith("transformers.") and not tensors.keys() <= set(
-            supernet.network.state_dict()
-        ):
+        known = tensors.keys() <= supernet.network.state_dict().keys()
+        if not known and type(network).__module__.startswith("transformers."):
             tensors = under_runtime_names(network, tensors)
         space, precision = supernet.space, document["precision"]
         if precision is not None:
@@ -301,12 +293,7 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         card = Card.read(document, partial(_read_spec, space))
         found = extra(document | {"card": card}, space, norms, supernet)
         supernet.card = card
-    return (
-        (supernet, tables, found, norms),
-        tensors,
-        precision if enabled is None else None,
-        model is not None,
-    )
+    return supernet, tables, found, norms, tensors, precision if enabled is None else None
 
 
 def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Module | None) -> Supernet:

@@ -363,11 +363,7 @@ class Operator(nn.Module):
         """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
         given = self.view_tensors(sizes, bits)
         own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
-        copies = {
-            storage_id(t): (packed, name)
-            for packed in self.packed_copies()
-            for name, t in packed.tensors.items()
-        }
+        copies = {storage_id(t): (p, name) for p in self.packed_copies() for name, t in p.tensors.items()}
         made: dict[str, Tensor | None] = {}
         apart: set[str] = set()
         for name, tensor in given.items():
@@ -394,8 +390,7 @@ class Operator(nn.Module):
         """Return the one packed copy of a `key`, as it should be now; `make` computes its tensors by name."""
         found = self._packed.get(key)
         if found is None:
-            sources = (*self.parameters(), *self.buffers())
-            found = self._packed.setdefault(key, PackedCopy(sources, make))
+            found = self._packed.setdefault(key, PackedCopy((*self.parameters(), *self.buffers()), make))
         found.refresh()
         return found
 

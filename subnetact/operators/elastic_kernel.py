@@ -64,13 +64,11 @@ class ElasticKernel(Operator):
 
     def check(self) -> None:
         """Refuse templates that are no KernelConv2d."""
-        template = self.template
-        if not isinstance(template, KernelConv2d):
+        if not isinstance(self.template, KernelConv2d):
             raise self.refuse("only KernelConv2d stands for several kernel sizes")
-        stride: Any = template.stride
+        stride: Any = self.template.stride
         with torch.device("meta"):
-            plain = nn.Conv2d(1, 1, 1, stride, bias=False)
-        self.__dict__["_shell"] = plain
+            self.__dict__["_shell"] = nn.Conv2d(1, 1, 1, stride, bias=False)
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the largest kernel size."""

@@ -61,7 +61,6 @@ CHANNEL_NORM = "channel norm"
 _CHANNELS = ("weight", "bias", "running_mean", "running_var")
 _UNKNOWN = LayerTraits()
 _CONTAINER = LayerTraits("container")
-_CONVOLUTION = _matrix("convolution", "out_channels", "in_channels")
 _TRANSPOSED = _matrix("transposed convolution", "out_channels", "in_channels", inputs_first=True)
 _BATCH_NORM = LayerTraits(
     "batch norm",
@@ -80,7 +79,6 @@ _CHANNEL_NORM = replace(
 )
 _PER_WIDTH_NORM = replace(_BATCH_NORM, kind="per-width batch norm")
 _NORM = LayerTraits("norm", {"weight": ("features",), "bias": ("features",)}, reads="features", finite=True)
-_LAYER_NORM = LayerTraits("norm", _NORM.axes, reads="features", finite=True, transparent=True)
 _ACTIVATION = LayerTraits("activation", finite=True)
 _PLAIN_ACTIVATION = LayerTraits("activation", finite=True, transparent=True)
 _POOL = LayerTraits("pool", finite=True)
@@ -89,7 +87,7 @@ _IN_PROJECTION = {"in_proj_weight": ("out", "in_"), "in_proj_bias": ("out",)}
 
 _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     nn.Linear: _matrix("linear", "out_features", "in_features"),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONVOLUTION),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _matrix("convolution", "out_channels", "in_channels")),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _TRANSPOSED),
     "transformers.pytorch_utils.Conv1D": _matrix("linear", "nf", "nx", inputs_first=True),
     nn.Embedding: _matrix("embedding", "embedding_dim", "num_embeddings", inputs_first=True),
@@ -99,26 +97,19 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     nn.TransformerEncoderLayer: LayerTraits(reads_children=True),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _BATCH_NORM),
     "subnetact.operators.per_width_norm.PerWidthBatchNorm2d": _PER_WIDTH_NORM,
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _LAYER_NORM),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), replace(_NORM, transparent=True)),
     nn.GroupNorm: replace(_NORM, sizes={"features": "num_channels"}),
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _CHANNEL_NORM),
     "torchvision.ops.misc.FrozenBatchNorm2d": replace(_CHANNEL_NORM, sizes={}),
     **dict.fromkeys((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU), _PLAIN_ACTIVATION),
-    **dict.fromkeys(
-        (
-            *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.PReLU),
-            *(nn.ELU, nn.Mish, nn.Softmax),
-        ),
-        _ACTIVATION,
-    ),
+    **dict.fromkeys((nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh), _ACTIVATION),
+    **dict.fromkeys((nn.LeakyReLU, nn.PReLU, nn.ELU, nn.Mish, nn.Softmax), _ACTIVATION),
     **dict.fromkeys((nn.Identity, nn.Dropout), LayerTraits("identity", finite=True, transparent=True)),
     nn.Dropout2d: LayerTraits("identity", finite=True),
     **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), _POOL),
     **dict.fromkeys((nn.Flatten, nn.Upsample, nn.ZeroPad2d, nn.PixelShuffle), _RESHAPE),
-    **dict.fromkeys(
-        (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
-        _CONTAINER,
-    ),
+    **dict.fromkeys((nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict), _CONTAINER),
+    **dict.fromkeys((nn.ParameterList, nn.ParameterDict), _CONTAINER),
 }
 """The one table: class of layers, or its full name if the class is of an optional package -> its traits."""
 

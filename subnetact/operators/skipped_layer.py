@@ -19,12 +19,9 @@ class SkippedLayer(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update({name: v for name, v in layer.__dict__.items() if name not in _INNER})
-        self.__dict__["stands_for"] = type(layer)
-        self.__dict__["first_name"] = first_name(layer)
-        self.__dict__["inner"] = {
-            name: None if child is None else skipped(child) for name, child in layer._modules.items()
-        }
+        settings = {name: value for name, value in layer.__dict__.items() if name not in _INNER}
+        inner = {name: None if child is None else skipped(child) for name, child in layer._modules.items()}
+        self.__dict__.update(settings, stands_for=type(layer), first_name=first_name(layer), inner=inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument, given by position or by the name that the layer has for it."""

@@ -10,10 +10,9 @@ tuple, because the usual DataLoader makes lists of both; only `Engine(example=[.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from inspect import signature
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from subnetact.errors import SpecError
 from subnetact.files.tensors import tensor_bytes
@@ -24,7 +23,6 @@ __all__ = [
     "call_with",
     "describe_input",
     "hash_tensors",
-    "inputs_of",
     "logits",
     "map_tensors",
     "tensors_of",
@@ -53,22 +51,6 @@ def as_pair(batch: Any, where: str) -> tuple[Any, Any]:
             f"{where}: a batch is a pair (inputs, labels) here, got {got}; write (inputs, labels)"
         )
     return as_batch(batch[0]), batch[1]
-
-
-def inputs_of(batch: Any, network: nn.Module, labels: bool) -> Any:
-    """Return the inputs of a batch, with `labels` those of a pair; SpecError if the network takes fewer."""
-    if labels:
-        return as_pair(batch, "labels=True")[0]
-    x = as_batch(batch)
-    try:
-        if isinstance(x, tuple):
-            signature(network.forward).bind(*x)
-    except TypeError as error:
-        raise SpecError(
-            f"a batch is a tuple of {', '.join(map(describe_input, x))}, and the network does not take these "
-            f"arguments ({error}); if batches are pairs (inputs, labels), give calibrate labels=True"
-        ) from error
-    return x
 
 
 def tensors_of(x: Any) -> Iterator[Any]:

@@ -35,19 +35,16 @@ def bind(
     """Return the network of one subnet; `norm` makes its BatchNorms, `frozen` what no operator slices."""
     done: dict[int, nn.Module] = {}
 
-    def visit(module: nn.Module) -> nn.Module:
-        if id(module) not in done:
-            done[id(module)] = make(module)
-        return done[id(module)]
+    def visit(module: nn.Module | None) -> nn.Module | None:
+        if module is not None and id(module) not in done:
+            children = module._modules
+            done[id(module)] = bind_module(
+                module, row, lambda name: visit(children[name]), norm, trainable, frozen
+            )
+        return done.get(id(module))
 
-    def make(module: nn.Module) -> nn.Module:
-        def child(name: str) -> nn.Module | None:
-            submodule = module._modules[name]
-            return None if submodule is None else visit(submodule)
-
-        return bind_module(module, row, child, norm, trainable, frozen)
-
-    return visit(network)
+    visit(network)
+    return done[id(network)]
 
 
 def private_buffers() -> Callable[[Tensor], Tensor]:

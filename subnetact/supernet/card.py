@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from subnetact.errors import SpecError
@@ -58,13 +58,7 @@ class Card:
                 raise SpecError(f"quality: no subnet is called {name!r}; choose from {', '.join(named)}")
             stated = {what: {"value": float(value), "source": source} for what, value in figures.items()}
             measured.setdefault(name, {}).update(stated)
-        return replace(
-            self,
-            subnets=named,
-            quality=measured,
-            licence=licence or self.licence,
-            factory=factory or self.factory,
-        )
+        return Card(named, measured, licence or self.licence, factory or self.factory)
 
     @classmethod
     def read(cls, document: Mapping[str, Any], read_spec: Callable[[Mapping[str, Any]], SubnetSpec]) -> Card:

@@ -24,8 +24,7 @@ class Chain:
         self._passed_on: dict[str, bool] = {}
         for name, layer in layers.items():
             if layer is not None:
-                note = partial(self._note, name, first_name(layer))
-                layer.register_forward_hook(note, with_kwargs=True)
+                layer.register_forward_hook(partial(self._note, name, first_name(layer)), with_kwargs=True)
 
     def _note(
         self, name: str, first: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

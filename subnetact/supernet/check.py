@@ -24,12 +24,7 @@ from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import in_double, prove
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, visible
 from subnetact.supernet.subnet_cover import subnet_cover
-from subnetact.supernet.unused_weights import (
-    disturbed_copy,
-    private_copy,
-    settle_norms_,
-    shared_view,
-)
+from subnetact.supernet.unused_weights import disturbed_copy, private_copy, settle_norms_, shared_view
 
 __all__ = ["SHOW_AFTER_S", "CheckReport", "check", "check_precisions", "corners"]
 
@@ -49,10 +44,7 @@ _FAULTS = {
     ),
 }
 """Why a supernet is refused, by what the proof found."""
-_INCOMPARABLE = {
-    "incomparable": "{why}",
-    "unmasked": "because the reference does not run: {why}",
-}
+_INCOMPARABLE = {"incomparable": "{why}", "unmasked": "because the reference does not run: {why}"}
 """Why a subnet is not compared."""
 SHOW_AFTER_S = 2.0
 """Seconds after which a progress bar shows."""
@@ -88,6 +80,7 @@ def corners(space: SubnetSpace) -> list[SubnetSpec]:
     return list(dict.fromkeys(space.at_precision(spec, FLOAT32) for spec in found))
 
 
+@torch.inference_mode()
 def check_precisions(
     space: SubnetSpace, precisions: Sequence[str], x: Any, bind: Callable[[SubnetSpec], nn.Module]
 ) -> None:
@@ -167,13 +160,10 @@ def check(
                 continue
             if finding.kind == "differs" and _equal_in_double(network, row, largest, batch):
                 continue  # The sums of a deep network differ by their rounding.
-            if finding.kind in _INCOMPARABLE:
-                not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
-                continue
-            fault = _FAULTS[finding.kind].format(
-                spec=spec, x=describe_input(batch), why=finding.why, advice=finding.advice
-            )
-            raise InsertError(f"check: {fault}")
+            if finding.kind not in _INCOMPARABLE:
+                facts = {"spec": spec, "x": describe_input(batch), **finding._asdict()}
+                raise InsertError(f"check: {_FAULTS[finding.kind].format(**facts)}")
+            not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
     compared = tuple(spec for spec in narrow if spec not in not_compared)
     return CheckReport((full, *narrow), compared, not_compared)
 

@@ -31,34 +31,26 @@ class Elementwise:
         if over and not others:
             return self.over(first)
         fits = isinstance(first, Tensor) and all(
-            isinstance(other, int | float)
-            or (
-                other.dtype == first.dtype
-                and other.device == first.device
-                and _fits(other.shape, first.shape)
-            )
-            for other in others
+            isinstance(other, int | float) or _fits(other, first) for other in others
         )
         return self.over(*args) if over and fits else self.new(*args)
 
 
-def _fits(shape: torch.Size, whole: torch.Size) -> bool:
-    """Tell whether a tensor can be broadcast to a whole shape."""
-    ends = zip(reversed(shape), reversed(whole), strict=False)
-    return len(shape) <= len(whole) and all(a in (1, b) for a, b in ends)
+def _fits(tensor: Tensor, whole: Tensor) -> bool:
+    """Tell whether a tensor can be broadcast to another one, over which the result may be written."""
+    ends = zip(reversed(tensor.shape), reversed(whole.shape), strict=False)
+    alike = tensor.dtype == whole.dtype and tensor.device == whole.device
+    return alike and tensor.dim() <= whole.dim() and all(a in (1, b) for a, b in ends)
 
 
 _RELU = Elementwise("relu", torch.relu, torch.relu_)
 _RELU6 = Elementwise("relu6", F.relu6, lambda x: F.relu6(x, inplace=True))
 _SILU = Elementwise("silu", F.silu, lambda x: F.silu(x, inplace=True))
 _HARDSWISH = Elementwise("hardswish", F.hardswish, lambda x: F.hardswish(x, inplace=True))
+_gelu_ = torch.ops.aten.gelu_.default
 _GELU = {
-    approximate: Elementwise(
-        "gelu",
-        partial(F.gelu, approximate=approximate),
-        partial(torch.ops.aten.gelu_.default, approximate=approximate),
-    )
-    for approximate in ("none", "tanh")
+    way: Elementwise("gelu", partial(F.gelu, approximate=way), partial(_gelu_, approximate=way))
+    for way in ("none", "tanh")
 }
 _ADD = Elementwise("add", operator.add, operator.iadd)
 _MULTIPLY = Elementwise("multiply", operator.mul, operator.imul)
@@ -70,10 +62,7 @@ _UNARY: Mapping[Any, Elementwise] = {
 }
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
-_BINARY: Mapping[Any, Elementwise] = {
-    **dict.fromkeys(ADDITIONS, _ADD),
-    **dict.fromkeys(PRODUCTS, _MULTIPLY),
-}
+_BINARY: Mapping[Any, Elementwise] = {**dict.fromkeys(ADDITIONS, _ADD), **dict.fromkeys(PRODUCTS, _MULTIPLY)}
 
 
 def has_hooks(module: nn.Module) -> bool:

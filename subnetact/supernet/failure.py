@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -53,8 +54,7 @@ def missing_entry(view: nn.Module, error: BaseException) -> str:
 
 def _path(network: nn.Module, error: BaseException) -> str:
     names = {id(module): path for path, module in network.named_modules()}
-    path, trace = "", error.__traceback__
-    while trace is not None:
-        path = names.get(id(trace.tb_frame.f_locals.get("self"))) or path
-        trace = trace.tb_next
+    path = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        path = names.get(id(frame.f_locals.get("self"))) or path
     return path

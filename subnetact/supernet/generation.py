@@ -55,10 +55,8 @@ class Weights:
         # Tensors that were made in inference mode count no changes.
         self._tensors = tuple([t for t in part if not t.is_inference()] for part in tensors)
         self._carried = carried
-        self._start = moment._replace(
-            changes=moment.changes - sum(map(_version, self._tensors[0])),
-            statistics=moment.statistics - sum(map(_version, self._tensors[1])),
-        )
+        own, norms = (sum(map(_version, part)) for part in self._tensors)
+        self._start = moment._replace(changes=moment.changes - own, statistics=moment.statistics - norms)
         self._last: Moment | None = None
 
     def moment(self) -> Moment:

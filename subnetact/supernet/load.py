@@ -7,14 +7,13 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
-__all__ = ["after_outer_load", "before_outer_load", "callers_level", "fitting", "load_"]
+__all__ = ["after_outer_load", "before_outer_load", "fitting", "load_", "warn_caller"]
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of `Supernet`, and of `torch.compile`."""
@@ -108,7 +107,8 @@ class _Rows:
 
     def __init__(self, supernet: Any) -> None:
         self._supernet = supernet
-        self._adopted = self._largest_is_adopted()
+        own = supernet.norms.get(supernet.space.largest())
+        self._adopted = own is not None and not supernet.statistics_of_largest()
         self._sums = self._checksum()
 
     def keep(self) -> int:
@@ -120,17 +120,6 @@ class _Rows:
         if self._adopted:
             supernet.adopt_statistics()
         return dropped
-
-    def _largest_is_adopted(self) -> bool:
-        """Tell whether the largest subnet's statistics row holds the network's own statistics."""
-        largest, norms = self._supernet.space.largest(), self._supernet.norm_operators()
-        row, sizes = self._supernet.norms.get(largest), self._supernet.space.resolve(largest)
-        pairs = {} if row is None else row.pairs()
-        return row is not None and all(
-            not shared.is_meta and torch.equal(own.to(shared), shared)
-            for name, pair in pairs.items()
-            for own, shared in zip(pair, norms[name].shared_statistics(sizes), strict=True)
-        )
 
     def _checksum(self) -> list[int]:
         """Return the tensor_checksums of the weights, without the shared statistics."""
@@ -144,17 +133,16 @@ class _Rows:
 
 def _warn_of_dropped(rows: int, instead: str) -> None:
     if rows:
-        warnings.warn(
+        warn_caller(
             f"load_state_dict: the BatchNorm statistics of {rows} subnet(s) belonged to the former weights "
             f"and are dropped; {instead}, or call subnetact.calibrate(supernet, specs, batches)",
             UncalibratedSubnetWarning,
-            stacklevel=callers_level(),
         )
 
 
-def callers_level() -> int:
-    """Return the `stacklevel` with which a warning points to the first caller outside this library."""
-    level, frame = 1, sys._getframe(1)
+def warn_caller(text: str, kind: type[Warning]) -> None:
+    """Give a warning that points to the first caller outside this library."""
+    level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN_PACKAGES:
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(text, kind, stacklevel=level)

@@ -224,8 +224,7 @@ class NormTable:
                 if left < 0:
                     raise ValueError("its rows claim far more memory than it stores")
                 row = table._rows[spec] = NormRow.of(found)
-                wrong = _wrong(row)
-                if wrong:
+                if wrong := _wrong(row):
                     raise FileFormatError(
                         f"{path}: the statistics of {spec} {wrong}; calibrate and save again"
                     )

@@ -43,24 +43,23 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dim: int) ->
     weighted = [name for name, module in named.items() if traits_of(template_of(module)).mixes]
     # The first module with weights stays at float32, and so does the last one, unless it is included.
     kept.update(weighted[:1] if settings.last else weighted[:1] + weighted[-1:])
-    chosen: dict[str, Operator] = {}
+    chosen: dict[nn.Module, Operator] = {}
     for name in weighted:
         module = named[name]
         operator = module if isinstance(module, Operator) else _operator(module, name)
         lowers = operator is not None and operator.low_mixin() is not None
         if operator is not None and lowers and name not in kept and not _read_by_parent(named, name):
             operator.precision_dim = dim
-            chosen[name] = operator
+            chosen[module] = operator
     if not chosen:
         raise PrecisionError(
             "the network has no linear layer and no convolution without groups, apart from the first and the "
             "last layer, that could run at a lower precision; its subnets are float32 only"
         )
-    replaced = {named[name]: operator for name, operator in chosen.items() if named[name] is not operator}
     for module in list(network.modules()):
-        for child_name, child in list(module._modules.items()):
-            if child in replaced:
-                module._modules[child_name] = replaced[child]
+        for name, child in module._modules.items():
+            if child in chosen:
+                module._modules[name] = chosen[child]
 
 
 def _operator(module: nn.Module, path: str) -> Operator | None:
@@ -73,11 +72,10 @@ def _operator(module: nn.Module, path: str) -> Operator | None:
 
 
 def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
-    parent = named[name.rpartition(".")[0]] if "." in name else named[""]
+    parent = named[name.rpartition(".")[0]]
     attention = parent.self_attn if isinstance(parent, nn.TransformerEncoderLayer) else parent
-    if isinstance(attention, AttentionSlice):  # Then no fused kernel reads the weights.
-        return False
-    return traits_of(template_of(parent)).reads_children
+    # No fused kernel reads the weights of an AttentionSlice.
+    return not isinstance(attention, AttentionSlice) and traits_of(template_of(parent)).reads_children
 
 
 def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, float]:

@@ -8,7 +8,6 @@ Calls with a key-value cache, and those of a compiler or a trace, are not looked
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from subnetact.comparison import is_cache
 from subnetact.errors import UnprovedInputWarning
 from subnetact.operators.base import template_of
-from subnetact.supernet.load import callers_level
+from subnetact.supernet.load import warn_caller
 
 __all__ = ["ProvedInputs"]
 
@@ -37,12 +36,9 @@ class ProvedInputs:
 
     def form(self, x: Any) -> tuple[Any, bool]:
         """Return the names and numbers of axes of the tensors of a batch, and whether it is one input."""
-        args = (
-            {}
-            if isinstance(x, dict)
-            else dict(zip(self.names, x if isinstance(x, tuple) else (x,), strict=False))
-        )
-        tensors = {n: t for n, t in (x if isinstance(x, dict) else args).items() if isinstance(t, Tensor)}
+        args = x if isinstance(x, tuple) else (x,)
+        named = x if isinstance(x, dict) else dict(zip(self.names, args, strict=False))
+        tensors = {name: t for name, t in named.items() if isinstance(t, Tensor)}
         alone = next((len(t) == 1 for t in tensors.values() if t.dim()), False)
         return tuple(sorted((name, t.dim()) for name, t in tensors.items())), alone
 
@@ -56,11 +52,10 @@ class ProvedInputs:
         if tensors and form not in self.forms:
             self.warned = True
             shown = ", ".join(f"{name} with {axes} axes" for name, axes in tensors)
-            warnings.warn(
+            warn_caller(
                 f"a subnet of {type(view).__name__} is called with {shown}, for "
                 f"{'one input alone' if alone else 'several inputs at once'}. No example had this form, for "
                 "which a forward may take a path that was not proved. Run supernet.check(batch) once, or "
                 "give insert_ such an example, too: example=[one, other]",
                 UnprovedInputWarning,
-                stacklevel=callers_level(),
             )

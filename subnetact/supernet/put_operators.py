@@ -35,30 +35,20 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
         if path not in modules:
             close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
             raise InsertError(f"the network has no module {path!r}; did you mean {', '.join(close)}?")
-        weight = getattr(modules[path], "weight", None)
-        if isinstance(weight, Tensor) and "weight" not in {
-            *modules[path]._parameters,
-            *modules[path]._buffers,
-        }:
+        module = modules[path]
+        own = {*module._parameters, *module._buffers}
+        if "weight" not in own and isinstance(getattr(module, "weight", None), Tensor):
             raise InsertError(
                 f"{path}: its weight is computed from other parameters (a weight or spectral norm, pruning "
                 "or another parametrisation); make it permanent first, with subnetact.insertion.fold_(model)"
             )
-        operators[modules[path]] = _operator(modules[path], path, entry, space, ends)
+        operators[module] = _operator(module, path, entry, space, ends)
     norms = [path for path, m in modules.items() if is_batch_norm(m) and m.running_mean is not None]
     for path in norms:
         operators.setdefault(modules[path], SubnetNorm(modules[path], path, {}))
-    report = InsertReport(
-        elastic={
-            operator.path: str(elastic.get(operator.path, Elastic(SubnetNorm, {})))
-            for operator in operators.values()
-        },
-        fixed=tuple(
-            path
-            for path, module in modules.items()
-            if module not in operators and list(module.parameters(recurse=False))
-        ),
-    )
+    described = {o.path: str(elastic.get(o.path, Elastic(SubnetNorm, {}))) for o in operators.values()}
+    fixed = (n for n, m in modules.items() if m not in operators and list(m.parameters(recurse=False)))
+    report = InsertReport(described, tuple(fixed))
     for module in modules.values():
         for name, child in module._modules.items():
             if child in operators:

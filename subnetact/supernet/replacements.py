@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from subnetact.operators.base import Operator
+from subnetact.operators.base import template_of
 
 __all__ = ["Replacements", "substituted"]
 
@@ -65,12 +65,10 @@ class Replacements:
                 entries = module.__dict__[name]
                 if not isinstance(entries, _Registry) or entries.count is not self:
                     watched = _Registry(entries, self)
-                    object.__setattr__(module, name, watched)
-                    self._watched.add(module)
-                    template = module.template if isinstance(module, Operator) else None
-                    if template is not None and template.__dict__[name] is entries:
-                        object.__setattr__(template, name, watched)
-                        self._watched.add(template)
+                    for owner in (module, template_of(module)):  # An operator and its template share them.
+                        if owner.__dict__[name] is entries:
+                            object.__setattr__(owner, name, watched)
+                            self._watched.add(owner)
         self._members = [weakref.ref(entry) for entry in _members(network)]
 
     def release(self) -> None:

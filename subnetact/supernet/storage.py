@@ -36,15 +36,10 @@ def exchange_storage_(
 
 
 def _movable(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return (
-        plain
-        and not tensor.is_quantized
-        and not tensor.is_inference()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not (tensor.device.type == "cpu" and tensor.untyped_storage().is_shared())
-    )
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    shared = tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
+    return not (shared or tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -39,7 +38,7 @@ from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, 
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.load import after_outer_load, before_outer_load, callers_level, fitting, load_
+from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_caller
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
@@ -152,12 +151,8 @@ class Supernet(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        state = {
-            **self.__dict__,
-            "_views": None,
-            "_original": self._unchanged_since_then(),
-            "_checked": set(),
-        }
+        original = self._unchanged_since_then()
+        state = {**self.__dict__, "_views": None, "_original": original, "_checked": set()}
         del state["_generation"]
         return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
 
@@ -206,8 +201,7 @@ class Supernet(nn.Module):
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
-        network = self._present()
-        return {norm.path: norm for norm in network.modules() if isinstance(norm, SubnetNorm)}
+        return {norm.path: norm for norm in self._present().modules() if isinstance(norm, SubnetNorm)}
 
     @property
     def active(self) -> SubnetSpec:
@@ -293,9 +287,7 @@ class Supernet(nn.Module):
 
     def lowered_bytes(self) -> int:
         """Return the bytes of the copies of weights at lower precisions, which all subnets share."""
-        return sum(
-            copy.nbytes for operator in operators_in(self) for copy in operator.packed_copies("lowered")
-        )
+        return sum(copy.nbytes for o in operators_in(self) for copy in o.packed_copies("lowered"))
 
     # -- subnets ---------------------------------------------------------------------------------
 
@@ -454,14 +446,12 @@ class Supernet(nn.Module):
         for path, tensor in self.statistics_of_largest().items():
             norm, _, name = path.rpartition(".")
             network.get_submodule(norm)._buffers[name] = tensor
-        for module in list(network.modules()):
+        for module in list(self.modules()):
             for name, child in module._modules.items():
                 if isinstance(child, Operator):
                     child.template.training = child.training
                     module._modules[name] = child.template
-        if isinstance(network, Operator):
-            network.template.training = network.training
-            network = network.template
+        network = self.network
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
         self.network = nn.Module()
@@ -501,11 +491,8 @@ class Supernet(nn.Module):
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
         if self.precision is not None:
-            with torch.inference_mode():
-                precisions = self.precision.precisions
-                check_precisions(
-                    self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec))
-                )
+            precisions = self.precision.precisions
+            check_precisions(self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec)))
         return report
 
     def check_once(self, x: Any) -> None:
@@ -592,13 +579,9 @@ class Supernet(nn.Module):
 
     def _trained_statistics(self) -> bool:
         """Tell whether the network came with statistics of its own."""
-        for norm in self.norm_operators().values():
-            mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
-            if mean is None or var is None or mean.is_meta:
-                continue
-            if bool(mean.any()) or not bool((var == 1).all()):
-                return True
-        return False
+        norms: Any = [norm._buffers for norm in self.norm_operators().values()]
+        pairs = ((own["running_mean"], own["running_var"]) for own in norms if "running_mean" in own)
+        return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
@@ -703,8 +686,8 @@ class Supernet(nn.Module):
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
             package.save_cut_out(self, folder, card, only, example, shard_bytes)
-            return
-        package.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+        else:
+            package.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
     # -- nn.Module --------------------------------------------------------------------------------
 
@@ -863,11 +846,10 @@ class Supernet(nn.Module):
     def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
         if not self._warned and self.norm_operators():
             self._warned = True
-            warnings.warn(
+            warn_caller(
                 f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
-                stacklevel=callers_level(),
             )
 
 

@@ -40,6 +40,10 @@ RANGES = {
     "minutes": (1e-9, math.inf),
     "save_every_s": (0.0, math.inf),
 }
+SETTINGS = ("accumulate", "autocast", "balance", "clip", "distillation", "random_subnets", "seed")
+"""The arguments that every step needs, and that must be the same again when a training is resumed."""
+COURSE = ("minutes", "progress", "save_every_s", "scheduler", "steps")
+"""The other arguments that a `TrainingRun` gets as they are."""
 LEAST = {"accumulate": 1, "calibration": 1, "random_subnets": 0, "seed": 0, "steps": 1}
 
 
@@ -161,38 +165,20 @@ def distill_(
         >>> report = distill_(supernet, loader, held_out=others, minutes=30, resume="state.safetensors")
         >>> print(report)
     """
+    arguments = dict(locals())
     supernet = as_supernet(supernet)
-    settings: dict[str, Any] = {
-        "accumulate": accumulate,
-        "autocast": autocast,
-        "balance": balance,
-        "clip": clip,
-        "distillation": distillation,
-        "random_subnets": random_subnets,
-        "seed": seed,
-    }
-    names = {
-        "divergence": _name(divergence),
-        "importance": _name(importance),
+    settings = {name: arguments[name] for name in SETTINGS}
+    names = {name: _name(arguments[name]) for name in ("divergence", "importance", "loss", "task")} | {
         "learning_rate": learning_rate if optimizer is None else None,
-        "loss": _name(loss),
         "optimizer": _name(type(optimizer)),
-        "task": task,
         "teacher": teacher if isinstance(teacher, str | None) else "a network",
     }
-    budget = {"steps": steps, "minutes": minutes, "save_every_s": save_every_s}
-    _check_numbers({**settings, **names, **budget, "calibration": calibration})
+    _check_numbers({**arguments, **names})
     _check_names(task, autocast, teacher)
     stateful = hasattr(metric, "update") and hasattr(metric, "compute")
-    functions = {
-        "divergence": divergence,
-        "loss": loss,
-        "output": output,
-        "metric": None if stateful else metric,
-    }
-    for name, function in functions.items():
-        if not (function is None or callable(function)):
-            raise TrainingError(f"{name}: {function!r} is no function")
+    for name in ("divergence", "loss", "output", *(() if stateful else ("metric",))):
+        if not (arguments[name] is None or callable(arguments[name])):
+            raise TrainingError(f"{name}: {arguments[name]!r} is no function")
     _check_data(batches, held_out, resume)
     meaning = Task(task, task in TASKS[:2] if labels is None else labels, output, loss, divergence, metric)
     learns = meaning.labels or task == "tokens"
@@ -226,14 +212,9 @@ def distill_(
             teacher=chosen,
             learns=learns,
             optimizer=optimizer or torch.optim.AdamW(parameters, learning_rate),
-            scheduler=scheduler,
             scaler=scaler,
             rate=learning_rate if optimizer is None else None,
-            steps=steps,
-            minutes=minutes,
-            save_every_s=save_every_s,
-            progress=progress,
-            **settings,
+            **{name: arguments[name] for name in (*SETTINGS, *COURSE)},
         )
         keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
         weights = "" if resume is None else supernet.fingerprint()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from tqdm import tqdm
 
 from subnetact.errors import TrainingError, WriteError
 from subnetact.space import SubnetSpace
-from subnetact.spec import PRECISION, SubnetSpec
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.load import warn_caller
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.batch_stream import BatchStream
 from subnetact.training.sandwich import sandwich_step
@@ -168,8 +168,7 @@ class TrainingRun:
         for _ in range(self.random_subnets):
             even = rng.random() < 0.5
             found.append(even_subnet(space, rng.random()) if even else space.sample(rng))
-        values = ({n: v for n, v in space.values(spec).items() if n != PRECISION} for spec in found)
-        return list(dict.fromkeys(space.spec(**given) for given in values))
+        return list(dict.fromkeys(spec.base for spec in found))
 
     def _note(self, losses: tuple[float, ...]) -> None:
         """Keep the losses of evenly distributed steps, a bounded number."""
@@ -186,10 +185,9 @@ class TrainingRun:
         try:
             state.save({**self.facts, "stream": self.stream.facts()})
         except WriteError as error:
-            warnings.warn(
+            warn_caller(
                 f"the training goes on, and saves again later: {error}; what was trained is in the supernet",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _not_finite(self, what: str) -> TrainingError:
@@ -200,11 +198,5 @@ class TrainingRun:
 
 
 def even_subnet(space: SubnetSpace, share: float) -> SubnetSpec:
-    """Return the subnet that takes the choice at this share of the way up, from 0 to 1, in every slot."""
-    return space.spec(
-        **{
-            axis.name: [slot.choices[round((len(slot.choices) - 1) * share)] for slot in axis.slots]
-            for axis in space.axes
-            if axis.name != PRECISION
-        }
-    )
+    """Return the float32 subnet with the choice at this share of the way up, from 0 to 1, in every slot."""
+    return space.chosen(lambda choices: choices[round((len(choices) - 1) * share)]).base

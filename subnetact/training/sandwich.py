@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from subnetact.comparison import tensors_in
 from subnetact.device import ran_out_of_memory
@@ -99,21 +100,15 @@ def sandwich_step(
         ...     losses = sandwich_step(supernet, inputs, labels, rng=rng)
         ...     optimizer.step()
     """
+    given = dict(locals())
     plain = as_supernet(supernet.module if isinstance(supernet, DistributedDataParallel) else supernet)
     specs = _specs(plain, subnets, random_subnets, rng)
     share: Any = distillation
     if not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
         raise SpecError(f"distillation: {share!r} is no number from 0.0 to 1.0")
-    functions: dict[str, Any] = {
-        "loss": loss,
-        "divergence": divergence,
-        "output": output,
-        "teacher": teacher,
-        "backward": backward,
-    }
-    for name, function in functions.items():
-        if not callable(function) and (function is not None or name in ("loss", "output")):
-            raise SpecError(f"{name}: {function!r} is no function")
+    for name in ("loss", "divergence", "output", "teacher", "backward"):
+        if not callable(given[name]) and (given[name] is not None or name in ("loss", "output")):
+            raise SpecError(f"{name}: {given[name]!r} is no function")
     if not torch.is_grad_enabled():
         raise SpecError("a training step needs gradients; leave torch.no_grad() or inference mode first")
     if not plain.training:
@@ -140,7 +135,7 @@ def sandwich_step(
                 total = loss(scores, labels)
                 if distillation and len(specs) > 1:
                     with torch.no_grad():
-                        wanted = tree_map(_detached, target(scores))
+                        wanted = tree_map_only(Tensor, Tensor.detach, target(scores))
                     if any(tensor.requires_grad for tensor in tensors_in(wanted)):
                         raise SpecError(
                             f"output: {type(wanted).__name__} keeps the gradients of the teacher; let output "
@@ -156,10 +151,6 @@ def sandwich_step(
     if average and isinstance(supernet, DistributedDataParallel):
         _average_gradients(plain, supernet.process_group)
     return losses
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _specs(
@@ -189,12 +180,10 @@ def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:
 
 def _place(error: BaseException) -> str:
     """Return the first line of an error, after the name of the module of the subnet that raised it."""
-    trace = error.__traceback__
-    while trace is not None:
-        module = trace.tb_frame.f_locals.get("self")
+    for frame, _ in walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not isinstance(module, Supernet | DistributedDataParallel):
             return summary(module, error)
-        trace = trace.tb_next
     return first_line(error)
 
 

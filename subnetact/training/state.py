@@ -63,8 +63,7 @@ class TrainingState:
                     _, index, key = name.split("/", 2)
                     state.setdefault(int(index), {})[key] = tensor
             facts = dict(document["facts"])
-            groups = document["optimizer"]["groups"]
-            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+            self._optimizer.load_state_dict({"state": state, "param_groups": document["optimizer"]["groups"]})
             for name, other in self._others.items():
                 other.load_state_dict(document[name])
             with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from subnetact.errors import SpecError, TrainingError
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, logits, map_tensors
@@ -53,7 +53,6 @@ class Task:
         if self.labels and isinstance(batch, tuple | list):
             found, labels = as_pair(batch, "training")
         if isinstance(found, dict) and "labels" in found:
-            found = dict(found)
             given = found.pop("labels")
             labels = given if labels is None else labels
         if self.name == "tokens":
@@ -73,7 +72,7 @@ class Task:
                 'or a dictionary with "labels", or labels=False to learn from the teacher alone'
             )
         given = labels if self.labels or self.name == "tokens" else None
-        moved = tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, given)
+        moved = tree_map_only(Tensor, lambda t: t.to(device), given)
         return map_tensors(lambda t: t.to(device), found), moved
 
     def output(self, output: Any, inputs: Any) -> Any:
