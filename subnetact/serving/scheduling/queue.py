@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["LOOK", "NO_FLOOR", "EDFQueue"]
 
@@ -51,10 +51,7 @@ class EDFQueue(Generic[Item]):
     def push(self, deadline_ms: float, item: Item, floor: float = NO_FLOOR) -> None:
         """Add one request, behind those with the same deadline."""
         deadlines = self._deadlines
-        if floor > NO_FLOOR:
-            self.demanding += 1
-        if self._priority is not None and self._priority(item):
-            self.prioritised += 1
+        self._count(1, (item,), (floor,))
         if not deadlines or deadline_ms >= deadlines[-1]:
             deadlines.append(deadline_ms)
             self._items.append(item)
@@ -78,10 +75,8 @@ class EDFQueue(Generic[Item]):
             return
         mine.extend(deadlines_ms)
         self._items.extend(items)
-        if self._priority is not None:
-            self.prioritised += self._with_priority(items)
         self._floors.extend(floors)
-        self.demanding += sum(map(NO_FLOOR.__lt__, floors))
+        self._count(1, items, floors)
 
     def deadline(self, i: int = 0) -> float:
         """Return the deadline, ms, of the i-th most urgent request (0-based)."""
@@ -113,10 +108,7 @@ class EDFQueue(Generic[Item]):
         """Remove and return the k most urgent requests, most urgent first."""
         head, end = self._head, self._head + k
         items = self._items[head:end]
-        if self.demanding:
-            self.demanding -= sum(map(NO_FLOOR.__lt__, self._floors[head:end]))
-        if self.prioritised:
-            self.prioritised -= self._with_priority(items)  # type: ignore[arg-type]
+        self._count(-1, items, self._floors[head:end])
         self._advance(end)
         return items  # type: ignore[return-value]
 
@@ -145,10 +137,7 @@ class EDFQueue(Generic[Item]):
         at = bisect_left(self._deadlines, deadline_ms, self._head)
         while at < len(self._deadlines) and self._deadlines[at] == deadline_ms:
             if self._items[at] is item:
-                if self._floors[at] > NO_FLOOR:
-                    self.demanding -= 1
-                if self.prioritised:
-                    self.prioritised -= self._with_priority([item])
+                self._count(-1, (item,), (self._floors[at],))
                 del self._deadlines[at], self._items[at], self._floors[at]
                 return True
             at += 1
@@ -163,9 +152,7 @@ class EDFQueue(Generic[Item]):
                 chosen.append(end)
             end += 1
         items = [self._items[at] for at in chosen]
-        self.demanding -= sum(self._floors[at] > NO_FLOOR for at in chosen)
-        if self.prioritised:
-            self.prioritised -= self._with_priority(items)  # type: ignore[arg-type]
+        self._count(-1, items, [self._floors[at] for at in chosen])
         taken = set(chosen)
         kept = [at for at in range(self._head, end) if at not in taken]
         start = end - len(kept)
@@ -175,8 +162,12 @@ class EDFQueue(Generic[Item]):
         self._advance(start)
         return items  # type: ignore[return-value]
 
-    def _with_priority(self, items: Sequence[Item]) -> int:
-        return 0 if self._priority is None else sum(map(bool, map(self._priority, items)))
+    def _count(self, sign: int, items: Sequence[Any], floors: Sequence[float]) -> None:
+        """Count those with a floor and those with a priority of requests that come (1) or leave (-1)."""
+        if sign > 0 or self.demanding:
+            self.demanding += sign * sum(map(NO_FLOOR.__lt__, floors))
+        if self._priority is not None and (sign > 0 or self.prioritised):
+            self.prioritised += sign * sum(map(bool, map(self._priority, items)))
 
     def _advance(self, end: int) -> None:
         self._items[self._head : end] = repeat(None, end - self._head)
