@@ -189,24 +189,21 @@ class Driver:
                 self.scheduler.workers.started(worker, self.clock_ms())
             while (found := self._next(worker, turn)) is not None:
                 job, outcomes = found
-                try:
-                    with computing():
-                        self._deliver(outcomes)
-                        if job is not None:
-                            self._run(job, turn)
-                        if job is None or not job.abandoned:
-                            job, outcomes, found = None, [], None  # frees tensors here, a computation
-                finally:
-                    if turn is not None:
-                        with self.lock:
-                            self._end_turn(turn)
+                with computing():
+                    self._deliver(outcomes)
+                    if job is not None:
+                        self._run(job, turn)
+                    if job is None or not job.abandoned:
+                        job, outcomes, found = None, [], None  # frees tensors here, a computation
                 if job is not None:  # its call returned although the worker was replaced
                     with self.lock:
+                        self._end_turn(turn)
                         self.scheduler.workers.hung_thread_ended(worker)
                         self._wake_all()
                     return
         except BaseException as error:  # for example SystemExit from a runner; the worker is started again
             with self.lock:
+                self._end_turn(turn)
                 if job is not None and job.abandoned:
                     self.scheduler.workers.hung_thread_ended(worker)
                 else:
@@ -219,32 +216,29 @@ class Driver:
     def _next(self, worker: int, turn: Turn | None) -> tuple[Job | None, list[Outcome]] | None:
         """Wait for a job of an idle worker, or for outcomes to deliver; None if the worker ends."""
         with self.lock:
-            while True:
+            self._end_turn(turn)
+            while not self.scheduler.is_over:
                 self._waking = False
-                if self.scheduler.is_over:
-                    self._give_up(turn)
-                    return None
                 if self.scheduler.workers.is_parked(worker):
                     self._give_up(turn)
                     self._wanted.wait()
-                    continue
-                waiting = len(self.scheduler)
-                if not waiting:
+                elif not len(self.scheduler):
                     self._give_up(turn)
+                    self._work.wait()
                 elif turn is not None and not self._begin(turn):
                     self._wake_a_worker()  # whose turn may come earlier
                     self._turned.wait()
-                    continue
-                job = self._asked(partial(self.scheduler.idle, worker)) if waiting else None
-                outcomes = self._outcomes()
-                if job is not None or outcomes:
-                    if len(self.scheduler):
-                        self._wake_a_worker()  # for the requests that came while this worker was woken
-                    return job, outcomes
-                self._end_turn(turn)
-                if self.scheduler.is_over:
-                    return None
-                self._work.wait(_PAUSE_S if len(self.scheduler) else None)
+                else:
+                    job = self._asked(partial(self.scheduler.idle, worker))
+                    outcomes = self._outcomes()
+                    if job is not None or outcomes:
+                        if len(self.scheduler):
+                            self._wake_a_worker()  # for the requests that came while this worker was woken
+                        return job, outcomes
+                    self._end_turn(turn)
+                    self._work.wait(_PAUSE_S)
+            self._give_up(turn)
+            return None
 
     def _asked(self, decide: Callable[[float], Job | None], waiting: bool = True) -> Job | None:
         """Ask the scheduler for a job; if the policy raises, requests fail, and the batcher goes on."""
@@ -291,11 +285,11 @@ class Driver:
         """Run the current part of a job, and between its blocks what is more urgent."""
         runner: Any = self._runners[job.worker]
         inputs = [request.x for request in job.part]
-        if not (hasattr(runner, "start") and self.scheduler.runs_in_blocks(job)):
+        if not self.scheduler.runs_in_blocks(job):
             return runner.run(job.subnet, inputs, job.size)
         run = runner.start(job.subnet, inputs, job.size)
         length = self.scheduler.block_length(job, run.blocks)
-        while not run.step(length, partial(self._goes_on, job)) and not job.abandoned:
+        while not run.step(length) and not job.abandoned:
             done = run.position / run.blocks
             if turn is not None:
                 self._give_way(job, done, turn)
@@ -304,13 +298,6 @@ class Driver:
             if urgent is not None:
                 self._run(urgent, turn)
         return [None] * len(inputs) if job.abandoned else run.outputs()
-
-    def _goes_on(self, job: Job, done: float) -> bool:
-        """Return, without the lock, whether a job runs its next block without a look at the queues."""
-        if job.abandoned or (self._turns is not None and self._turns.is_wanted(job.worker)):
-            return False
-        now = self.clock_ms()
-        return now + job.left_after(done, now) <= job.unpreempted_until_ms
 
     def _urgent(self, job: Job, done: float) -> tuple[Job | None, list[Outcome]]:
         """Return the job that goes first between two blocks of another, and outcomes to deliver."""
@@ -380,6 +367,8 @@ class Driver:
 
     def _give_way(self, job: Job, done: float, turn: Turn) -> None:
         """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
+        if not turn.turns.is_wanted(turn.worker):
+            return  # without the lock: the next block looks again
         with self.lock:
             if not turn.turns.gives_way(turn, job, done, self.clock_ms()):
                 return
@@ -547,9 +536,8 @@ class Driver:
     def stop_admitting(self) -> None:
         """Refuse all further requests."""
         with self.lock:
-            if not self.scheduler.closing:
-                self.scheduler.closing = True
-                self.scheduler.assign(range(len(self._runners)), self.clock_ms())
+            self.scheduler.closing = True
+            self.scheduler.assign(range(len(self._runners)), self.clock_ms())
             self._wake_all()
 
     def abandon_queue(self) -> None:

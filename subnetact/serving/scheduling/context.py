@@ -125,8 +125,6 @@ class Policy(Protocol):
     * `reset()`: forgets all state; called before a simulation.
     * `preempt(context, running)`: may interrupt a running batch; see `Preemptive`. The live batcher and the
       simulator (`blocks=`) ask between two blocks of a batch, and continue it afterwards.
-    * `calm_until(context)`: `preempt` is not asked if a worker is expected to be free by this time, ms; with
-      it, a batch looks at the queue only if a request has arrived or its end is expected later than that.
     * `block_length(layer_blocks, batch_ms)`: after how many layer blocks they ask; 1 without this method.
     """
 
