@@ -34,7 +34,8 @@ FOREVER = 1e7
 
 def context(deadlines: Sequence[float], free_at: Sequence[float], now: float = 0.0) -> Context:
     queue: EDFQueue[int] = EDFQueue()
-    queue.extend([float(d) for d in deadlines], range(len(deadlines)), [0.0] * len(deadlines))
+    for item, deadline in enumerate(deadlines):
+        queue.push(float(deadline), item)
     made = Context(queue, ArrivalMeter(), list(free_at), 50.0)
     made.now_ms, made.queued, made.slack_ms = now, len(queue), queue.deadline() - now
     return made

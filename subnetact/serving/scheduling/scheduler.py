@@ -115,11 +115,10 @@ class Scheduler:
         self._last_arrival_ms = last
         self.counts["submitted"] += len(requests)
         self.dispatcher.arrivals.extend(times)
-        if self.gate is None:
-            deadlines = [request.deadline_ms for request in requests]
-            self._queue.extend(deadlines, requests, [request.ask.floor for request in requests])
-        else:
-            for request, now in zip(requests, times, strict=True):
+        for request, now in zip(requests, times, strict=True):
+            if self.gate is None:
+                self._queue.push(request.deadline_ms, request, request.ask.floor)
+            else:
                 self.gate.push(now, request)
 
     def withdraw(self, request: Request) -> bool:
