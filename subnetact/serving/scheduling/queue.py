@@ -25,8 +25,9 @@ class EDFQueue(Generic[Item]):
     """Requests in order of deadline; requests with equal deadlines are in order of arrival.
 
     The queue consists of three parallel sorted lists with a moving head. Taking the k most urgent requests
-    costs O(k), reading the i-th deadline O(1), and finding the place of a request O(log n). A floor is the minimum accuracy, percent, that a request accepts; `NO_FLOOR` accepts
-    any. The queue is not thread-safe; its owner locks.
+    costs O(k), reading the i-th deadline O(1), and finding the place of a new request O(log n). A floor is
+    the minimum accuracy, percent, that a request accepts; `NO_FLOOR` accepts any. The queue is not
+    thread-safe; its owner locks.
     `priority` returns the priority of an item; if None, all have 0. `demanding` requests in the queue have a
     floor, and `prioritised` another priority than 0.
     """
