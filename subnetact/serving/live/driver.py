@@ -122,7 +122,10 @@ class Driver:
         request = Request(ask, self.clock_ms(), x)
         request.future, request.loop = future, loop
         if self._shape_of is not None:
-            request.shape = self._checked_shape(self._shape_of(x))
+            shape, count = self._shape_of(x), len(self.scheduler.tables)
+            if type(shape) is not int or not 0 <= shape < count:
+                raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {count} tables")
+            request.shape = shape
         scheduler = self.scheduler
         with self.lock:
             if scheduler.closing:
@@ -141,12 +144,6 @@ class Driver:
                 self._watchdog_sleeps = False
                 self._watch.notify()
         return request
-
-    def _checked_shape(self, shape: object) -> int:
-        count = len(self.scheduler.tables)
-        if type(shape) is not int or not 0 <= shape < count:
-            raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {count} tables")
-        return shape
 
     def _wake_a_worker(self) -> None:
         """Wake an idle worker, if there is one. Until a worker looks at the queue, none is woken again."""

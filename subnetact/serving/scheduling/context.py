@@ -37,7 +37,8 @@ class ArrivalMeter:
         self._times.extend(times_ms)
         self.total += len(times_ms)
         if len(self._times) > self._limit:
-            self._trim()
+            del self._times[: bisect_left(self._times, self._times[-1] - self._horizon_ms)]
+            self._limit = max(8192, 2 * len(self._times))
 
     def count(self, since_ms: float, until_ms: float) -> int:
         """Return the number of arrivals after `since_ms`, up to and including `until_ms`."""
@@ -52,10 +53,6 @@ class ArrivalMeter:
             return 0.0
         seen_ms = max(now_ms - self.start_ms, window_ms / 400.0)
         return self.count(now_ms - window_ms, now_ms) / min(window_ms, seen_ms)
-
-    def _trim(self) -> None:
-        del self._times[: bisect_left(self._times, self._times[-1] - self._horizon_ms)]
-        self._limit = max(8192, 2 * len(self._times))
 
 
 @dataclass(slots=True, eq=False)
