@@ -291,7 +291,8 @@ def decision_times(name: str) -> dict[str, float]:
     for _ in range(1000):
         queue: EDFQueue[int] = EDFQueue()
         now = 1000.0
-        queue.extend(np.sort(now + rng.uniform(2, 36, 1000)).tolist(), range(1000), [0.0] * 1000)
+        for item, deadline_ms in enumerate(np.sort(now + rng.uniform(2, 36, 1000)).tolist()):
+            queue.push(deadline_ms, item)
         meter = ArrivalMeter()
         meter.extend(np.arange(0, now, 1 / rng.uniform(2, 45)).tolist())
         context = Context(queue, meter, (now + rng.uniform(0, 6, 8)).tolist(), SLO_MS)

@@ -41,15 +41,12 @@ class BlockRun:
         self._size = size
         self._calls = blocks
 
-    def step(self, blocks: int = 1, go_on: Callable[[float], bool] | None = None) -> bool:
-        """Run the next blocks, as many again while `go_on`, given the share done, agrees; tell if all ran."""
+    def step(self, blocks: int = 1) -> bool:
+        """Run the next blocks; return whether all have run."""
         with torch.inference_mode():
-            while self.position < self.blocks:
-                for call in self._calls[self.position : self.position + blocks]:
-                    self._state = call(self._state)
-                    self.position += 1
-                if go_on is None or not go_on(self.position / self.blocks):
-                    break
+            for call in self._calls[self.position : self.position + blocks]:
+                self._state = call(self._state)
+                self.position += 1
         return self.position >= self.blocks
 
     def outputs(self) -> Sequence[Any]:

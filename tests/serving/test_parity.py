@@ -46,13 +46,10 @@ class Run:
         self.engine, self.subnet, self.inputs = engine, subnet, inputs
         self.began_ms, self.block_ms, self.position = engine.time.now, takes_ms / BLOCKS, 0
 
-    def step(self, blocks: int = 1, go_on: Any = None) -> bool:
-        while self.position < BLOCKS:
-            number = min(blocks, BLOCKS - self.position)
-            self.position += number
-            self.engine.time.sleep(self.block_ms * number)
-            if go_on is None or not go_on(self.position / BLOCKS):
-                break
+    def step(self, blocks: int = 1) -> bool:
+        number = min(blocks, BLOCKS - self.position)
+        self.position += number
+        self.engine.time.sleep(self.block_ms * number)
         return self.position == BLOCKS
 
     def outputs(self) -> list[int]:

@@ -31,15 +31,9 @@ class QueueModel(RuleBasedStateMachine):
         self.add(deadline, floor)
 
     @rule(entries=st.lists(st.tuples(DEADLINES, FLOORS), min_size=1, max_size=30), ascending=st.booleans())
-    def extend(self, entries, ascending):
-        if ascending:
-            entries = sorted(entries)
-        floors = [floor for _, floor in entries]
-        self.queue.extend(
-            [deadline for deadline, _ in entries], range(self.count, self.count + len(entries)), floors
-        )
-        for deadline, floor in entries:
-            self.add(deadline, floor)
+    def push_several(self, entries, ascending):
+        for deadline, floor in sorted(entries) if ascending else entries:
+            self.push(deadline, floor)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -112,7 +106,8 @@ def test_long_queues_are_compacted():
     tracemalloc.start()
     try:
         for block in range(200):
-            queue.extend([float(block)] * 100, range(block * 100, block * 100 + 100), [0.0] * 100)
+            for item in range(block * 100, block * 100 + 100):
+                queue.push(float(block), item)
             queue.take(100 if block % 2 else 99)
         kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:

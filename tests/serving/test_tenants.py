@@ -196,14 +196,11 @@ class InBlocks(StandIn):
         run.inputs, run.position = list(inputs), 0
         return run
 
-    def step(self, blocks: int = 1, go_on: Any = None) -> bool:
-        while self.position < self.blocks:
-            self.time.sleep(20.0 * blocks)
-            self.position += blocks
-            for x in self.inputs:
-                x(self.position)
-            if not go_on(self.position / self.blocks):
-                break
+    def step(self, blocks: int = 1) -> bool:
+        self.time.sleep(20.0 * blocks)
+        self.position += blocks
+        for x in self.inputs:
+            x(self.position)
         return self.position >= self.blocks
 
     def outputs(self) -> Any:

@@ -103,7 +103,7 @@ class Learner:
 
     def _plan(self, shape: int, typical: Any, slow: Any) -> Any:
         """Return what the dispatcher adopts for one input shape."""
-        policy: Any = self._dispatcher.policy_of(shape)
+        policy: Any = self._dispatcher.plan_of(shape).policy
         if hasattr(policy, "retabled"):
             try:
                 policy = policy.retabled(self._corrected(self._tables[shape], slow))

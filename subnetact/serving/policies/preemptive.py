@@ -27,8 +27,7 @@ class Preemptive:
     than `factor` times those of its own that become late.
 
     The batcher needs engines with `start(subnet, inputs, batch_size)`, such as `Engine`, in threads; worker
-    processes are refused. The simulator needs the number of layer blocks (`blocks=`). A batch looks at the
-    queue between two blocks only if a request has arrived, or its own end is expected later than before.
+    processes are refused. The simulator needs the number of layer blocks (`blocks=`).
 
     Args:
         policy: decides in all other cases.
@@ -102,10 +101,6 @@ class Preemptive:
             return 1
         return min(layer_blocks, int(self.block_ms * layer_blocks / batch_ms))
 
-    def calm_until(self, context: Context) -> float:
-        """Return the time, ms, until which the next worker may be busy before `preempt` is asked."""
-        return context.queue.deadline() - self._fastest
-
     def preempt(self, context: Context, running: Sequence[Job]) -> int | None:
         """Choose the running batch that gives way to the urgent requests of the queue.
 
@@ -132,7 +127,8 @@ class Preemptive:
                 costs = [(_made_late(job, ms, found.latency_ms), -ms, job.worker) for job, ms in ends]
                 late, _, worker = min(costs)
                 if saved > self.factor * late:
-                    self._urgent = found.subnet, saved
+                    if worker == context.worker:  # otherwise nobody is suspended until that worker asks
+                        self._urgent = found.subnet, saved
                     return worker
             saved //= 2
         return None

@@ -37,7 +37,8 @@ class ArrivalMeter:
         self._times.extend(times_ms)
         self.total += len(times_ms)
         if len(self._times) > self._limit:
-            self._trim()
+            del self._times[: bisect_left(self._times, self._times[-1] - self._horizon_ms)]
+            self._limit = max(8192, 2 * len(self._times))
 
     def count(self, since_ms: float, until_ms: float) -> int:
         """Return the number of arrivals after `since_ms`, up to and including `until_ms`."""
@@ -52,10 +53,6 @@ class ArrivalMeter:
             return 0.0
         seen_ms = max(now_ms - self.start_ms, window_ms / 400.0)
         return self.count(now_ms - window_ms, now_ms) / min(window_ms, seen_ms)
-
-    def _trim(self) -> None:
-        del self._times[: bisect_left(self._times, self._times[-1] - self._horizon_ms)]
-        self._limit = max(8192, 2 * len(self._times))
 
 
 @dataclass(slots=True, eq=False)
@@ -125,8 +122,6 @@ class Policy(Protocol):
     * `reset()`: forgets all state; called before a simulation.
     * `preempt(context, running)`: may interrupt a running batch; see `Preemptive`. The live batcher and the
       simulator (`blocks=`) ask between two blocks of a batch, and continue it afterwards.
-    * `calm_until(context)`: `preempt` is not asked if a worker is expected to be free by this time, ms; with
-      it, a batch looks at the queue only if a request has arrived or its end is expected later than that.
     * `block_length(layer_blocks, batch_ms)`: after how many layer blocks they ask; 1 without this method.
     """
 

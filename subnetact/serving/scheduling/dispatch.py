@@ -34,7 +34,7 @@ _REMEMBERED_SLOS = 12.0
 
 
 class _Plan:
-    """A policy and the latencies of one input shape, with what is derived from them.
+    """A policy, its optional members, and the latencies of one input shape, with what is derived from them.
 
     `floor_cost` has for each accuracy, ascending, (least latency in ms, subnet) of the subnets that reach it;
     `work` the least worker time per request, ms.
@@ -42,6 +42,10 @@ class _Plan:
 
     def __init__(self, policy: Policy, table: LatencyTable, percent: Sequence[float]) -> None:
         self.policy = policy
+        self.preempt: Any = getattr(policy, "preempt", None)
+        self.block_length: Any = getattr(policy, "block_length", lambda *_: 1)
+        self.observe: Any = getattr(policy, "observe", None)
+        self.factor: float = getattr(policy, "factor", 1.0)
         self.latency: list[list[float]] = table.latency_ms.tolist()
         self.fastest = table.fastest_ms
         self.largest = largest_batches(table)
@@ -144,9 +148,9 @@ class Dispatcher:
         at = bisect_left(self._accuracies, request.ask.floor)
         return plan.work[at] if at < len(plan.work) and plan.work[at] < math.inf else plan.fastest
 
-    def policy_of(self, shape: int = -1) -> Policy:
-        """Return the policy that plans for an input shape."""
-        return self._plans[shape].policy
+    def plan_of(self, shape: int = -1) -> _Plan:
+        """Return the policy and the latencies of an input shape."""
+        return self._plans[shape]
 
     def expected_ms(self, subnet: int, k: int, shape: int = -1) -> float:
         """Return the latency, ms, of k requests of a shape on a subnet; NaN if they cannot run there."""

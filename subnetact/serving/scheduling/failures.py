@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
@@ -13,6 +15,7 @@ from subnetact.errors import (
 )
 from subnetact.serving.scheduling.request import Job, Request
 
+Failure = TypeVar("Failure", bound=BatchFailed)
 __all__ = [
     "alone_failed",
     "deadline_passed",
@@ -57,28 +60,20 @@ def deadline_passed(request: Request, now_ms: float, fastest_ms: float) -> Deadl
 
 def alone_failed(job: Job, cause: BaseException) -> BatchFailed:
     """The error of a request on which the engine raised although the request was alone in its batch."""
-    error = BatchFailed(
-        f"subnet {job.subnet} failed on this request, alone in its batch: {failure_text(cause)}; look at the "
-        "input and the engine"
-    )
-    error.__cause__ = cause
-    return error
+    text = f"subnet {job.subnet} failed on this request, alone in its batch: {failure_text(cause)}"
+    return _caused(BatchFailed(f"{text}; look at the input and the engine"), cause)
 
 
 def policy_failed(cause: BaseException) -> BatchFailed:
     """The error of all requests that wait when the policy raises or returns an answer that cannot run."""
-    error = BatchFailed(f"the policy failed: {failure_text(cause)}; correct the policy, or give another one")
-    error.__cause__ = cause
-    return error
+    text = f"the policy failed: {failure_text(cause)}; correct the policy, or give another one"
+    return _caused(BatchFailed(text), cause)
 
 
 def worker_died(cause: BaseException) -> WorkerDied:
     """The error of a request with which a second worker died."""
-    error = WorkerDied(
-        f"a worker died over this request, twice: {failure_text(cause)}; look at the input and the engine"
-    )
-    error.__cause__ = cause
-    return error
+    text = f"a worker died over this request, twice: {failure_text(cause)}; look at the input and the engine"
+    return _caused(WorkerDied(text), cause)
 
 
 def worker_hung(job: Job, now_ms: float) -> WorkerHung:
@@ -93,3 +88,8 @@ def worker_hung(job: Job, now_ms: float) -> WorkerHung:
 def never_ran() -> BatcherClosed:
     """The error of a request that waits when the batcher is closed without draining or without a worker."""
     return BatcherClosed("the batcher was closed before this request ran; open another one")
+
+
+def _caused(error: Failure, cause: BaseException) -> Failure:
+    error.__cause__ = cause
+    return error

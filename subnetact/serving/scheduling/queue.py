@@ -1,9 +1,7 @@
 """The earliest-deadline-first queue of the simulator and of the live batcher.
 
-Ties: requests with equal deadlines leave in order of arrival. Three places implement this; for another rule
-change all three: `bisect_right` in `EDFQueue.push`, which inserts a request behind those with the same
-deadline; the shortcut in `push`, which appends a request whose deadline equals the last one (`>=`); and the
-shortcut in `EDFQueue.extend`, which appends requests whose deadlines are equal or ascending (`>=` and `<=`).
+Requests with equal deadlines leave in order of arrival, because `bisect_right` in `EDFQueue.push` inserts a
+request behind those with the same deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["LOOK", "NO_FLOOR", "EDFQueue"]
 
@@ -27,9 +25,9 @@ class EDFQueue(Generic[Item]):
     """Requests in order of deadline; requests with equal deadlines are in order of arrival.
 
     The queue consists of three parallel sorted lists with a moving head. Taking the k most urgent requests
-    costs O(k), reading the i-th deadline O(1), and pushing a request with the latest deadline so far (the
-    usual case) O(1). A floor is the minimum accuracy, percent, that a request accepts; `NO_FLOOR` accepts
-    any. The queue is not thread-safe; its owner locks.
+    costs O(k), reading the i-th deadline O(1), and finding the place of a new request O(log n). A floor is
+    the minimum accuracy, percent, that a request accepts; `NO_FLOOR` accepts any. The queue is not
+    thread-safe; its owner locks.
     `priority` returns the priority of an item; if None, all have 0. `demanding` requests in the queue have a
     floor, and `prioritised` another priority than 0.
     """
@@ -50,38 +48,14 @@ class EDFQueue(Generic[Item]):
 
     def push(self, deadline_ms: float, item: Item, floor: float = NO_FLOOR) -> None:
         """Add one request, behind those with the same deadline."""
-        deadlines = self._deadlines
         if floor > NO_FLOOR:
             self.demanding += 1
         if self._priority is not None and self._priority(item):
             self.prioritised += 1
-        if not deadlines or deadline_ms >= deadlines[-1]:
-            deadlines.append(deadline_ms)
-            self._items.append(item)
-            self._floors.append(floor)
-            return
-        at = bisect_right(deadlines, deadline_ms, self._head)
-        deadlines.insert(at, deadline_ms)
+        at = bisect_right(self._deadlines, deadline_ms, self._head)
+        self._deadlines.insert(at, deadline_ms)
         self._items.insert(at, item)
         self._floors.insert(at, floor)
-
-    def extend(self, deadlines_ms: Sequence[float], items: Sequence[Item], floors: Sequence[float]) -> None:
-        """Add several requests in order of arrival."""
-        mine = self._deadlines
-        last = mine[-1] if len(self) else deadlines_ms[0]
-        ascending = deadlines_ms[0] >= last and (
-            len(deadlines_ms) == 1 or all(map(float.__le__, deadlines_ms[:-1], deadlines_ms[1:]))
-        )
-        if not ascending:
-            for deadline_ms, item, floor in zip(deadlines_ms, items, floors, strict=True):
-                self.push(deadline_ms, item, floor)
-            return
-        mine.extend(deadlines_ms)
-        self._items.extend(items)
-        if self._priority is not None:
-            self.prioritised += self._with_priority(items)
-        self._floors.extend(floors)
-        self.demanding += sum(map(NO_FLOOR.__lt__, floors))
 
     def deadline(self, i: int = 0) -> float:
         """Return the deadline, ms, of the i-th most urgent request (0-based)."""
@@ -113,10 +87,7 @@ class EDFQueue(Generic[Item]):
         """Remove and return the k most urgent requests, most urgent first."""
         head, end = self._head, self._head + k
         items = self._items[head:end]
-        if self.demanding:
-            self.demanding -= sum(map(NO_FLOOR.__lt__, self._floors[head:end]))
-        if self.prioritised:
-            self.prioritised -= self._with_priority(items)  # type: ignore[arg-type]
+        self._uncount(items, self._floors[head:end])
         self._advance(end)
         return items  # type: ignore[return-value]
 
@@ -145,10 +116,7 @@ class EDFQueue(Generic[Item]):
         at = bisect_left(self._deadlines, deadline_ms, self._head)
         while at < len(self._deadlines) and self._deadlines[at] == deadline_ms:
             if self._items[at] is item:
-                if self._floors[at] > NO_FLOOR:
-                    self.demanding -= 1
-                if self.prioritised:
-                    self.prioritised -= self._with_priority([item])
+                self._uncount((item,), (self._floors[at],))
                 del self._deadlines[at], self._items[at], self._floors[at]
                 return True
             at += 1
@@ -163,9 +131,7 @@ class EDFQueue(Generic[Item]):
                 chosen.append(end)
             end += 1
         items = [self._items[at] for at in chosen]
-        self.demanding -= sum(self._floors[at] > NO_FLOOR for at in chosen)
-        if self.prioritised:
-            self.prioritised -= self._with_priority(items)  # type: ignore[arg-type]
+        self._uncount(items, [self._floors[at] for at in chosen])
         taken = set(chosen)
         kept = [at for at in range(self._head, end) if at not in taken]
         start = end - len(kept)
@@ -175,8 +141,12 @@ class EDFQueue(Generic[Item]):
         self._advance(start)
         return items  # type: ignore[return-value]
 
-    def _with_priority(self, items: Sequence[Item]) -> int:
-        return 0 if self._priority is None else sum(map(bool, map(self._priority, items)))
+    def _uncount(self, items: Sequence[Any], floors: Sequence[float]) -> None:
+        """Subtract requests that leave from those with a floor and those with a priority."""
+        if self.demanding:
+            self.demanding -= sum(map(NO_FLOOR.__lt__, floors))
+        if self._priority is not None and self.prioritised:
+            self.prioritised -= sum(map(bool, map(self._priority, items)))
 
     def _advance(self, end: int) -> None:
         self._items[self._head : end] = repeat(None, end - self._head)

@@ -5,7 +5,6 @@ A new field of requests is three edits: in `AskOptions`, in `Ask` with its check
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -129,8 +128,6 @@ class Job:
         abandoned: whether the worker was replaced; the outputs that it still returns are discarded.
         preempted: the job that is suspended while this one runs; None if this one preempted no other.
         paused_ms: time that the current part was suspended, in ms.
-        unpreempted_until_ms: the job need not look for urgent requests while it should end before this time,
-            in ms, and no request arrives.
         suspended_ms: when the job was suspended last, in ms.
         left_ms: how long the part was expected to run on at that time, in ms.
     """
@@ -148,7 +145,6 @@ class Job:
         self.started_ms = self.expected_ms = self.limit_ms = 0.0
         self.abandoned = False
         self.preempted: Job | None = None
-        self.unpreempted_until_ms = -math.inf
         self.paused_ms = self.suspended_ms = self.left_ms = 0.0
         self._todo: list[list[Request]] = []
 

@@ -13,22 +13,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from subnetact.errors import BatchFailed, RequestError
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling import failures
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Dispatcher
-from subnetact.serving.scheduling.failures import (
-    alone_failed,
-    is_out_of_memory,
-    never_ran,
-    policy_failed,
-    queue_full,
-    share_full,
-    worker_died,
-    worker_hung,
-)
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.request import Job, Request
 from subnetact.serving.scheduling.worker_states import WorkerStates
@@ -112,10 +102,10 @@ class Scheduler:
         waiting = len(self) if self.dispatcher.expired == "defer" else len(self._queue)
         if self.gate is not None:
             if not self.gate.has_room(client, self.max_queue, waiting):
-                raise share_full(int(self.max_queue))
+                raise failures.share_full(int(self.max_queue))
         elif waiting >= self.max_queue:
             if not self.dispatcher.deferred:
-                raise queue_full(int(self.max_queue))
+                raise failures.queue_full(int(self.max_queue))
             self._drop_all(self.dispatcher.deferred.take(1))
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -125,14 +115,11 @@ class Scheduler:
         self._last_arrival_ms = last
         self.counts["submitted"] += len(requests)
         self.dispatcher.arrivals.extend(times)
-        if self.gate is None:
-            deadlines = [request.deadline_ms for request in requests]
-            self._queue.extend(deadlines, requests, [request.ask.floor for request in requests])
-        else:
-            for request, now in zip(requests, times, strict=True):
+        for request, now in zip(requests, times, strict=True):
+            if self.gate is None:
+                self._queue.push(request.deadline_ms, request, request.ask.floor)
+            else:
                 self.gate.push(now, request)
-        for job in self.jobs.values():  # one of the new requests may be urgent
-            job.unpreempted_until_ms = -math.inf
 
     def withdraw(self, request: Request) -> bool:
         """End a request that its client has cancelled; return whether it had no outcome yet."""
@@ -145,13 +132,13 @@ class Scheduler:
     def close_all(self) -> None:
         """End every request that waits with `BatcherClosed`."""
         for request in self._take_all():
-            self._end(request, "closed", never_ran())
+            self._end(request, "closed", failures.never_ran())
 
     def policy_failed(self, error: Exception, waiting: bool = True) -> None:
         """End requests with `BatchFailed` because the policy raised: those taken, and all that wait if so."""
         taken, self.dispatcher.taken = self.dispatcher.taken, []
         for request in taken + (self._take_all() if waiting else []):
-            self._end(request, "failed", policy_failed(error))
+            self._end(request, "failed", failures.policy_failed(error))
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -167,11 +154,10 @@ class Scheduler:
 
     def block_length(self, job: Job, layer_blocks: int) -> int:
         """Return after how many of its layer blocks a job asks `step_done`; all of them if never."""
-        policy: Any = self.dispatcher.policy_of(job.shape)
-        if job.preempted is not None or not hasattr(policy, "preempt"):
+        plan = self.dispatcher.plan_of(job.shape)
+        if job.preempted is not None or plan.preempt is None:
             return layer_blocks
-        length = getattr(policy, "block_length", None)
-        return 1 if length is None else max(1, int(length(layer_blocks, job.expected_ms)))
+        return max(1, int(plan.block_length(layer_blocks, job.expected_ms)))
 
     def runs_in_blocks(self, job: Job) -> bool:
         """Return whether a job may be suspended between two layer blocks."""
@@ -219,7 +205,7 @@ class Scheduler:
             return
         part = [request for request in job.part if request.open]
         most = (len(part) + 1) // 2
-        exhausted = is_out_of_memory(error)
+        exhausted = failures.is_out_of_memory(error)
         if exhausted:
             self.counts["out_of_memory"] += 1
             most = self._limit(job.subnet, job.size, len(part))
@@ -227,7 +213,7 @@ class Scheduler:
             self.counts["bisected"] += not exhausted
             job.split(part, most)
         elif part:
-            self._end(part[0], "failed", alone_failed(job, error))
+            self._end(part[0], "failed", failures.alone_failed(job, error))
         self._advance(job, now_ms)
 
     def lost(self, worker: int, error: BaseException, now_ms: float) -> None:
@@ -237,7 +223,7 @@ class Scheduler:
         job = self.jobs.pop(worker, None)
         for one in [] if job is None else job.on_worker():
             for request in one.requests():
-                self._retry(request, one, now_ms, worker_died(error))
+                self._retry(request, one, now_ms, failures.worker_died(error))
 
     def tick(self, now_ms: float) -> list[int]:
         """Do what the passage of time alone requires.
@@ -287,8 +273,7 @@ class Scheduler:
         saved, takes_ms = other.urgent(left_ms, now_ms)
         ends_ms = now_ms + left_ms
         late = sum(ends_ms <= r.deadline_ms < ends_ms + takes_ms for r in job.part if r.open)
-        factor: float = getattr(self.dispatcher.policy_of(job.shape), "factor", 1.0)
-        if not saved or job.abandoned or saved <= factor * late:
+        if not saved or job.abandoned or saved <= self.dispatcher.plan_of(job.shape).factor * late:
             return False
         self._suspend(job, left_ms, now_ms)
         job.limit_ms = math.inf
@@ -297,7 +282,6 @@ class Scheduler:
     def resume(self, job: Job, now_ms: float) -> None:
         """Book a job again that was suspended."""
         job.paused_ms += now_ms - job.suspended_ms
-        job.unpreempted_until_ms = -math.inf
         job.limit_ms = now_ms + self._patience_ms(job)
         self.jobs[job.worker] = job
         self.workers.book(job.worker, now_ms + job.left_ms)
@@ -377,7 +361,7 @@ class Scheduler:
         expected_ms = self.dispatcher.expected_ms(job.subnet, count, job.shape)
         if not math.isnan(expected_ms):
             job.expected_ms = expected_ms
-        job.started_ms, job.paused_ms, job.unpreempted_until_ms = now_ms, 0.0, -math.inf
+        job.started_ms, job.paused_ms = now_ms, 0.0
         job.limit_ms = now_ms + self._patience_ms(job)
         left_ms = 0.0 if job.preempted is None else job.preempted.left_ms
         self.workers.book(job.worker, now_ms + job.expected_ms + left_ms)
@@ -411,21 +395,13 @@ class Scheduler:
 
     def _is_urgent(self, job: Job, now_ms: float) -> bool:
         """Return whether the policy lets the requests that wait go before the rest of a job."""
-        policy: Any = self.dispatcher.policy_of(job.shape)
         if self.dispatcher.expired != "serve":
             self.dispatcher.remove_expired(now_ms)
-        if not len(self._queue) or not hasattr(policy, "preempt"):
+        if not len(self._queue):
             return False
         context = self.dispatcher.look(now_ms, job.worker)
-        calm_until = getattr(policy, "calm_until", None)
-        if calm_until is not None:
-            until_ms = calm_until(context)
-            if self.gate is None:
-                job.unpreempted_until_ms = until_ms
-            if max(now_ms, min(context.free_at_ms)) <= until_ms:
-                return False
         running = [other for other in self.jobs.values() if other.preempted is None]
-        urgent: bool = policy.preempt(context, running) == job.worker
+        urgent: bool = self.dispatcher.plan_of(job.shape).preempt(context, running) == job.worker
         return urgent
 
     def _second_try(self, worker: int, now_ms: float) -> Job | None:
@@ -470,7 +446,7 @@ class Scheduler:
         for one in job.on_worker():
             one.abandoned = True
             for request in one.requests():
-                self._retry(request, one, now_ms, worker_hung(job, now_ms))
+                self._retry(request, one, now_ms, failures.worker_hung(job, now_ms))
 
     def _end_those_without_worker(self, now_ms: float) -> None:
         """End requests while no worker is up: those past their deadline, or all if closing is in vain."""
@@ -484,7 +460,7 @@ class Scheduler:
 
     def _observe(self, job: Job, took_ms: float) -> None:
         """Tell the policy how long a part of a job took, if it wants to know."""
-        observe: Any = getattr(self.dispatcher.policy_of(job.shape), "observe", None)
+        observe = self.dispatcher.plan_of(job.shape).observe
         if observe is None or not self._heard:
             return
         table = self.tables[job.shape]

@@ -116,14 +116,9 @@ class EventLoop:
             self._serve(now)
             event_ms = events[-1].t_ms if events else math.inf
             step_ms = steps[0][0] if steps else math.inf
-            if self._parked or in_steps:
-                following = min(self._arrival_ms, step_ms, event_ms)
-            elif self._idle:  # nothing waits
-                following = min(self._arrival_ms, event_ms)
-                if following == math.inf:
-                    following = step_ms
-            else:
-                following = min(step_ms, event_ms)
+            following = min(step_ms, event_ms)
+            if self._parked or self._idle or in_steps:  # otherwise no arrival can be served yet
+                following = min(following, self._arrival_ms)
         self._bar.close()
         return self._finished()
 
