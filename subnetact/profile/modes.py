@@ -59,7 +59,9 @@ class TimedRunner:
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[Callable[[], Any]]:
         """Make a subnet ready at a batch size for as long as the context lasts; yield the call to time."""
-        x = self._input(batch_size)
+        if batch_size not in self._inputs:
+            self._inputs = {batch_size: batch_like(self.sample, batch_size, self.engine.device)}
+        x = self._inputs[batch_size]
         run = self.engine.ready(subnet)
         if self.mode == "compile":
             self.engine.prepare([batch_size], [subnet])
@@ -87,8 +89,3 @@ class TimedRunner:
                 f"mode 'fused': subnet {self.engine.keys[subnet]} is no fused program: {pinned.reason}; "
                 "give more with --memory-budget-mb, or choose another mode"
             )
-
-    def _input(self, batch_size: int) -> Any:
-        if batch_size not in self._inputs:
-            self._inputs = {batch_size: batch_like(self.sample, batch_size, self.engine.device)}
-        return self._inputs[batch_size]
