@@ -35,9 +35,8 @@ def save_bundle(
         former = quality.get(name, {}).get(ACCURACY, {"value": None, "source": None})
         if percent is not None and percent != former["value"]:
             quality.setdefault(name, {})[ACCURACY] = {"value": percent, "source": None}
-    card = replace(
-        card, subnets={**card.subnets, **dict(zip(names, config.specs, strict=True))}, quality=quality
-    )
+    subnets = {**card.subnets, **dict(zip(names, config.specs, strict=True))}
+    card = replace(card, subnets=subnets, quality=quality)
     require = () if config.allow_uncalibrated else config.served
     save_folder(supernet, directory, card, tables, facts | {"subnets": names}, require)
 

@@ -347,9 +347,7 @@ class Engine:
         """
         with self._changing:
             first, removed = len(self._subnets), set(config.removed)
-            added = [
-                ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], start=first)
-            ]
+            added = [ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], first)]
             subnets = (*self._subnets, *added)
             served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
             for subnet in served.values():

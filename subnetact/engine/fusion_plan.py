@@ -199,9 +199,8 @@ class Plan:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
             left = self.budget.limit
             progress = any(i not in self._programs and i not in self._reasons for i in order)
-            for place, i in enumerate(
-                tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
-            ):
+            bar = tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
+            for place, i in enumerate(bar):
                 left -= self._decide(served[i], left, order[:place:-1])
 
     def drop(self, subnet: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,11 +68,8 @@ class TimedRunner:
             self._pin(subnet)
         with torch.inference_mode():
             if self.facts["include_h2d"]:
-                host = map_tensors(lambda part: part.cpu().pin_memory(), x)
-                copied = partial(
-                    map_tensors, lambda part: part.to(self.engine.device, non_blocking=True), host
-                )
-                yield lambda: run(copied())
+                host, device = map_tensors(lambda part: part.cpu().pin_memory(), x), self.engine.device
+                yield lambda: run(map_tensors(lambda part: part.to(device, non_blocking=True), host))
             else:
                 yield lambda: run(x)
 
