@@ -1,4 +1,4 @@
-"""Finite values: whether a network can make NaN or infinite values of finite inputs, and which inputs are.
+"""Finite values: which samples have NaN or infinite values, and whether a network can make some of others.
 
 Some operations of fused programs turn NaN into a number, so a program may use them only if no NaN can reach
 them.
