@@ -61,9 +61,11 @@ def _is_known(module: nn.Module) -> bool:
 
 def strange_samples(x: Tensor) -> list[int]:
     """Return the positions of the samples of a batch that have NaN, infinite or huge values."""
-    rows = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).reshape(len(x), x.shape[1:].numel())
+    if torch.linalg.vector_norm(x).item() <= LIMIT:  # NaN is not.
+        return []
+    rows = x.reshape(len(x), x.shape[1:].numel())
     norms: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
-    return [i for i, norm in enumerate(norms) if not norm <= LIMIT]  # NaN is not, either.
+    return [i for i, norm in enumerate(norms) if not norm <= LIMIT]
 
 
 def overflows(view: nn.Module, probe: Tensor | None) -> bool:

@@ -94,6 +94,12 @@ class SweepSettings:
             raise TableError(f"co_runners: {max(self.co_runners)} processes; start at most {MOST_CO_RUNNERS}")
 
 
+def _co_runners(runner: TimedRunner, count: int) -> CoRunners:
+    engine = runner.engine
+    network = engine.supernet.extract(engine.ready(engine.ids[0]).spec).to(engine.device)
+    return CoRunners(network, batch_like(runner.sample, 1, engine.device), count)
+
+
 def environment(
     supernet: Supernet,
     device: torch.device,
@@ -143,10 +149,7 @@ class Sweep:
         """Measure what is not measured yet, with a progress bar when standard error is a terminal."""
         context: CoRunners | nullcontext[None] = nullcontext()
         if self.settings.co_runners:
-            engine = self.runner.engine
-            network = engine.supernet.extract(engine.specs[engine.ids[0]]).to(engine.device)
-            x = batch_like(self.runner.sample, 1, engine.device)
-            context = CoRunners(network, x, self.settings.co_runners[-1])
+            context = _co_runners(self.runner, self.settings.co_runners[-1])
         bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
         windows = self.measurements.windows
         with context as processes, bar:
@@ -175,10 +178,10 @@ class Sweep:
 
     def _measure_window(self, cell: Cell) -> None:
         runner, settings, (_, subnet, batch_size) = self.runner, self.settings, cell
-        least_ms = settings.min_time_ms / settings.windows
+        warmup_ms, least_ms = settings.warmup_ms, settings.min_time_ms / settings.windows
         try:
             with runner.prepared(subnet, batch_size) as call:
-                window = measure(call, runner.engine.device, settings.warmup_ms, least_ms)
+                window = measure(call, runner.engine.device, warmup_ms=warmup_ms, min_time_ms=least_ms)
         except SubnetActError:
             raise
         except Exception as error:
