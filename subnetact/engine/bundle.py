@@ -19,11 +19,6 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["load_bundle", "save_bundle"]
 
-DEFAULTS: dict[str, Any] = {
-    "removed": [], "pinned": [], "sample": None, "padding": None, "allow_uncalibrated": False
-}  # fmt: skip
-"""What an engine is made with that loads a bundle of no engine."""
-
 
 def save_bundle(
     supernet: Supernet,
@@ -40,9 +35,8 @@ def save_bundle(
         former = quality.get(name, {}).get(ACCURACY, {"value": None, "source": None})
         if percent is not None and percent != former["value"]:
             quality.setdefault(name, {})[ACCURACY] = {"value": percent, "source": None}
-    card = replace(
-        card, subnets={**card.subnets, **dict(zip(names, config.specs, strict=True))}, quality=quality
-    )
+    subnets = {**card.subnets, **dict(zip(names, config.specs, strict=True))}
+    card = replace(card, subnets=subnets, quality=quality)
     require = () if config.allow_uncalibrated else config.served
     save_folder(supernet, directory, card, tables, facts | {"subnets": names}, require)
 
@@ -56,8 +50,8 @@ def load_bundle(
         document: dict[str, Any], space: SubnetSpace, norms: NormTable, supernet: Supernet
     ) -> EngineConfig:
         card = document["card"]
-        facts = document["engine"] or DEFAULTS
-        names = facts.get("subnets", list({spec: name for name, spec in card.subnets.items()}.values()))
+        facts = document["engine"] or EngineConfig(()).to_json()
+        names = facts["subnets"] or list({spec: name for name, spec in card.subnets.items()}.values())
         percent = [card.quality.get(name, {}).get(ACCURACY, {}).get("value") for name in names]
         specs = [card.subnets[name].to_json() for name in names]
         stored = EngineConfig.from_json({**facts, "subnets": specs, ACCURACY: percent}, space)

@@ -347,9 +347,7 @@ class Engine:
         """
         with self._changing:
             first, removed = len(self._subnets), set(config.removed)
-            added = [
-                ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], start=first)
-            ]
+            added = [ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], first)]
             subnets = (*self._subnets, *added)
             served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
             for subnet in served.values():
@@ -366,11 +364,9 @@ class Engine:
                     subnet.bound = None
             for subnet in gone:
                 self._blocks.drop(subnet.spec)
-                self._plan.drop(subnet.id)
-                if self._graphs is not None:
-                    self._graphs.drop(subnet.id)
-                if self._compiler is not None:
-                    self._compiler.drop(subnet.id)
+                for part in (self._plan, self._graphs, self._compiler):
+                    if part is not None:
+                        part.drop(subnet.id)
             self._change_plan(config.pinned)
             if self._compiler is not None and config.prepared != self.prepared:
                 self.prepare(config.prepared, self._calibrated_ids())
@@ -476,10 +472,10 @@ class Engine:
         planned = None if casts else self._plan.program(ready, bound)
         if planned is None:
             bound, blocks = self._blocks.of_view(ready.spec)
-        else:
+        elif planned.program.refused(batch):
             blocks = [planned]
-            if planned.program.accepts(batch):
-                blocks = self._blocks.of_program(planned.program)
+        else:
+            blocks = self._blocks.of_program(planned.program)
         graphs = self._graphs
         if graphs is None or casts or len(blocks) == 1:
             return blocks

@@ -1,4 +1,4 @@
-"""Finite values: whether a network can make NaN or infinite values of finite inputs.
+"""Finite values: which samples have NaN or infinite values, and whether a network can make some of others.
 
 Some operations of fused programs turn NaN into a number, so a program may use them only if no NaN can reach
 them.
@@ -19,7 +19,7 @@ from subnetact.operators.lowered_weight import LowConv, LowLinear
 from subnetact.operators.view_module import module_class
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS
 
-__all__ = ["LIMIT", "overflows", "stays_finite"]
+__all__ = ["overflows", "stays_finite", "strange_samples"]
 
 LIMIT = 1e8
 """Inputs up to this absolute value count as ordinary; `overflows` probes a network with values as large."""
@@ -57,6 +57,15 @@ def _is_known(module: nn.Module) -> bool:
     cls = module_class(module)
     known = isinstance(module, LowConv | LowLinear) or plain_conv(module)
     return known or cls.forward is nn.BatchNorm2d.forward or traits_of(cls, derived=False).finite
+
+
+def strange_samples(x: Tensor) -> list[int]:
+    """Return the positions of the samples of a batch that have NaN, infinite or huge values."""
+    if torch.linalg.vector_norm(x).item() <= LIMIT:  # NaN is not.
+        return []
+    rows = x.reshape(len(x), x.shape[1:].numel())
+    norms: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
+    return [i for i, norm in enumerate(norms) if not norm <= LIMIT]
 
 
 def overflows(view: nn.Module, probe: Tensor | None) -> bool:

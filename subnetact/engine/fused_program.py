@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from subnetact.calibration.inplace import writes
 from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.fast_conv import use_fast_convs_
-from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
+from subnetact.engine.finite_values import overflows, stays_finite, strange_samples
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.engine.packed_conv import ACTIVATIONS, PackedConv, plain_conv
@@ -55,15 +55,16 @@ class FusedProgram:
         self.values: dict[str, Any] = {}
         self.paths: dict[str, str] = {}  # for layers that the network lacks, one that they stand for
         self.blocks: list[Callable[[Any], Any]] | None = None  # `blocks.py` keeps the parts of the graph here
-        self._linears: list[PackedLinear] = []
         self.forward: Callable[..., Any]
         if traced:
             self.graph = self._fused(view, probe)
             self.forward = graph_function(self.graph, self.values)
+            packed = list(self.values.values())
         else:
-            self._linears = pack_linears_(use_fast_convs_(view))
+            packed = pack_linears_(use_fast_convs_(view))
             self.forward = view
-        self._convs = [value for value in self.values.values() if isinstance(value, PackedConv)]
+        self._convs = [layer for layer in packed if isinstance(layer, PackedConv)]
+        self._linears = [layer for layer in packed if isinstance(layer, PackedLinear)]
         if not self._convs and not self._linears:
             raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d or large Linear")
         self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
@@ -72,19 +73,9 @@ class FusedProgram:
         """Run a batch, with images in channels_last, and return the network's output."""
         return call_with(self.forward, x)
 
-    def accepts(self, x: Any) -> bool:
-        """Tell whether the program answers a batch, which is not empty, as the view does."""
-        if isinstance(x, Tensor) and not x.numel():
-            return False
-        if not self._swallows_nan or not x.is_floating_point():
-            return True
-        flat = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).reshape(-1)
-        return bool(torch.dot(flat, flat) <= LIMIT**2)  # False for NaN.
-
-    def refused_samples(self, x: Tensor) -> Tensor:
-        """Return the positions of the samples that `accepts` would refuse if each of them came alone."""
-        squares = x.reshape(len(x), -1).double().square().sum(1)
-        return (~(squares <= LIMIT**2)).nonzero()[:, 0]
+    def refused(self, x: Any) -> list[int]:
+        """Return the positions of the samples that the program would not answer as the view does."""
+        return strange_samples(x) if self._swallows_nan and x.is_floating_point() else []
 
     @property
     def nbytes(self) -> int:
@@ -186,16 +177,12 @@ class FusedProgram:
             by_input.setdefault(node if alone else node.args[0], []).append(node)
         for nodes in by_input.values():
             layers, path = [values[str(node.target)] for node in nodes], str(nodes[0].target)
-            if isinstance(layers[0], PackedLinear):  # It is called several times.
-                self._overwrite_output(graph, nodes[0])
-                continue
-            product = PackedLinear(layers)
-            self._linears.append(product)
             if len(nodes) == 1:
-                values[path] = product
+                if not isinstance(layers[0], PackedLinear):  # It may be called several times.
+                    values[path] = PackedLinear(layers)
                 self._overwrite_output(graph, nodes[0])
                 continue
-            name = f"subnetact_packed_{len(self._linears)}"
+            name, product = f"subnetact_packed_{nodes[0].name}", PackedLinear(layers)
             values[name], self.paths[name] = product, path
             with graph.inserting_before(nodes[0]):
                 whole = graph.call_module(name, nodes[0].args)
@@ -226,21 +213,16 @@ class FusedProgram:
     def _overwrite_added(self, graph: fx.Graph) -> None:
         """Let a convolution write its sum over the value that it adds, if nothing reads that value later."""
         order = {node: i for i, node in enumerate(graph.nodes)}
-
-        def conv_of(node: fx.Node) -> PackedConv | None:
-            value = self.values.get(str(node.target)) if node.op == "call_module" else None
-            return value if isinstance(value, PackedConv) else None
-
-        for node in graph.nodes:
-            conv = conv_of(node)
-            if conv is not None and len(node.args) == 2:
-                other = node.args[1]
-                # Other readers must be fused convolutions: other operations may have returned a view of it.
-                conv.overwrite = (
-                    conv_of(other) is not None
-                    and other is not node.args[0]
-                    and all(order[u] <= order[node] and conv_of(u) is not None for u in other.users)
-                )
+        convs = {node for node in order if isinstance(self.values.get(str(node.target)), PackedConv)}
+        for node in convs:
+            x, *added = node.args
+            # Other readers must be fused convolutions: other operations may have returned a view of it.
+            self.values[str(node.target)].overwrite = any(
+                other is not x
+                and other in convs
+                and all(user in convs and order[user] <= order[node] for user in other.users)
+                for other in added
+            )
 
 
 def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:

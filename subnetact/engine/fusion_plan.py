@@ -114,17 +114,18 @@ class PlannedProgram:
     def __call__(self, x: Any) -> Any:
         """Run a batch; the view answers samples that the program would answer wrongly, and no others."""
         view = self.bound.view
-        if self.program.accepts(x):
+        if isinstance(x, Tensor) and not x.numel():
+            return view(x)
+        refused = self.program.refused(x)
+        if not refused:
             return self.program(x)
-        refused = self.program.refused_samples(x) if x.numel() and x.dim() else None
-        if refused is None or len(refused) == len(x):
-            return call_with(view, x)
-        if not len(refused):
-            return self.program(x)
-        answers = self.program(x.index_fill(0, refused, 0))  # of the same size, on which rounding may depend
-        if answers.shape[:1] != x.shape[:1]:  # One tensor: `overflows` lets no other program swallow NaN.
-            return call_with(view, x)
-        return answers.index_copy(0, refused, call_with(view, laid_out(x[refused])))
+        if len(refused) < len(x):
+            at = torch.tensor(refused)
+            answers = self.program(x.index_fill(0, at, 0))  # of the same size, on which rounding may depend
+            # They are one tensor: `overflows` lets no other program swallow NaN.
+            if answers.shape[:1] == x.shape[:1]:
+                return answers.index_copy(0, at, view(laid_out(x[at])))
+        return view(x)
 
 
 class _Reason(NamedTuple):
@@ -198,9 +199,8 @@ class Plan:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
             left = self.budget.limit
             progress = any(i not in self._programs and i not in self._reasons for i in order)
-            for place, i in enumerate(
-                tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
-            ):
+            bar = tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
+            for place, i in enumerate(bar):
                 left -= self._decide(served[i], left, order[:place:-1])
 
     def drop(self, subnet: int) -> None:

@@ -72,10 +72,8 @@ class InputShapes:
         if generation != self._generation:
             former, dtype = self._dtype, _dtype_of(self._supernet)
             self._generation, self._dtype = generation, dtype
-            self.samples = [
-                map_tensors(lambda t: t.to(dtype) if t.dtype == former else t, sample)
-                for sample in self.samples
-            ]
+            samples = map_tensors(lambda t: t.to(dtype) if t.dtype == former else t, tuple(self.samples))
+            self.samples = list(samples)
         return self
 
     def index(self, x: Any) -> int:

@@ -40,17 +40,12 @@ class Int8Conv(PackedConv):
 
     def __init__(self, conv: Any, norm: Any = None, activation: Elementwise | None = None) -> None:
         super().__init__(conv, norm, activation)
-        self._onednn, self._then = True, None
+        self._onednn = True
         scales: Tensor = conv.lowered.scale.detach()
         if self._factor is not None:
             scales = scales * self._factor.abs()
         self._scales = scales.clamp_min(SMALLEST_SCALE)
         self._zeros = torch.zeros(len(self._scales), dtype=torch.int32)
-
-    @property
-    def swallows_nan(self) -> bool:
-        """Whether the result can be a number although the convolution gives NaN: always."""
-        return True
 
     def _reordered(self, shape: torch.Size) -> Tensor:
         weight = self._weight

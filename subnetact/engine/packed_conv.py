@@ -86,7 +86,6 @@ class PackedConv(nn.Module):
         # oneDNN's ReLU and hardtanh turn NaN into a number; without `merge` the activation runs by itself.
         self._merged = ACTIVATIONS[activation.name] if activation and merge else ("none", [])
         self._activate = None if activation is None else activation.over
-        self._then = None if self._onednn and merge else self._activate
         self._reserve: Callable[[int], bool] = lambda _: True
         self._packing = Lock()
         self._by_layout: dict[bytes, Tensor] = {}
@@ -131,7 +130,7 @@ class PackedConv(nn.Module):
                 y = torch.ops.mkldnn._convolution_pointwise_.binary(other, x, *add)
             else:
                 y = convolve.binary(x, other, *add)
-        return y if self._then is None else self._then(y)
+        return y if self._activate is None or name != "none" else self._activate(y)
 
     def _packed(self, shape: torch.Size) -> Tensor:
         """Return the weight in the layout for inputs of a shape (N, in, H, W)."""

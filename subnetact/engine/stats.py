@@ -44,8 +44,5 @@ class EngineStats:
 
 def weight_bytes(network: nn.Module) -> int:
     """Return the bytes of a network's parameters and buffers. Every storage counts once."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in (*network.parameters(), *network.buffers())
-    }
-    return sum(storages.values())
+    storages = [t.untyped_storage() for t in (*network.parameters(), *network.buffers())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
 from subnetact.device import raise_if_out_of_memory
+from subnetact.engine.config import EngineConfig
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError, first_line
@@ -137,15 +138,9 @@ def writing_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder; then add the index, with the configuration of what is exported, and place it."""
     accuracy = dict(zip(engine.specs, engine.accuracy, strict=True))
-    config = replace(
-        engine.config,
-        specs=specs,
-        accuracy=[accuracy.get(spec) for spec in specs],
-        removed=(),
-        pinned=(),
-        sample=engine.sample,
-        padding=None,
-    )
+    allow = engine.config.allow_uncalibrated
+    percents = [accuracy.get(spec) for spec in specs]
+    config = EngineConfig(specs, percents, sample=engine.sample, allow_uncalibrated=allow)
     made = {"subnetact": __version__, "torch": torch.__version__}
     with export_format(kind).writing(directory, {**made, **facts, **config.to_json()}) as folder:
         yield folder

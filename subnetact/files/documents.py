@@ -142,11 +142,7 @@ class FolderFormat(DocumentFormat):
         with replacing_folder(directory, self.index, self.noun) as folder:
             yield folder
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-            document = {
-                **self.header,
-                **facts,
-                "files": {name: described(folder / name) for name in names},
-            }
+            document = {**self.header, **facts, "files": {name: described(folder / name) for name in names}}
             document["checksum"] = checksum(document)
             one_version(directory, partial(self._keep_others, folder))
             (folder / self.index).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

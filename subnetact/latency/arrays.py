@@ -71,9 +71,7 @@ def number(value: object, name: str) -> float:
 def percentages(accuracy: Sequence[object], keys: Sequence[str]) -> tuple[float, ...]:
     """Return one accuracy in percent per subnet; NaN, and None, which becomes NaN, are not known."""
     unknown = [v is None or (isinstance(v, float | np.floating) and math.isnan(v)) for v in accuracy]
-    percents = tuple(
-        math.nan if unknown[i] else number(value, f"accuracy[{i}]") for i, value in enumerate(accuracy)
-    )
+    percents = tuple(math.nan if unknown[i] else number(v, f"accuracy[{i}]") for i, v in enumerate(accuracy))
     if len(percents) != len(keys):
         raise TableError(f"accuracy: {len(percents)} values for {len(keys)} subnets; give one per subnet")
     for key, percent in zip(keys, percents, strict=True):

@@ -21,9 +21,7 @@ Costs: TypeAlias = npt.NDArray[np.float64]
 
 
 def pareto_front(
-    items: Iterable[Item],
-    cost: Callable[[Item], float],
-    gain: Callable[[Item], float],
+    items: Iterable[Item], cost: Callable[[Item], float], gain: Callable[[Item], float]
 ) -> list[Item]:
     """Return the items that no other item dominates, in ascending cost.
 

@@ -63,9 +63,7 @@ class AccuracyPredictor:
 
     @classmethod
     def from_checkpoint(
-        cls,
-        checkpoint: str | os.PathLike[str] | Mapping[str, Tensor],
-        encode: Callable[[SubnetSpec], Any],
+        cls, checkpoint: str | os.PathLike[str] | Mapping[str, Tensor], encode: Callable[[SubnetSpec], Any]
     ) -> AccuracyPredictor:
         """Load published weights: `ofa_resnet50_acc_predictor.pth` for example, or the tutorial's.
 

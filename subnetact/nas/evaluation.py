@@ -64,14 +64,11 @@ def evaluate(
     device = supernet.device
     views = [supernet.subnet(spec) for spec in wanted]
     right, seen = [0] * len(wanted), 0
+    bar = tqdm(
+        batches, f"evaluating {len(wanted)} subnets", disable=not progress or None, leave=None, delay=1
+    )
     with torch.inference_mode():
-        for batch in tqdm(
-            batches,
-            desc=f"evaluating {len(wanted)} subnets",
-            disable=not progress or None,
-            leave=None,
-            delay=1,
-        ):
+        for batch in bar:
             x, labels = _pair(batch)
             x, labels = map_tensors(lambda t: t.to(device), x), labels.to(device)
             seen += len(labels)

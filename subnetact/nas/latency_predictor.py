@@ -115,13 +115,8 @@ class LatencyPredictor:
             rest = part != fold
             predicted[~rest] = features[~rest] @ _weights(features[rest], measured[rest])
         off = 100 * np.abs(predicted / measured - 1)
-        error = PredictionError(
-            float(off.mean()),
-            float(off.max()),
-            _rank_correlation(predicted, measured),
-            int(len(specs) - np.bincount(part).max()),
-            len(specs),
-        )
+        rank, train = _rank_correlation(predicted, measured), int(len(specs) - np.bincount(part).max())
+        error = PredictionError(float(off.mean()), float(off.max()), rank, train, len(specs))
         return cls(costs, _weights(features, measured), error, batch_size)
 
     def __call__(self, spec: SubnetSpec) -> float:

@@ -151,14 +151,10 @@ def search(
     kept = None if remeasure is None else journal
     again = _remembered(measured_again, kept, "remeasured", space, len(functions))
     latencies = _remeasured(state, size, again, progress and remeasure is not None)
-    return SearchResult(
-        tuple(
-            Candidate(spec, state.found[spec][0], ms[0], ms)
-            for spec, ms in sorted(latencies.items(), key=lambda item: item[1])
-        ),
-        tuple(Candidate(spec, one[0], one[1], one[1:]) for spec, one in state.found.items()),
-        method,
-    )
+    ranked = sorted(latencies.items(), key=lambda item: item[1])
+    front = tuple(Candidate(spec, state.found[spec][0], ms[0], ms) for spec, ms in ranked)
+    evaluated = tuple(Candidate(spec, one[0], one[1], one[1:]) for spec, one in state.found.items())
+    return SearchResult(front, evaluated, method)
 
 
 def _remembered(

@@ -135,16 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    job = call_with_options(
-        ProfileJob,
-        args,
-        request=call_with_options(
-            SelectionRequest,
-            args,
-            subnets=args.subnets or ("all" if args.bundle else SelectionRequest.subnets),
-        ),
-        settings=call_with_options(SweepSettings, args),
-    )
+    subnets = args.subnets or ("all" if args.bundle else SelectionRequest.subnets)
+    request = call_with_options(SelectionRequest, args, subnets=subnets)
+    settings = call_with_options(SweepSettings, args)
+    job = call_with_options(ProfileJob, args, request=request, settings=settings)
     find_device(job.device)
     torch.manual_seed(args.seed)
     source = call_with_options(load_source, args)

@@ -33,13 +33,10 @@ class CoRunners:
         self._busy = [self._context.Lock() for _ in range(count)]
         self._passes = [self._context.Value("q", 0) for _ in range(count)]
         self._running = 0
+        here = os.getpid(), torch.get_num_threads()
         self._processes = [
-            self._context.Process(
-                target=_work,
-                args=(network, x, turn, busy, passes, os.getpid(), torch.get_num_threads()),
-                daemon=True,
-            )
-            for turn, busy, passes in zip(self._turns, self._busy, self._passes, strict=True)
+            self._context.Process(target=_work, args=(network, x, *own, *here), daemon=True)
+            for own in zip(self._turns, self._busy, self._passes, strict=True)
         ]
 
     def __enter__(self) -> CoRunners:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +58,9 @@ class TimedRunner:
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[Callable[[], Any]]:
         """Make a subnet ready at a batch size for as long as the context lasts; yield the call to time."""
-        x = self._input(batch_size)
+        if batch_size not in self._inputs:
+            self._inputs = {batch_size: batch_like(self.sample, batch_size, self.engine.device)}
+        x = self._inputs[batch_size]
         run = self.engine.ready(subnet)
         if self.mode == "compile":
             self.engine.prepare([batch_size], [subnet])
@@ -67,11 +68,8 @@ class TimedRunner:
             self._pin(subnet)
         with torch.inference_mode():
             if self.facts["include_h2d"]:
-                host = map_tensors(lambda part: part.cpu().pin_memory(), x)
-                copied = partial(
-                    map_tensors, lambda part: part.to(self.engine.device, non_blocking=True), host
-                )
-                yield lambda: run(copied())
+                host, device = map_tensors(lambda part: part.cpu().pin_memory(), x), self.engine.device
+                yield lambda: run(map_tensors(lambda part: part.to(device, non_blocking=True), host))
             else:
                 yield lambda: run(x)
 
@@ -87,8 +85,3 @@ class TimedRunner:
                 f"mode 'fused': subnet {self.engine.keys[subnet]} is no fused program: {pinned.reason}; "
                 "give more with --memory-budget-mb, or choose another mode"
             )
-
-    def _input(self, batch_size: int) -> Any:
-        if batch_size not in self._inputs:
-            self._inputs = {batch_size: batch_like(self.sample, batch_size, self.engine.device)}
-        return self._inputs[batch_size]

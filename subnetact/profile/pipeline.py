@@ -114,13 +114,8 @@ def checked(job: ProfileJob, source: ProfileSource) -> tuple[Wanted, Iterable[An
 
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     """Open the journal of a job; that of a finished job is begun anew unless it is to be resumed."""
-    facts = environment(
-        source.supernet,
-        find_device(job.device),
-        source.sample,
-        run_facts(job.mode, job.include),
-        job.settings,
-    )
+    device, how = find_device(job.device), run_facts(job.mode, job.include)
+    facts = environment(source.supernet, device, source.sample, how, job.settings)
     files = [Path(name) for name in (job.request.subnets, *job.request.accuracy) if Path(name).is_file()]
     options = {
         "batch_sizes": job.batch_sizes,

@@ -210,8 +210,8 @@ def select_subnets(
     statistics = journal.path.with_name("chosen-norms.safetensors")
     for line in journal.of("chosen"):
         with journal.fields():
-            specs = [source.supernet.space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
-            selection = Selection(specs, list(line["accuracy"]), dict(line["facts"]))
+            chosen = [source.supernet.space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
+            selection = Selection(chosen, list(line["accuracy"]), dict(line["facts"]))
         if statistics.exists():
             source.supernet.norms = NormTable.load(statistics)
         return selection
@@ -220,17 +220,13 @@ def select_subnets(
     else:
         function = wanted.accuracy or (lambda _: math.nan)
         percents = map(function, tqdm(wanted.specs, desc="accuracy", disable=None))
-        chosen = "the bundle's" if source.specs and request.subnets == "all" else request.subnets
-        facts = {"subnets_chosen": chosen, "accuracy_source": wanted.origin}
+        which = "the bundle's" if source.specs and request.subnets == "all" else request.subnets
+        facts = {"subnets_chosen": which, "accuracy_source": wanted.origin}
         known = [None if math.isnan(percent) else percent for percent in percents]
         selection = Selection(wanted.specs, known, facts)
     _keep_statistics(source.supernet, selection.specs, statistics)
-    journal.append(
-        "chosen",
-        specs=[spec.to_json() for spec in selection.specs],
-        accuracy=selection.accuracy,
-        facts=selection.facts,
-    )
+    specs = [spec.to_json() for spec in selection.specs]
+    journal.append("chosen", specs=specs, accuracy=selection.accuracy, facts=selection.facts)
     return selection
 
 
@@ -297,10 +293,7 @@ def _search(
 
 
 def fitted_latencies(
-    costs: CostModel,
-    specs: Sequence[SubnetSpec],
-    batch_sizes: Sequence[int],
-    measure: MeasureLatencies,
+    costs: CostModel, specs: Sequence[SubnetSpec], batch_sizes: Sequence[int], measure: MeasureLatencies
 ) -> list[LatencyPredictor]:
     """Measure subnets and fit one latency predictor per batch size at which enough of them ran."""
     found, ran = [], []

@@ -177,15 +177,11 @@ class Sweep:
         return missing
 
     def _measure_window(self, cell: Cell) -> None:
-        runner, (_, subnet, batch_size) = self.runner, cell
+        runner, settings, (_, subnet, batch_size) = self.runner, self.settings, cell
+        warmup_ms, least_ms = settings.warmup_ms, settings.min_time_ms / settings.windows
         try:
             with runner.prepared(subnet, batch_size) as call:
-                window = measure(
-                    call,
-                    runner.engine.device,
-                    warmup_ms=self.settings.warmup_ms,
-                    min_time_ms=self.settings.min_time_ms / self.settings.windows,
-                )
+                window = measure(call, runner.engine.device, warmup_ms=warmup_ms, min_time_ms=least_ms)
         except SubnetActError:
             raise
         except Exception as error:

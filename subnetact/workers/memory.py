@@ -73,14 +73,12 @@ class BatchMemory:
 
     def write(self, samples: Sequence[Any]) -> bytes:
         """Copy samples over those that were there, and return the layout, which `read` needs."""
-        first = samples[0]
-        if all(
-            isinstance(x, Tensor)
-            and _plain(x)
-            and (x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device)
-            for x in samples
-        ):
-            shape, rows = (len(samples), *first.shape), [x.detach() for x in samples]
+        kinds = {
+            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) and _plain(x) else None for x in samples
+        }
+        if len(kinds) == 1 and None not in kinds:
+            first, rows = samples[0], [x.detach() for x in samples]
+            shape = len(samples), *first.shape
             block = self._block(first.dtype, shape)
             if first.device.type == "cpu":
                 torch.stack(rows, out=block)

@@ -383,3 +383,18 @@ def test_copies_are_watched_too(supernet: Supernet) -> None:
         copied.network.head = nn.Linear(8, 3)
         assert not torch.allclose(copied(X, subnet=spec), before)
         assert not torch.equal(supernet.network.head.weight, copied.network.head.weight)
+
+
+def test_the_state_of_a_norm_of_another_precision_than_its_row_is_its_own() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    supernet = subnetact.insert_(network, example=x)
+    largest = supernet.space.largest()
+    subnetact.calibrate(supernet, [largest], [x])
+    supernet.network[1].double()
+    row = supernet.norms.get(largest)
+    assert row is not None
+    mean, _ = row.pairs()["1"]
+    state = supernet.state_dict()
+    assert torch.equal(state["1.running_mean"], mean.double())
+    supernet.load_state_dict(state)
