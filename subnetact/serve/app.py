@@ -13,8 +13,8 @@ from urllib.parse import parse_qsl
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
-from subnetact.serve.base_app import UNREADY, Address, BaseApp, Reply
-from subnetact.serve.exchange import Exchange, Raw, Refusal, Terms, header_values
+from subnetact.serve.base_app import UNREADY, Address, BaseApp, Exchange, Reply
+from subnetact.serve.exchange import Raw, Refusal, Terms, header_values
 from subnetact.serve.inference import Ask, Asked, Decoded
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, Signature, named_tensors
@@ -160,31 +160,25 @@ class ServeApp(BaseApp):
             DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
         """
 
-        async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
-            _, rows, ask = found
-            texts = header_values(Terms, exchange.headers)
-            if query := exchange.scope["query_string"]:
-                try:
-                    texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
-                except ValueError:
-                    raise InvalidRequest("query: not readable; give name=value pairs") from None
-            given = self.complete(ask, Ask, texts)
-            if given["deadline_ms"] is None:
-                given["deadline_ms"] = self.slo_ms
-            deadline_ms = float(given["deadline_ms"])
-            left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
-            if left_ms <= 0.0:
-                raise DeadlinePassed(
-                    f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
-                )
-            wishes = {"min_accuracy": ask.min_accuracy, "priority": ask.priority, "client": exchange.client}
-            answers: Sequence[Answer] = await self._rows(rows, left_ms, **wishes)
-            return answers
-
-        (asked, _, ask), answers = await self.exchange(exchange, decode, answer)
+        asked, rows, ask = await exchange.read(decode)
+        texts = header_values(Terms, exchange.headers)
+        if query := exchange.scope["query_string"]:
+            try:
+                texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+            except ValueError:
+                raise InvalidRequest("query: not readable; give name=value pairs") from None
+        self.complete(ask, Ask, texts)
+        deadline_ms = float(self.slo_ms if ask.deadline_ms is None else ask.deadline_ms)
+        left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
+        if left_ms <= 0.0:
+            raise DeadlinePassed(
+                f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
+            )
+        wishes = {"min_accuracy": ask.min_accuracy, "priority": ask.priority, "client": exchange.client}
+        answers: Sequence[Answer] = await self._rows(rows, left_ms, **wishes)
         latency_ms = monotonic_ms() - exchange.arrived_ms
         accuracy = round(min([one.accuracy for one in answers]), 2)
-        met = latency_ms <= (ask.deadline_ms or 0.0)
+        met = latency_ms <= deadline_ms
         return asked, answers, {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from subnetact import errors
 from subnetact.errors import InvalidRequest
 
 __all__ = [
-    "ClientGone",
     "CommonTerms",
-    "Exchange",
     "Raw",
     "Refusal",
     "Strict",
@@ -47,10 +45,6 @@ STATUSES: Mapping[type[errors.SubnetActError], int] = {
 }
 
 
-class ClientGone(Exception):
-    """The client closed its connection before the answer."""
-
-
 class Refusal(Exception):
     """A request that the server refuses for another reason than the batcher's; `kind` is its name."""
 
@@ -77,17 +71,6 @@ def read_headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str
             "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
         )
     return values
-
-
-class Exchange(NamedTuple):
-    """One request as an address gets it, with the name or address of its client and when it arrived."""
-
-    scope: Scope
-    headers: Mapping[str, str]
-    client: str
-    receive: Receive
-    send: Send
-    arrived_ms: float
 
 
 class Strict(BaseModel):

@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest
-from subnetact.serve.base_app import model_schema, operation, properties
-from subnetact.serve.exchange import Exchange, Raw, Strict, Terms, read_json, send_reply, validated
+from subnetact.serve.base_app import Exchange, model_schema, operation, properties
+from subnetact.serve.exchange import Raw, Strict, Terms, read_json, send_reply, validated
 from subnetact.serve.payloads import (
     DATATYPES,
     NUMPY_MAGIC,

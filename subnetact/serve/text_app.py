@@ -10,8 +10,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
-from subnetact.serve.base_app import Address, BaseApp, model_schema, operation
-from subnetact.serve.exchange import Exchange, Raw, Refusal, header_values, read_json, send_reply, validated
+from subnetact.serve.base_app import Address, BaseApp, Exchange, model_schema, operation
+from subnetact.serve.exchange import Raw, Refusal, header_values, read_json, send_reply, validated
 from subnetact.serve.limits import Limits
 from subnetact.serve.text_answer import TextAnswer
 from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms
@@ -114,8 +114,20 @@ class TextApp(BaseApp):
         super().close()
 
     async def _complete(self, body: type[TextBody], exchange: Exchange) -> None:
-        read, send = partial(self._read, body, exchange.headers), partial(self._send, exchange)
-        await self.exchange(exchange, read, send)
+        asked = await exchange.read(partial(self._read, body, exchange.headers))
+        send, answer = exchange.send, TextAnswer(self, *asked)
+        try:
+            if not asked[0].stream:
+                return await send_reply(send, 200, await answer.whole())
+            events = answer.events()
+            piece = await anext(events)  # A refusal before the first token has a status of its own.
+            await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+            while piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await anext(events, b"")
+            return await send({"type": "http.response.body", "body": b""})
+        finally:
+            answer.cancel()
 
     def _read(self, body: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
@@ -130,21 +142,6 @@ class TextApp(BaseApp):
         wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely(), "phases": ask.planned()}
         options = {name: value for name, value in wishes.items() if value is not None}
         return ask, ask.tokens(self.codec), options
-
-    async def _send(self, exchange: Exchange, asked: Asked) -> None:
-        body, send, answer = asked[0], exchange.send, TextAnswer(self, *asked)
-        try:
-            if not body.stream:
-                return await send_reply(send, 200, await answer.whole())
-            events = answer.events()
-            piece = await anext(events)  # A refusal before the first token has a status of its own.
-            await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-            while piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                piece = await anext(events, b"")
-            return await send({"type": "http.response.body", "body": b""})
-        finally:
-            answer.cancel()
 
 
 build_text_app = TextApp
