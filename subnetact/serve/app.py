@@ -88,7 +88,8 @@ class ServeApp(BaseApp):
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
         self.signature = Signature(engine.sample)
-        super().__init__(limits, tokens, allowed_hosts, sum(part.size for part in self.signature.parts))
+        values = sum(part.size for part in self.signature.parts)
+        super().__init__(limits, tokens, allowed_hosts, values, batcher.close)
         self.batcher, self.name, self.slo_ms = batcher, name, slo_ms
         self.version = str(getattr(engine, "fingerprint", None) or "1")
         # The client of a cluster answers all rows of a request at once.
@@ -129,12 +130,6 @@ class ServeApp(BaseApp):
             return {"error": f"{refusal.kind}: {refusal}"}
         return super().error_document(refusal, path)
 
-    def close(self, drain: bool = True) -> None:
-        """Finish accepted requests, or without `drain` drop them; refuse new ones, and end the threads."""
-        self.closing = True
-        self.batcher.close(drain=drain)
-        super().close()
-
     def _ready(self) -> Reply:
         return (503, {"ready": False}) if self.unready() else (200, {"ready": True})
 
@@ -167,7 +162,7 @@ class ServeApp(BaseApp):
                 texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
             except ValueError:
                 raise InvalidRequest("query: not readable; give name=value pairs") from None
-        self.complete(ask, Ask, texts)
+        ask.complete(Ask, texts, self.limits.deadline_ms)
         deadline_ms = float(self.slo_ms if ask.deadline_ms is None else ask.deadline_ms)
         left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
         if left_ms <= 0.0:

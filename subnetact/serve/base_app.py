@@ -14,19 +14,9 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from subnetact import __version__
-from subnetact.errors import InvalidRequest, ServeError
+from subnetact.errors import ServeError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import (
-    LATER,
-    CommonTerms,
-    Raw,
-    Refusal,
-    read_headers,
-    refusal_of,
-    send_reply,
-    shortened,
-    validated,
-)
+from subnetact.serve.exchange import LATER, Raw, Refusal, read_headers, refusal_of, send_reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
@@ -79,7 +69,8 @@ class BaseApp:
     Every exception becomes an answer without anything of the server's code or files, unless an answer has
     begun already: then the server closes the connection. `allowed_hosts` are names without ports: a page of
     another site can make a browser send requests to this machine (DNS rebinding), but the browser then names
-    that site. One input has `values` values. While `closing`, `/healthz` and `/readyz` return 503.
+    that site. One input has `values` values. `close` ends what answers, and finishes accepted requests if its
+    argument says so. While `closing`, `/healthz` and `/readyz` return 503.
     """
 
     def __init__(
@@ -88,6 +79,7 @@ class BaseApp:
         tokens: Mapping[str, str] | None = None,
         allowed_hosts: Iterable[str] | None = None,
         values: int = 0,
+        close: Callable[[bool], object] = lambda _: None,
     ) -> None:
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -97,7 +89,7 @@ class BaseApp:
         self.limits = limits or Limits()
         self.access = Access(tokens or {})
         self.held_bytes = 0  # of all bodies
-        self.closing = False
+        self.closing, self._close = False, close
         self.addresses: dict[str, Address] = {}
         self.schemas: dict[str, Any] = {}
         self.router = Router(lifespan=lifespan)
@@ -139,17 +131,6 @@ class BaseApp:
         reason = self.unready()
         return 503 if reason else 200, {"status": reason or "ok"}
 
-    def complete(self, ask: CommonTerms, kind: type[CommonTerms], texts: Mapping[str, str]) -> dict[str, Any]:
-        """Fill what a body leaves out from texts, refuse times beyond the limit, and return all values."""
-        given, most = vars(ask), self.limits.deadline_ms  # pydantic's setattr takes 20 us
-        if texts:
-            found = vars(validated(kind.model_validate_strings, dict(texts)))
-            given |= {name: found[name] for name in texts if given.get(name, name) is None}
-        for name in ("deadline_ms", "slo_ttft_ms"):
-            if (given.get(name) or 0.0) > most:
-                raise InvalidRequest(f"{name}: got {shortened(given[name])}, the most is {most:g} ms")
-        return given
-
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""
         raise NotImplementedError
@@ -158,9 +139,10 @@ class BaseApp:
         """Return in JSON what a client of the address `path` is told of a `refusal`."""
         return {"error": refusal.kind, "message": str(refusal)}
 
-    def close(self, drain: bool = True) -> None:  # noqa: ARG002
+    def close(self, drain: bool = True) -> None:
         """Finish accepted requests, or without `drain` drop them. A second call does nothing."""
         self.closing = True
+        self._close(drain)
         self.threads.shutdown()
 
     def openapi(self) -> dict[str, Any]:

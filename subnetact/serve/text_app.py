@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
+from subnetact.generation.step_scheduler import COUNTS
 from subnetact.serve.base_app import Address, BaseApp, Exchange, model_schema, operation
 from subnetact.serve.exchange import Raw, Refusal, header_values, read_json, send_reply, validated
 from subnetact.serve.limits import Limits
@@ -19,7 +20,6 @@ from subnetact.serve.text_codec import TextCodec
 
 __all__ = ["TextApp", "build_text_app"]
 
-COUNTERS = "requests finished expired cancelled failed tokens late lifted recomputed"
 EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]  # nginx passes them on
 Asked = tuple[TextBody, list[int], dict[str, Any]]
 
@@ -65,7 +65,7 @@ class TextApp(BaseApp):
         tokens: Mapping[str, str] | None = None,
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(limits, tokens, allowed_hosts)
+        super().__init__(limits, tokens, allowed_hosts, close=generator.close)
         self.generator, self.codec, self.name = generator, TextCodec(tokenizer), name
         self.stop = tuple(stop)
         for path, summary, body in (
@@ -89,7 +89,7 @@ class TextApp(BaseApp):
     def collect(self) -> Iterator[Any]:
         """Yield the counts of the generator as families of `prometheus_client`."""
         stats, prefix = self.generator.stats(), "subnetact_generation_"
-        for name in COUNTERS.split():
+        for name in COUNTS:
             yield CounterMetricFamily(prefix + name, f"GeneratorStats.{name}", getattr(stats, name))
         steps = CounterMetricFamily(f"{prefix}steps", "Steps that each subnet ran.", labels=["subnet"])
         for i, count in stats.steps.items():
@@ -106,12 +106,6 @@ class TextApp(BaseApp):
         known = name in {*CompletionBody.model_fields, *ChatBody.model_fields, *NEUTRAL}
         error = {"message": str(refusal), "type": kinds.get(refusal.status, kind)}
         return {"error": {**error, "param": name if known else None, "code": refusal.kind}}
-
-    def close(self, drain: bool = True) -> None:
-        """Finish accepted requests, or without `drain` drop them, and refuse new ones."""
-        self.closing = True
-        self.generator.close(wait=drain)
-        super().close()
 
     async def _complete(self, body: type[TextBody], exchange: Exchange) -> None:
         asked = await exchange.read(partial(self._read, body, exchange.headers))
@@ -133,11 +127,11 @@ class TextApp(BaseApp):
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
         read: Any = body.model_validate
         ask: TextBody = validated(read, read_json(raw))
-        given = self.complete(ask, TextTerms, header_values(TextTerms, headers))
+        ask.complete(TextTerms, header_values(TextTerms, headers), self.limits.deadline_ms)
         if ask.model not in (None, self.name):
             raise Refusal(404, "model_not_found", f"model: this server has {self.name!r}")
         names = ("temperature", "top_p", "top_k", "deadline_ms", "min_accuracy")
-        wishes = {name: given[name] for name in names}
+        wishes = {name: getattr(ask, name) for name in names}
         wishes |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
         wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely(), "phases": ask.planned()}
         options = {name: value for name, value in wishes.items() if value is not None}
