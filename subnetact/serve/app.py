@@ -14,7 +14,7 @@ from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
 from subnetact.serve.base_app import UNREADY, Address, BaseApp, Exchange, Reply
-from subnetact.serve.exchange import Raw, Refusal, Terms, header_values
+from subnetact.serve.exchange import Raw, Refusal, Terms
 from subnetact.serve.inference import Ask, Asked, Decoded
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, Signature, named_tensors
@@ -156,7 +156,7 @@ class ServeApp(BaseApp):
         """
 
         asked, rows, ask = await exchange.read(decode)
-        texts = header_values(Terms, exchange.headers)
+        texts = Terms.header_values(exchange.headers)
         if query := exchange.scope["query_string"]:
             try:
                 texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)

@@ -14,24 +14,14 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from subnetact import __version__
-from subnetact.errors import ServeError
+from subnetact.errors import InvalidRequest, ServeError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import LATER, Raw, Refusal, read_headers, refusal_of, send_reply
+from subnetact.serve.exchange import LATER, Raw, Refusal, refusal_of, send_reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
 
-__all__ = [
-    "SHORT",
-    "UNREADY",
-    "Address",
-    "BaseApp",
-    "Exchange",
-    "Reply",
-    "model_schema",
-    "operation",
-    "properties",
-]
+__all__ = ["SHORT", "UNREADY", "Address", "BaseApp", "Exchange", "Reply", "operation", "properties"]
 
 CLOSES = (400, 401, 408, 413, 415, 431)  # the connection, as part of the body may not have been read
 SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and longer ones on a thread
@@ -154,11 +144,17 @@ class BaseApp:
             "components": {"schemas": self.schemas},
         }
 
+    def model_schema(self, model: type[BaseModel]) -> dict[str, Any]:
+        """Return the schema of a model, and put those that it refers to among the document's own."""
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        self.schemas |= schema.pop("$defs", {})
+        return schema
+
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(self, scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         try:
-            exchange.headers = read_headers(scope["headers"], self.limits.header_bytes)
+            exchange.headers = _headers(scope["headers"], self.limits.header_bytes)
             address = self.addresses.get(path)
             sender, open_ = scope.get("client") or [""], address is not None and address.open
             exchange.client = self.access.client(exchange.headers.get("authorization"), sender[0], open_)
@@ -260,6 +256,26 @@ class Exchange:
         self.task.cancel()
 
 
+def _headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str, str]:
+    """Return headers by lower-case name, of at most `most` bytes and without contradictions."""
+    values: dict[str, str] = {}
+    for raw, value in pairs:
+        name = raw.decode("latin-1")
+        if name in values and name in ("content-length", "transfer-encoding", "host"):
+            raise InvalidRequest(f"{name}: given twice; send one")
+        values[name] = value.decode("latin-1")
+        most -= len(raw) + len(value)
+    if most < 0:
+        raise Refusal(431, "TooLarge", "headers: more bytes than this server reads; send fewer")
+    length = values.get("content-length", "0")
+    both = "transfer-encoding" in values and "content-length" in values
+    if both or not (length.isdecimal() and len(length) < 20):
+        raise InvalidRequest(
+            "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
+        )
+    return values
+
+
 def operation(
     summary: str,
     contents: Mapping[str, Any] | None = None,
@@ -283,13 +299,6 @@ def operation(
             for name, schema in properties(terms).items()
         ]
     return found
-
-
-def model_schema(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a model, and put those that it refers to among the document's own."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas |= schema.pop("$defs", {})
-    return schema
 
 
 def properties(model: type[BaseModel]) -> dict[str, Any]:

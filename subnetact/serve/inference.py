@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest
-from subnetact.serve.base_app import Exchange, model_schema, operation, properties
-from subnetact.serve.exchange import Raw, Strict, Terms, read_json, send_reply, validated
+from subnetact.serve.base_app import Exchange, operation, properties
+from subnetact.serve.exchange import Raw, Strict, Terms, send_reply
 from subnetact.serve.payloads import DATATYPES, NUMPY_MAGIC, is_image, named_tensors, write_numpy
 
 __all__ = ["Ask", "Asked", "Decoded", "infer_plain", "infer_tensors"]
@@ -98,7 +98,7 @@ async def infer_plain(app: Any, exchange: Exchange) -> None:
         elif is_image(body):
             ask, x = Ask(), app.images.decode(body)
         else:
-            ask = given = validated(PlainBody.model_validate, read_json(body))
+            ask = given = PlainBody.read(body)
             x = app.signature.from_values(given.input)
         return ask, [x], ask
 
@@ -125,7 +125,7 @@ async def infer_plain(app: Any, exchange: Exchange) -> None:
 
 def plain_document(app: Any) -> dict[str, Any]:
     """Describe `/infer`."""
-    single, body = app.signature.single, model_schema(PlainBody, app.schemas)
+    single, body = app.signature.single, app.model_schema(PlainBody)
     named = {part.name: part.schema() for part in app.signature.parts}
     several = {"type": "object", "required": list(named), "properties": named}
     body["properties"]["input"] = named["input"] if single else several
@@ -149,7 +149,7 @@ def model_metadata(app: Any) -> dict[str, Any]:
 
 def tensor_document(app: Any) -> dict[str, Any]:
     """Describe the inference of the protocol."""
-    schema = model_schema(InferRequest, app.schemas)
+    schema = app.model_schema(InferRequest)
     shapes = [f"{part.name} of shape {['N', *part.shape]}" for part in app.signature.parts]
     schema["properties"]["inputs"]["description"] = ", ".join(shapes)
     return operation("Answer tensors (Open Inference Protocol)", {"application/json": schema}, Terms)
@@ -163,7 +163,7 @@ async def infer_tensors(app: Any, exchange: Exchange) -> None:
         if not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
             raise InvalidRequest(f"{HEADER_LENGTH}: not the number of bytes of the JSON that begins the body")
         text, raw = body[: int(length)], body[int(length) :]
-        request = validated(InferRequest.model_validate, read_json(text))
+        request = InferRequest.read(text)
         if request.model_name not in (None, app.name):
             raise InvalidRequest(f"model_name: not the model of this address, {app.name}")
         if any(one.parameters and one.parameters.classification for one in request.outputs or ()):

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
 from subnetact.generation.step_scheduler import COUNTS
-from subnetact.serve.base_app import Address, BaseApp, Exchange, model_schema, operation
-from subnetact.serve.exchange import Raw, Refusal, header_values, read_json, send_reply, validated
+from subnetact.serve.base_app import Address, BaseApp, Exchange, operation
+from subnetact.serve.exchange import Raw, Refusal, send_reply
 from subnetact.serve.limits import Limits
 from subnetact.serve.text_answer import TextAnswer
 from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms
@@ -72,7 +72,7 @@ class TextApp(BaseApp):
             ("/v1/completions", "Continue a text", CompletionBody),
             ("/v1/chat/completions", "Continue a chat", ChatBody),
         ):
-            contents = {"application/json": model_schema(body, self.schemas)}
+            contents = {"application/json": self.model_schema(body)}
             document = operation(summary, contents, TextTerms)
             self.addresses[path] = Address("POST", partial(self._complete, body), document)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
@@ -125,9 +125,8 @@ class TextApp(BaseApp):
 
     def _read(self, body: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
-        read: Any = body.model_validate
-        ask: TextBody = validated(read, read_json(raw))
-        ask.complete(TextTerms, header_values(TextTerms, headers), self.limits.deadline_ms)
+        ask = body.read(raw)
+        ask.complete(TextTerms, TextTerms.header_values(headers), self.limits.deadline_ms)
         if ask.model not in (None, self.name):
             raise Refusal(404, "model_not_found", f"model: this server has {self.name!r}")
         names = ("temperature", "top_p", "top_k", "deadline_ms", "min_accuracy")
