@@ -99,11 +99,10 @@ class ServeApp(BaseApp):
         self.images = Images(self.signature, image_mean, image_std)
         model = f"/v2/models/{name}"
         version = f"{model}/versions/{self.version}"
-        answer, document = partial(inference.infer_plain, self), inference.plain_document(self)
-        self.addresses["/infer"] = Address("POST", answer, document)
-        answer, document = partial(inference.infer_tensors, self), inference.tensor_document(self)
+        plain = Address("POST", partial(inference.infer_plain, self), inference.plain_document(self))
+        tensors = Address("POST", partial(inference.infer_tensors, self), inference.tensor_document(self))
+        self.addresses |= {"/infer": plain, f"{model}/infer": tensors, f"{version}/infer": tensors}
         for path in (model, version):
-            self.addresses[f"{path}/infer"] = Address("POST", answer, document)
             self.get(path, "Metadata of the model", lambda: (200, inference.model_metadata(self)))
         for path, what in (("/v2/health", "server"), (model, "model"), (version, "model")):
             summary, open_ = f"Whether the {what} should get requests", path == "/v2/health"

@@ -236,12 +236,11 @@ def _outputs(
             raise InvalidRequest(f"outputs: there is no {name[:60]!r}; the outputs are {', '.join(rows[0])}")
         tensor = torch.stack([row[name].detach().cpu() for row in rows])
         tensor = tensor if tensor.dtype in DATATYPES else tensor.float()
-        kind, shape = DATATYPES[tensor.dtype], list(tensor.shape)
-        found: dict[str, Any] = {"name": name, "datatype": kind, "shape": shape}
+        shown = {"name": name, "datatype": DATATYPES[tensor.dtype], "shape": list(tensor.shape)}
         if as_bytes:
             raw.append(tensor.flatten().view(torch.uint8).numpy().tobytes())
-            found["parameters"] = {"binary_data_size": len(raw[-1])}
+            shown["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            found["data"] = tensor.flatten().tolist()
-        outputs.append(found)
+            shown["data"] = tensor.flatten().tolist()
+        outputs.append(shown)
     return outputs, raw

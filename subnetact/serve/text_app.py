@@ -72,8 +72,7 @@ class TextApp(BaseApp):
             ("/v1/completions", "Continue a text", CompletionBody),
             ("/v1/chat/completions", "Continue a chat", ChatBody),
         ):
-            contents = {"application/json": self.model_schema(body)}
-            document = operation(summary, contents, TextTerms)
+            document = operation(summary, {"application/json": self.model_schema(body)}, TextTerms)
             self.addresses[path] = Address("POST", partial(self._complete, body), document)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
         self.get("/v1/models", "Names of the models", lambda: (200, {"object": "list", "data": [model]}))
