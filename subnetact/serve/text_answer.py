@@ -38,7 +38,7 @@ class Choice:
         """Read what has come, token by token however many come at once; return whether to take anything."""
         outcome = self.completion.result(0.0) if self.completion.done else None
         tokens = self.completion.tokens(self.read)
-        told = self.completion.logprobs(self.read)
+        told = self.completion.logprobs(self.read) if self.tells else ()
         for at, token in enumerate(tokens):
             self.read += 1
             if self.tells:
