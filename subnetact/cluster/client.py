@@ -121,10 +121,9 @@ class ReplicaClient:
     def stats(self) -> BatcherStats:
         """Return the counters of the requests that this process sent; `workers` are replicas."""
         up, wanted = self._replicas()
-        counters = self._counters
         ended = sum(self._counts[how] for how in ("dropped", "failed", "cancelled", "closed"))
-        self._counts["submitted"] = self._outstanding + counters.met + counters.late + ended
-        return counters.snapshot(self._counts, queued=self._outstanding, workers=wanted, workers_up=up)
+        self._counts["submitted"] = self._outstanding + self._counters.met + self._counters.late + ended
+        return self._counters.snapshot(self._counts, queued=self._outstanding, workers=wanted, workers_up=up)
 
     def prometheus(self) -> str:
         """Return the counters in Prometheus' text format; without prometheus_client, raise MissingExtra."""

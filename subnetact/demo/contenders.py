@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,22 +95,18 @@ def serve(arrivals_ms: Floats, submit: Callable[[int, float], Any]) -> tuple[lis
 
     A request that fails for another reason than its deadline or a full queue raises here.
     """
-    sent: list[Any] = []
+    sent: dict[int, Any] = {}
+    answers: list[Any] = [None] * len(arrivals_ms)
     late_ms = np.zeros(len(arrivals_ms))
     begun = time.perf_counter()
     for i, due_ms in enumerate(arrivals_ms):
         time.sleep(max(0.0, begun + due_ms / 1e3 - time.perf_counter()))
         late_ms[i] = 1e3 * (time.perf_counter() - begun) - due_ms
-        try:
-            sent.append(submit(i, begun))
-        except QueueFull:
-            sent.append(None)
-    answers: list[Any] = []
-    for one in sent:
-        try:
-            answers.append(None if one is None else one.result())
-        except (DeadlinePassed, QueueFull):
-            answers.append(None)
+        with suppress(QueueFull):
+            sent[i] = submit(i, begun)
+    for i, one in sent.items():
+        with suppress(DeadlinePassed, QueueFull):
+            answers[i] = one.result()
     return answers, late_ms
 
 

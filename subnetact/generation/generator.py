@@ -235,15 +235,13 @@ class Generator:
             )
         if not isinstance(stop, Iterable):
             raise InvalidRequest(f"stop: {stop!r} is no list of tokens; give [] for none")
-        if logprobs is not None:
-            checked(logprobs, "logprobs", 0, MOST_LOGPROBS)
         request = StepRequest(
             tokens,
             count,
             _deadlines(first_ms, token_ms, deadline_ms, count, self._scheduler.policy.token_ms),
             float(checked(min_accuracy, "min_accuracy", 0.0, 100.0, whole=False)),
             frozenset(checked(token, "stop", 0) for token in stop),
-            logprobs,
+            None if logprobs is None else checked(logprobs, "logprobs", 0, MOST_LOGPROBS),
             _sampling(temperature, top_k, top_p, self._vocabulary),
             checked_phases(phases, self._vocabulary),
         )

@@ -28,18 +28,13 @@ from subnetact.supernet.supernet import Supernet
 
 try:
     from transformers import GenerationConfig
+    from transformers.generation import logits_process
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
     from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
     from transformers.generation.continuous_batching.utils import find_num_key_value_heads
-    from transformers.generation.logits_process import (
-        LogitsProcessorList,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
 except ImportError as error:
     raise MissingExtra(
         f"generation needs transformers 5.20 or newer: pip install 'subnetact[hf]' ({error})"
@@ -114,8 +109,9 @@ class ElasticDecoder(nn.Module):
         self.tp_plan: dict[str, Any] = {}
 
     def _get_logits_processor(self, generation_config: Any) -> Any:  # noqa: ARG002
-        top_k = TopKLogitsWarper(self.vocabulary)
-        return LogitsProcessorList([TemperatureLogitsWarper(PLAIN), top_k, TopPLogitsWarper(PLAIN)])
+        heat, top_p = logits_process.TemperatureLogitsWarper(PLAIN), logits_process.TopPLogitsWarper(PLAIN)
+        top_k = logits_process.TopKLogitsWarper(self.vocabulary)
+        return logits_process.LogitsProcessorList([heat, top_k, top_p])
 
     def prepare(self, cache: Any) -> None:
         """Let the subnets share pages of a cache, and let those with fewer key and value heads use them."""

@@ -33,6 +33,7 @@ __all__ = ["Step", "StepRequest", "StepScheduler"]
 
 PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 """A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
+COUNTS = ["requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted", "recomputed"]
 MOST_MISSED = 8  # steps of other subnets, before a request comes first however early others are due
 
 
@@ -141,8 +142,7 @@ class StepScheduler:
         self._waiting: list[tuple[float, int, StepRequest]] = []  # the others; the first is due first
         self.step: Step | None = None
         self.closed: str | None = None  # why no request is accepted any more
-        names = "requests finished expired cancelled failed tokens late lifted recomputed"
-        self.counts = dict.fromkeys(names.split(), 0)
+        self.counts = dict.fromkeys(COUNTS, 0)
         self.steps = [0] * len(policy.table.subnets)  # how many each subnet ran
         self._numbers = itertools.count()
         self._limit_ms = math.inf  # when what runs is taken to hang
@@ -204,11 +204,9 @@ class StepScheduler:
         if not step:
             return None
         policy, slack_ms = self.policy, min([request.due_ms for request, _ in parts]) - now_ms
-        if others:
-            for request in others:
-                request.missed += 1
-            due = sorted(request.due_ms for request in others)
-            slack_ms = min(slack_ms, policy.pace(now_ms, [0], due))
+        for request in others:
+            request.missed += 1
+        slack_ms = min(slack_ms, policy.pace(now_ms, [0], sorted(request.due_ms for request in others)))
         if self._waiting and len(self._active) >= self._places:
             left = [one.answer - len(one.tokens) for one in self._active.values()]
             due = [due for due, _, _ in self._waiting[: self._places]]

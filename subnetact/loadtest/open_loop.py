@@ -57,9 +57,8 @@ async def run_open_loop(
     how long requests wait (coordinated omission). What has no answer `give_up_ms` after the last one was sent
     is unanswered. `tell` is called with every outcome.
     """
-    results: list[Sent | None] = [None] * len(arrivals_ms)
 
-    async def one(i: int, due_ms: float, lag_ms: float) -> None:
+    async def one(i: int, due_ms: float, lag_ms: float) -> Sent:
         reply, outcome = None, "answered"
         try:
             if lag_ms >= budget_ms:
@@ -69,27 +68,26 @@ async def run_open_loop(
             outcome = str(error)
         except (OSError, ValueError) as error:  # the connection broke, or the answer is no HTTP
             outcome = type(error).__name__
-        sent = results[i] = Sent(outcome, lag_ms, (clock_s() - started) * 1e3 - due_ms, reply)
+        sent = Sent(outcome, lag_ms, (clock_s() - started) * 1e3 - due_ms, reply)
         if tell is not None:
             tell(sent)
+        return sent
 
-    tasks: list[asyncio.Task[None]] = []
+    tasks: list[asyncio.Task[Sent]] = []
     started = clock_s()
     for i, due_ms in enumerate(arrivals_ms):
         early_s = started + due_ms / 1e3 - clock_s()
         if early_s > 0:
             await sleep(early_s)
         tasks.append(asyncio.create_task(one(i, due_ms, (clock_s() - started) * 1e3 - due_ms)))
-    waiting: set[asyncio.Task[None]] = set()
-    if tasks:
-        done, waiting = await asyncio.wait(tasks, timeout=give_up_ms / 1e3)
-        for task in waiting:
-            task.cancel()
-        for task in done:
-            task.result()
-        await asyncio.gather(*waiting, return_exceptions=True)
+    if not tasks:
+        return []
+    _, waiting = await asyncio.wait(tasks, timeout=give_up_ms / 1e3)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
     missing = Sent("unanswered", float("nan"), float("nan"), None)
-    return [missing if result is None or tasks[i] in waiting else result for i, result in enumerate(results)]
+    return [missing if task in waiting else task.result() for task in tasks]
 
 
 def trace(name: str, rate: float, seconds: float, cv2: float = 4.0, seed: int = 0) -> npt.NDArray[np.float64]:

@@ -13,8 +13,8 @@ from urllib.parse import parse_qsl
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
-from subnetact.serve.base_app import UNREADY, Address, BaseApp, Reply
-from subnetact.serve.exchange import Exchange, Raw, Refusal, Terms, header_values
+from subnetact.serve.base_app import UNREADY, Address, BaseApp, Exchange, Reply
+from subnetact.serve.exchange import Raw, Refusal, Terms
 from subnetact.serve.inference import Ask, Asked, Decoded
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, Signature, named_tensors
@@ -88,7 +88,8 @@ class ServeApp(BaseApp):
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
         self.signature = Signature(engine.sample)
-        super().__init__(limits, tokens, allowed_hosts, sum(part.size for part in self.signature.parts))
+        values = sum(part.size for part in self.signature.parts)
+        super().__init__(limits, tokens, allowed_hosts, values, batcher.close)
         self.batcher, self.name, self.slo_ms = batcher, name, slo_ms
         self.version = str(getattr(engine, "fingerprint", None) or "1")
         # The client of a cluster answers all rows of a request at once.
@@ -98,11 +99,10 @@ class ServeApp(BaseApp):
         self.images = Images(self.signature, image_mean, image_std)
         model = f"/v2/models/{name}"
         version = f"{model}/versions/{self.version}"
-        answer, document = partial(inference.infer_plain, self), inference.plain_document(self)
-        self.addresses["/infer"] = Address("POST", answer, document)
-        answer, document = partial(inference.infer_tensors, self), inference.tensor_document(self)
+        plain = Address("POST", partial(inference.infer_plain, self), inference.plain_document(self))
+        tensors = Address("POST", partial(inference.infer_tensors, self), inference.tensor_document(self))
+        self.addresses |= {"/infer": plain, f"{model}/infer": tensors, f"{version}/infer": tensors}
         for path in (model, version):
-            self.addresses[f"{path}/infer"] = Address("POST", answer, document)
             self.get(path, "Metadata of the model", lambda: (200, inference.model_metadata(self)))
         for path, what in (("/v2/health", "server"), (model, "model"), (version, "model")):
             summary, open_ = f"Whether the {what} should get requests", path == "/v2/health"
@@ -129,12 +129,6 @@ class ServeApp(BaseApp):
             return {"error": f"{refusal.kind}: {refusal}"}
         return super().error_document(refusal, path)
 
-    def close(self, drain: bool = True) -> None:
-        """Finish accepted requests, or without `drain` drop them; refuse new ones, and end the threads."""
-        self.closing = True
-        self.batcher.close(drain=drain)
-        super().close()
-
     def _ready(self) -> Reply:
         return (503, {"ready": False}) if self.unready() else (200, {"ready": True})
 
@@ -160,31 +154,25 @@ class ServeApp(BaseApp):
             DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
         """
 
-        async def answer(found: Decoded[Asked]) -> Sequence[Answer]:
-            _, rows, ask = found
-            texts = header_values(Terms, exchange.headers)
-            if query := exchange.scope["query_string"]:
-                try:
-                    texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
-                except ValueError:
-                    raise InvalidRequest("query: not readable; give name=value pairs") from None
-            given = self.complete(ask, Ask, texts)
-            if given["deadline_ms"] is None:
-                given["deadline_ms"] = self.slo_ms
-            deadline_ms = float(given["deadline_ms"])
-            left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
-            if left_ms <= 0.0:
-                raise DeadlinePassed(
-                    f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
-                )
-            wishes = {"min_accuracy": ask.min_accuracy, "priority": ask.priority, "client": exchange.client}
-            answers: Sequence[Answer] = await self._rows(rows, left_ms, **wishes)
-            return answers
-
-        (asked, _, ask), answers = await self.exchange(exchange, decode, answer)
+        asked, rows, ask = await exchange.read(decode)
+        texts = Terms.header_values(exchange.headers)
+        if query := exchange.scope["query_string"]:
+            try:
+                texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+            except ValueError:
+                raise InvalidRequest("query: not readable; give name=value pairs") from None
+        ask.complete(Ask, texts, self.limits.deadline_ms)
+        deadline_ms = float(self.slo_ms if ask.deadline_ms is None else ask.deadline_ms)
+        left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
+        if left_ms <= 0.0:
+            raise DeadlinePassed(
+                f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
+            )
+        wishes = {"min_accuracy": ask.min_accuracy, "priority": ask.priority, "client": exchange.client}
+        answers: Sequence[Answer] = await self._rows(rows, left_ms, **wishes)
         latency_ms = monotonic_ms() - exchange.arrived_ms
         accuracy = round(min([one.accuracy for one in answers]), 2)
-        met = latency_ms <= (ask.deadline_ms or 0.0)
+        met = latency_ms <= deadline_ms
         return asked, answers, {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
 
 

@@ -29,6 +29,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,8 +42,8 @@ from subnetact.serve.source import Source
 
 __all__ = ["main", "options"]
 
-OF_SOURCE = ["model", "constructor", "policy", "slo_ms", "workers", "threads_per_worker", "max_queue", "fair"]
-NOT_OF_TEXT = {*OF_SOURCE, "table", "worker_processes", "image_mean", "image_std"} - {"slo_ms", "max_queue"}
+OF_SOURCE = {field.name for field in fields(Source)} - {"processes", "checksum"}
+NOT_OF_TEXT = {*OF_SOURCE, "worker_processes", "image_mean", "image_std"} - {"slo_ms", "max_queue"}
 """Options that say nothing about a language model."""
 MOST_BODY_MB = 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -79,13 +80,13 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"python -m {backend.command}", **texts)
     backend.add_options(parser)
     source = parser.add_mutually_exclusive_group(required=True).add_argument
-    source("--bundle", type=Path, help="folder of a saved engine")
+    source("--bundle", help="folder of a saved engine")
     source("--demo", action="store_true", help="serve the supernet for digits of the package")
     source("--text", action="store_true", help="serve the language model of the package (the extra hf)")
     add = parser.add_argument
     add("--model", metavar="PKG.MOD:FACTORY", help="function that builds the bundle's own network")
     add("--constructor", type=json_object, default={}, metavar="JSON", help="arguments of the factory")
-    add("--table", type=Path, help="latency table; default: the bundle's, or a new profile")
+    add("--table", help="latency table; default: the bundle's, or a new profile")
     add("--policy", default="hullfit", help="for example hullfit, slackfit:4 or fixed:0")
     token = "with --text, the time from one token to the next, and a tenth of the time to the first token"
     add("--slo-ms", type=float, default=36.0, help=f"deadline of requests that name none; {token}")
@@ -157,14 +158,9 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
         stack.callback(generator.close, wait=False)
         name, stop = args.name or "docstrings", (END_TOKEN,)
         return build_text_app(generator, prompt_tokenizer(), name=name, stop=stop, **common)
-    source = Source(
-        bundle=None if args.demo else str(args.bundle),
-        table=None if args.table is None else str(args.table),
-        processes=args.worker_processes,
-        **{name: getattr(args, name) for name in OF_SOURCE},
-    )
+    source = Source(processes=args.worker_processes, **{name: getattr(args, name) for name in OF_SOURCE})
     engine, batcher = backend.open(args, source, stack)
-    name = args.name or ("digits" if args.demo else args.bundle.resolve().name)
+    name = args.name or ("digits" if args.demo else Path(args.bundle).resolve().name)
     images: Any = {"image_mean": tuple(args.image_mean), "image_std": tuple(args.image_std)}
     return build_app(batcher, engine, slo_ms=args.slo_ms, name=name, **images, **common)
 

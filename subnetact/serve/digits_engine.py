@@ -6,11 +6,10 @@ from subnetact.calibration.calibrate import calibrate
 from subnetact.digits import Digits, load_digits_supernet, read_digits, validation_and_test
 from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
-from subnetact.profile.sweep import profile_latency
+from subnetact.profile.sweep import BATCH_SIZES, profile_latency
 
-__all__ = ["BATCH_SIZES", "digits_engine", "profiled", "unseen_digits"]
+__all__ = ["digits_engine", "profiled", "unseen_digits"]
 
-BATCH_SIZES = (1, 2, 4, 8, 16)
 #: depths and expand ratios of the three stages, and the width; `python -m subnetact.demo` searches such a set
 SUBNETS = (
     ((1, 1, 1), (0.5, 0.25, 0.5), 0.25),

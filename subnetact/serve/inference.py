@@ -14,20 +14,9 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest
-from subnetact.serve.base_app import model_schema, operation, properties
-from subnetact.serve.exchange import Exchange, Raw, Strict, Terms, read_json, send_reply, validated
-from subnetact.serve.payloads import (
-    DATATYPES,
-    NUMPY_MAGIC,
-    InputPart,
-    fitted,
-    is_image,
-    named_tensors,
-    numpy_input,
-    tensor_of,
-    values_input,
-    write_numpy,
-)
+from subnetact.serve.base_app import Exchange, operation, properties
+from subnetact.serve.exchange import Raw, Strict, Terms, send_reply
+from subnetact.serve.payloads import DATATYPES, NUMPY_MAGIC, is_image, named_tensors, write_numpy
 
 __all__ = ["Ask", "Asked", "Decoded", "infer_plain", "infer_tensors"]
 
@@ -37,8 +26,6 @@ Decoded = tuple[Asked, Sequence[Any], Terms]
 HEADER_LENGTH = "inference-header-content-length"
 TORCH = {name: dtype for dtype, name in DATATYPES.items()} | {"UINT16": torch.uint16, "UINT32": torch.uint32}
 """What clients may send, by its name on the wire."""
-MOST_LISTED = 4096
-"""Inputs of more values have no length in the document, so that programs that make examples stay quick."""
 
 
 class Ask(Terms):
@@ -107,12 +94,12 @@ async def infer_plain(app: Any, exchange: Exchange) -> None:
 
     def decode(body: Raw) -> Decoded[Ask]:
         if body.startswith(NUMPY_MAGIC):
-            ask, x = Ask(), numpy_input(body, app.signature)
+            ask, x = Ask(), app.signature.from_numpy(body)
         elif is_image(body):
             ask, x = Ask(), app.images.decode(body)
         else:
-            ask = given = validated(PlainBody.model_validate, read_json(body))
-            x = values_input(given.input, app.signature)
+            ask = given = PlainBody.read(body)
+            x = app.signature.from_values(given.input)
         return ask, [x], ask
 
     ask, [answer], facts = await app.infer(exchange, decode)
@@ -138,8 +125,8 @@ async def infer_plain(app: Any, exchange: Exchange) -> None:
 
 def plain_document(app: Any) -> dict[str, Any]:
     """Describe `/infer`."""
-    single, body = app.signature.single, model_schema(PlainBody, app.schemas)
-    named = {part.name: _values(part) for part in app.signature.parts}
+    single, body = app.signature.single, app.model_schema(PlainBody)
+    named = {part.name: part.schema() for part in app.signature.parts}
     several = {"type": "object", "required": list(named), "properties": named}
     body["properties"]["input"] = named["input"] if single else several
     kinds = ["application/x-npy"] * single + ["image/png", "image/jpeg"] * app.images.served
@@ -148,18 +135,6 @@ def plain_document(app: Any) -> dict[str, Any]:
     asked = properties(Ask).items()
     found["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in asked]
     return found
-
-
-def _values(part: InputPart) -> dict[str, Any]:
-    """Describe numbers of a shape: nested, or all in a row."""
-    number: dict[str, Any] = {"type": "number", "minimum": -1e6, "maximum": 1e6}
-    if not part.shape:
-        return number
-    length = {"minItems": part.size, "maxItems": part.size} if part.size <= MOST_LISTED else {}
-    nested = number
-    for size in reversed(part.shape):
-        nested = {"type": "array", "items": nested, "minItems": size, "maxItems": size}
-    return {"anyOf": [{"type": "array", "items": number, **length}, nested]}
 
 
 def model_metadata(app: Any) -> dict[str, Any]:
@@ -174,7 +149,7 @@ def model_metadata(app: Any) -> dict[str, Any]:
 
 def tensor_document(app: Any) -> dict[str, Any]:
     """Describe the inference of the protocol."""
-    schema = model_schema(InferRequest, app.schemas)
+    schema = app.model_schema(InferRequest)
     shapes = [f"{part.name} of shape {['N', *part.shape]}" for part in app.signature.parts]
     schema["properties"]["inputs"]["description"] = ", ".join(shapes)
     return operation("Answer tensors (Open Inference Protocol)", {"application/json": schema}, Terms)
@@ -188,7 +163,7 @@ async def infer_tensors(app: Any, exchange: Exchange) -> None:
         if not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
             raise InvalidRequest(f"{HEADER_LENGTH}: not the number of bytes of the JSON that begins the body")
         text, raw = body[: int(length)], body[int(length) :]
-        request = validated(InferRequest.model_validate, read_json(text))
+        request = InferRequest.read(text)
         if request.model_name not in (None, app.name):
             raise InvalidRequest(f"model_name: not the model of this address, {app.name}")
         if any(one.parameters and one.parameters.classification for one in request.outputs or ()):
@@ -231,13 +206,13 @@ def _rows(app: Any, inputs: Sequence[RequestTensor], raw: Raw) -> list[Any]:
         if (size is None) == (entry.data is None):
             raise InvalidRequest(f"{part.name}: give either data or binary_data_size, not both")
         if size is None:
-            tensors[part.name] = tensor_of(entry.data, part, (rows, *part.shape), dtype)
+            tensors[part.name] = part.tensor(entry.data, (rows, *part.shape), dtype)
             continue
         needed = rows * part.size * dtype.itemsize
         if not size == needed <= len(raw):
             raise InvalidRequest(f"{part.name}: send {needed} raw bytes of {entry.datatype}, little-endian")
         values = torch.frombuffer(bytearray(raw[:size]), dtype=dtype) if size else torch.empty(0, dtype=dtype)
-        tensors[part.name] = fitted(values.reshape(rows, *part.shape), part)
+        tensors[part.name] = part.fit(values.reshape(rows, *part.shape))
         raw = raw[size:]
     if len(raw):
         raise InvalidRequest(f"body: {len(raw)} bytes more than the tensors have; correct binary_data_size")
@@ -261,12 +236,11 @@ def _outputs(
             raise InvalidRequest(f"outputs: there is no {name[:60]!r}; the outputs are {', '.join(rows[0])}")
         tensor = torch.stack([row[name].detach().cpu() for row in rows])
         tensor = tensor if tensor.dtype in DATATYPES else tensor.float()
-        kind, shape = DATATYPES[tensor.dtype], list(tensor.shape)
-        found: dict[str, Any] = {"name": name, "datatype": kind, "shape": shape}
+        shown = {"name": name, "datatype": DATATYPES[tensor.dtype], "shape": list(tensor.shape)}
         if as_bytes:
             raw.append(tensor.flatten().view(torch.uint8).numpy().tobytes())
-            found["parameters"] = {"binary_data_size": len(raw[-1])}
+            shown["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            found["data"] = tensor.flatten().tolist()
-        outputs.append(found)
+            shown["data"] = tensor.flatten().tolist()
+        outputs.append(shown)
     return outputs, raw

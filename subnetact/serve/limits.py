@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from subnetact.errors import ServeError
 
@@ -42,12 +42,11 @@ class Limits:
     idle_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name == "body_bytes":
+        for name, value in vars(self).items():
+            if value is None and name == "body_bytes":
                 continue
-            whole = not field.name.endswith(("_s", "_ms"))
+            whole = not name.endswith(("_s", "_ms"))
             number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
             if not number or not 0 < value < math.inf:
                 kind = "whole number" if whole else "number"
-                raise ServeError(f"{field.name}: got {value!r}; give a finite {kind} > 0")
+                raise ServeError(f"{name}: got {value!r}; give a finite {kind} > 0")

@@ -21,20 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from subnetact.errors import InvalidRequest, MissingExtra, ServeError
 from subnetact.serve.exchange import Raw
 
-__all__ = [
-    "DATATYPES",
-    "NUMPY_MAGIC",
-    "Images",
-    "InputPart",
-    "Signature",
-    "fitted",
-    "is_image",
-    "named_tensors",
-    "numpy_input",
-    "tensor_of",
-    "values_input",
-    "write_numpy",
-]
+__all__ = ["DATATYPES", "NUMPY_MAGIC", "Images", "Signature", "is_image", "named_tensors", "write_numpy"]
 
 DATATYPES = {torch.bfloat16: "BF16"} | {getattr(torch, f"float{n}"): f"FP{n}" for n in (16, 32, 64)}
 DATATYPES |= {getattr(torch, f"int{n}"): f"INT{n}" for n in (8, 16, 32, 64)}
@@ -43,6 +30,8 @@ DATATYPES |= {torch.bool: "BOOL", torch.uint8: "UINT8"}
 NUMPY_MAGIC = b"\x93NUMPY"
 PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 LONGEST_NUMPY_HEADER = 1024
+MOST_LISTED = 4096
+"""Inputs of more values have no length in the document, so that programs that make examples stay quick."""
 
 
 class InputPart(NamedTuple):
@@ -56,6 +45,55 @@ class InputPart(NamedTuple):
     def size(self) -> int:
         """Number of values."""
         return math.prod(self.shape)
+
+    def schema(self) -> dict[str, Any]:
+        """Describe its values in OpenAPI: nested, or all in a row."""
+        number: dict[str, Any] = {"type": "number", "minimum": -1e6, "maximum": 1e6}
+        if not self.shape:
+            return number
+        length = {"minItems": self.size, "maxItems": self.size} if self.size <= MOST_LISTED else {}
+        nested = number
+        for size in reversed(self.shape):
+            nested = {"type": "array", "items": nested, "minItems": size, "maxItems": size}
+        return {"anyOf": [{"type": "array", "items": number, **length}, nested]}
+
+    def tensor(self, values: Any, shape: tuple[int, ...], declared: torch.dtype | None = None) -> Tensor:
+        """Return numbers from JSON, nested like the shape or flat, as a tensor.
+
+        `declared` is what the client says that they are. What fits neither that nor the part is refused.
+        """
+        dtype = self.dtype if declared is None else declared
+        kind: type = float if dtype.is_floating_point else bool if dtype == torch.bool else int
+        flat = type(values) is list and not (values and type(values[0]) is list)
+        count = math.prod(shape)
+        try:
+            numbers = _numbers(kind, 1 if flat else len(shape)).validate_python(values)
+            array = np.array(numbers, np.float64 if kind is float else np.int64)
+            if array.shape not in (shape, (count,)):
+                raise ValueError("another shape")
+            tensor = torch.from_numpy(array).reshape(shape)
+            found = self.fit(tensor if declared is None else self._replace(dtype=dtype).fit(tensor))
+            quick = kind is float and math.isfinite(found.sum())  # the sum may overflow, too
+            if not quick and self.dtype.is_floating_point and bool(found.isinf().any()):
+                raise ValueError("a number that the dtype does not hold")
+        except (ValueError, OverflowError):  # pydantic's ValidationError is a ValueError
+            words: dict[type, str] = {float: "numbers", bool: "true or false", int: "whole numbers"}
+            raise InvalidRequest(
+                f"{self.name}: give {words[kind]} for {dtype} of shape {shape}, nested like it or all "
+                f"{count} in a row"
+            ) from None
+        return found
+
+    def fit(self, tensor: Tensor) -> Tensor:
+        """Return numbers as the dtype that they are for; fractions for whole numbers are refused."""
+        if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            tensor = tensor.to(torch.int64)  # torch computes little with larger unsigned numbers.
+        if tensor.is_floating_point() and not self.dtype.is_floating_point:
+            raise InvalidRequest(f"{self.name}: got {tensor.dtype} for {self.dtype}; send whole numbers")
+        found = tensor.to(self.dtype)
+        if not self.dtype.is_floating_point and not bool((found.to(tensor.dtype) == tensor).all()):
+            raise InvalidRequest(f"{self.name}: a number that {self.dtype} does not hold; send another")
+        return found
 
 
 class Signature:
@@ -82,6 +120,39 @@ class Signature:
         """Return one input of the engine from its tensors by name, one for each of `parts`."""
         return tree_unflatten([tensors[part.name] for part in self.parts], self._tree)
 
+    def from_values(self, values: Any) -> Any:
+        """Return one input of the engine from JSON: a list for a tensor, an object of lists for several."""
+        if self.single:
+            return self.parts[0].tensor(values, self.parts[0].shape)
+        if not isinstance(values, Mapping) or set(values) != {part.name for part in self.parts}:
+            names = ", ".join(part.name for part in self.parts)
+            raise InvalidRequest(f"input: give a JSON object with a list for each of {names}")
+        return self.join({p.name: p.tensor(values[p.name], p.shape) for p in self.parts})
+
+    def from_numpy(self, body: Raw) -> Tensor:
+        """Return one input of the engine from a NumPy file (`numpy.save`). Pickled objects are refused."""
+        if not self.single:
+            raise InvalidRequest("body: a NumPy file holds one tensor, and this input has several; send JSON")
+        part, file = self.parts[0], io.BytesIO(body)
+        try:
+            read = {(1, 0): read_array_header_1_0, (2, 0): read_array_header_2_0}[read_magic(file)]
+            shape, fortran, dtype = read(file, max_header_size=LONGEST_NUMPY_HEADER)
+            if dtype.kind not in "biuf" or dtype.itemsize > 8:
+                raise ValueError("its dtype")
+            array = np.frombuffer(body, dtype, offset=file.tell())
+            if array.size != math.prod(shape):
+                raise ValueError("its length")
+        except Exception:  # NumPy's reader of headers raises errors of many kinds.
+            raise InvalidRequest(
+                "body: not a whole NumPy file of numbers; write it with numpy.save"
+            ) from None
+        if shape != part.shape:
+            raise InvalidRequest(
+                f"body: the array has shape {shape}, this engine serves {part.shape}; send one input"
+            )
+        array = array.astype(dtype.newbyteorder("=")).reshape(shape, order="F" if fortran else "C")
+        return part.fit(torch.from_numpy(np.ascontiguousarray(array)))
+
 
 def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of nested tuples, lists and dictionaries; `name` is that of a single one."""
@@ -100,46 +171,6 @@ def is_image(body: Raw) -> bool:
     return body.startswith((PNG_MAGIC, JPEG_MAGIC))
 
 
-def values_input(values: Any, signature: Signature) -> Any:
-    """Return one input of the engine from JSON: a list for a tensor, an object of lists for several."""
-    if signature.single:
-        return tensor_of(values, signature.parts[0], signature.parts[0].shape)
-    if not isinstance(values, Mapping) or set(values) != {part.name for part in signature.parts}:
-        names = ", ".join(part.name for part in signature.parts)
-        raise InvalidRequest(f"input: give a JSON object with a list for each of {names}")
-    return signature.join({p.name: tensor_of(values[p.name], p, p.shape) for p in signature.parts})
-
-
-def tensor_of(
-    values: Any, part: InputPart, shape: tuple[int, ...], declared: torch.dtype | None = None
-) -> Tensor:
-    """Return numbers from JSON, nested like the shape or flat, as a tensor.
-
-    `declared` is what the client says that they are. What fits neither that nor the part is refused.
-    """
-    dtype = part.dtype if declared is None else declared
-    kind: type = float if dtype.is_floating_point else bool if dtype == torch.bool else int
-    flat = type(values) is list and not (values and type(values[0]) is list)
-    count = math.prod(shape)
-    try:
-        numbers = _numbers(kind, 1 if flat else len(shape)).validate_python(values)
-        array = np.array(numbers, np.float64 if kind is float else np.int64)
-        if array.shape not in (shape, (count,)):
-            raise ValueError("another shape")
-        tensor = torch.from_numpy(array).reshape(shape)
-        found = fitted(tensor if declared is None else fitted(tensor, part._replace(dtype=dtype)), part)
-        quick = kind is float and math.isfinite(found.sum())  # the sum may overflow, too
-        if not quick and part.dtype.is_floating_point and bool(found.isinf().any()):
-            raise ValueError("a number that the dtype does not hold")
-    except (ValueError, OverflowError):  # pydantic's ValidationError is a ValueError
-        words: dict[type, str] = {float: "numbers", bool: "true or false", int: "whole numbers"}
-        raise InvalidRequest(
-            f"{part.name}: give {words[kind]} for {dtype} of shape {shape}, nested like it or all "
-            f"{count} in a row"
-        ) from None
-    return found
-
-
 @lru_cache(maxsize=64)
 def _numbers(kind: type, depth: int) -> TypeAdapter[Any]:
     """Return what checks nested lists of numbers; 0 and 1 count as false and true, not the other way."""
@@ -147,41 +178,6 @@ def _numbers(kind: type, depth: int) -> TypeAdapter[Any]:
     for _ in range(depth):
         found = list[found]
     return TypeAdapter(found, config=ConfigDict(strict=True, allow_inf_nan=False))
-
-
-def numpy_input(body: Raw, signature: Signature) -> Tensor:
-    """Return one input of the engine from a NumPy file (`numpy.save`). Pickled objects are refused."""
-    if not signature.single:
-        raise InvalidRequest("body: a NumPy file holds one tensor, and this input has several; send JSON")
-    part, file = signature.parts[0], io.BytesIO(body)
-    try:
-        read = {(1, 0): read_array_header_1_0, (2, 0): read_array_header_2_0}[read_magic(file)]
-        shape, fortran, dtype = read(file, max_header_size=LONGEST_NUMPY_HEADER)
-        if dtype.kind not in "biuf" or dtype.itemsize > 8:
-            raise ValueError("its dtype")
-        array = np.frombuffer(body, dtype, offset=file.tell())
-        if array.size != math.prod(shape):
-            raise ValueError("its length")
-    except Exception:  # NumPy's reader of headers raises errors of many kinds.
-        raise InvalidRequest("body: not a whole NumPy file of numbers; write it with numpy.save") from None
-    if shape != part.shape:
-        raise InvalidRequest(
-            f"body: the array has shape {shape}, this engine serves {part.shape}; send one input"
-        )
-    array = array.astype(dtype.newbyteorder("=")).reshape(shape, order="F" if fortran else "C")
-    return fitted(torch.from_numpy(np.ascontiguousarray(array)), part)
-
-
-def fitted(tensor: Tensor, part: InputPart) -> Tensor:
-    """Return numbers as the dtype that they are for; fractions for whole numbers are refused."""
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        tensor = tensor.to(torch.int64)  # torch computes little with larger unsigned numbers.
-    if tensor.is_floating_point() and not part.dtype.is_floating_point:
-        raise InvalidRequest(f"{part.name}: got {tensor.dtype} for {part.dtype}; send whole numbers")
-    found = tensor.to(part.dtype)
-    if not part.dtype.is_floating_point and not bool((found.to(tensor.dtype) == tensor).all()):
-        raise InvalidRequest(f"{part.name}: a number that {part.dtype} does not hold; send another")
-    return found
 
 
 def write_numpy(tensor: Tensor) -> bytes:

@@ -69,7 +69,6 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
     if not 0 <= grace_s < math.inf:
         raise ServeError(f"grace_s: {grace_s} is no time to wait for; give a finite number of seconds")
-    limits = app.limits
     config = uvicorn.Config(
         app,
         host,
@@ -80,11 +79,11 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=limits.connections + 1,  # uvicorn counts the connection that asks, too
-        h11_max_incomplete_event_size=limits.header_bytes,
-        timeout_keep_alive=math.ceil(limits.idle_s),
+        limit_concurrency=app.limits.connections + 1,  # uvicorn counts the connection that asks, too
+        h11_max_incomplete_event_size=app.limits.header_bytes,
+        timeout_keep_alive=math.ceil(app.limits.idle_s),
         timeout_graceful_shutdown=GRACEFUL_S,
-        backlog=min(limits.connections, 2048),
+        backlog=min(app.limits.connections, 2048),
     )
     gc.collect()
     gc.freeze()  # A full collection of all that is loaded would stop the server for 0.1 s.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from itertools import accumulate
 from typing import Any
 
@@ -36,10 +36,9 @@ class Choice:
 
     def follow(self) -> bool:
         """Read what has come, token by token however many come at once; return whether to take anything."""
-        completion: Any = self.completion
-        outcome = completion.result(0.0) if completion.done else None
-        tokens = completion.tokens(self.read)
-        told: Sequence[Any] = completion.logprobs(self.read) if self.tells else ()
+        outcome = self.completion.result(0.0) if self.completion.done else None
+        tokens = self.completion.tokens(self.read)
+        told = self.completion.logprobs(self.read) if self.tells else ()
         for at, token in enumerate(tokens):
             self.read += 1
             if self.tells:
@@ -104,14 +103,11 @@ class TextAnswer:
 
     async def _ready(self) -> AsyncIterator[Choice]:
         """Yield choices of which something can be taken, until all have ended."""
-        left = list(self._choices)
-        while left:
+        while not all(choice.finish for choice in self._choices):
             await self._news.wait()
             self._news.clear()
-            for choice in list(left):
-                if choice.follow():
-                    if choice.finish:
-                        left.remove(choice)
+            for choice in self._choices:
+                if not choice.finish and choice.follow():
                     yield choice
 
     async def whole(self) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from subnetact.generation import Generator
-from subnetact.serve.base_app import Address, BaseApp, model_schema, operation
-from subnetact.serve.exchange import Exchange, Raw, Refusal, header_values, read_json, send_reply, validated
+from subnetact.generation.step_scheduler import COUNTS
+from subnetact.serve.base_app import Address, BaseApp, Exchange, operation
+from subnetact.serve.exchange import Raw, Refusal, send_reply
 from subnetact.serve.limits import Limits
 from subnetact.serve.text_answer import TextAnswer
 from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms
@@ -19,7 +20,6 @@ from subnetact.serve.text_codec import TextCodec
 
 __all__ = ["TextApp", "build_text_app"]
 
-COUNTERS = "requests finished expired cancelled failed tokens late lifted recomputed"
 EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]  # nginx passes them on
 Asked = tuple[TextBody, list[int], dict[str, Any]]
 
@@ -65,15 +65,14 @@ class TextApp(BaseApp):
         tokens: Mapping[str, str] | None = None,
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(limits, tokens, allowed_hosts)
+        super().__init__(limits, tokens, allowed_hosts, close=generator.close)
         self.generator, self.codec, self.name = generator, TextCodec(tokenizer), name
         self.stop = tuple(stop)
         for path, summary, body in (
             ("/v1/completions", "Continue a text", CompletionBody),
             ("/v1/chat/completions", "Continue a chat", ChatBody),
         ):
-            contents = {"application/json": model_schema(body, self.schemas)}
-            document = operation(summary, contents, TextTerms)
+            document = operation(summary, {"application/json": self.model_schema(body)}, TextTerms)
             self.addresses[path] = Address("POST", partial(self._complete, body), document)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
         self.get("/v1/models", "Names of the models", lambda: (200, {"object": "list", "data": [model]}))
@@ -89,7 +88,7 @@ class TextApp(BaseApp):
     def collect(self) -> Iterator[Any]:
         """Yield the counts of the generator as families of `prometheus_client`."""
         stats, prefix = self.generator.stats(), "subnetact_generation_"
-        for name in COUNTERS.split():
+        for name in COUNTS:
             yield CounterMetricFamily(prefix + name, f"GeneratorStats.{name}", getattr(stats, name))
         steps = CounterMetricFamily(f"{prefix}steps", "Steps that each subnet ran.", labels=["subnet"])
         for i, count in stats.steps.items():
@@ -107,34 +106,11 @@ class TextApp(BaseApp):
         error = {"message": str(refusal), "type": kinds.get(refusal.status, kind)}
         return {"error": {**error, "param": name if known else None, "code": refusal.kind}}
 
-    def close(self, drain: bool = True) -> None:
-        """Finish accepted requests, or without `drain` drop them, and refuse new ones."""
-        self.closing = True
-        self.generator.close(wait=drain)
-        super().close()
-
     async def _complete(self, body: type[TextBody], exchange: Exchange) -> None:
-        read, send = partial(self._read, body, exchange.headers), partial(self._send, exchange)
-        await self.exchange(exchange, read, send)
-
-    def _read(self, body: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
-        """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
-        read: Any = body.model_validate
-        ask: TextBody = validated(read, read_json(raw))
-        given = self.complete(ask, TextTerms, header_values(TextTerms, headers))
-        if ask.model not in (None, self.name):
-            raise Refusal(404, "model_not_found", f"model: this server has {self.name!r}")
-        names = ("temperature", "top_p", "top_k", "deadline_ms", "min_accuracy")
-        wishes = {name: given[name] for name in names}
-        wishes |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
-        wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely(), "phases": ask.planned()}
-        options = {name: value for name, value in wishes.items() if value is not None}
-        return ask, ask.tokens(self.codec), options
-
-    async def _send(self, exchange: Exchange, asked: Asked) -> None:
-        body, send, answer = asked[0], exchange.send, TextAnswer(self, *asked)
+        asked = await exchange.read(partial(self._read, body, exchange.headers))
+        send, answer = exchange.send, TextAnswer(self, *asked)
         try:
-            if not body.stream:
+            if not asked[0].stream:
                 return await send_reply(send, 200, await answer.whole())
             events = answer.events()
             piece = await anext(events)  # A refusal before the first token has a status of its own.
@@ -145,6 +121,19 @@ class TextApp(BaseApp):
             return await send({"type": "http.response.body", "body": b""})
         finally:
             answer.cancel()
+
+    def _read(self, body: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
+        """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
+        ask = body.read(raw)
+        ask.complete(TextTerms, TextTerms.header_values(headers), self.limits.deadline_ms)
+        if ask.model not in (None, self.name):
+            raise Refusal(404, "model_not_found", f"model: this server has {self.name!r}")
+        names = ("temperature", "top_p", "top_k", "deadline_ms", "min_accuracy")
+        wishes = {name: getattr(ask, name) for name in names}
+        wishes |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
+        wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely(), "phases": ask.planned()}
+        options = {name: value for name, value in wishes.items() if value is not None}
+        return ask, ask.tokens(self.codec), options
 
 
 build_text_app = TextApp

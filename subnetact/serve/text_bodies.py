@@ -130,6 +130,11 @@ class Message(_Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
 
+    def text(self) -> str:
+        """Return the text of all parts."""
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
 
 class ChatBody(_Body):
     """The body of `/v1/chat/completions`."""
@@ -140,12 +145,7 @@ class ChatBody(_Body):
 
     def tokens(self, codec: TextCodec) -> list[int]:
         """Return the tokens of the chat."""
-        messages = []
-        for one in self.messages:
-            parts = one.content
-            text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-            messages.append({"role": one.role, "content": text})
-        return codec.chat(messages)
+        return codec.chat([{"role": one.role, "content": one.text()} for one in self.messages])
 
     def likely(self) -> int | None:
         """Return what both fields say."""

@@ -25,7 +25,7 @@ from subnetact.errors import (
     QueueFull,
     ServeError,
 )
-from subnetact.serve import Limits, inference, read_tokens
+from subnetact.serve import Limits, exchange, read_tokens
 from subnetact.serve.access import Access
 from subnetact.serve.base_app import SHORT
 from subnetact.serve.exchange import Refusal, read_json, refusal_of
@@ -354,7 +354,7 @@ def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(gated, post, monkey
             if kind == "json":
                 long = b"[" + b" " * SHORT + b"]"
                 monkeypatch.setattr(
-                    inference, "read_json", lambda body: slow() if body == long else read_json(body)
+                    exchange, "read_json", lambda body: slow() if body == long else read_json(body)
                 )
             else:
                 long = b"\x89PNG\r\n\x1a\n"

@@ -12,7 +12,7 @@ import torch
 from subnetact import LatencyTable
 from subnetact.errors import MissingExtra, ServeError, TableError
 from subnetact.serve.cli import main
-from subnetact.serve.payloads import Images, Signature, numpy_input, values_input
+from subnetact.serve.payloads import Images, Signature
 from subnetact.serve.source import Source
 
 ROOT = Path(__file__).parents[2]
@@ -85,20 +85,20 @@ def test_the_table_for_schedulers_is_preferred(digits, tmp_path):
 def test_what_inputs_may_be():
     nested = Signature((torch.zeros(2), {"ids": torch.zeros(3, dtype=torch.int64)}))
     assert [(part.name, part.shape) for part in nested.parts] == [("input_0", (2,)), ("ids", (3,))]
-    x = values_input({"input_0": [1, 2], "ids": [1, 2, 3]}, nested)
+    x = nested.from_values({"input_0": [1, 2], "ids": [1, 2, 3]})
     assert x[0].dtype == torch.float32
     assert x[1]["ids"].tolist() == [1, 2, 3]
     from subnetact.errors import InvalidRequest
 
     for ids in ([1.5, 2, 3], [True, 2.0, 3], ["1", 2, 3], [2**70, 1, 1], [[1, 2, 3]] * 2):
         with pytest.raises(InvalidRequest, match="whole numbers"):
-            values_input({"input_0": [1, 2], "ids": ids}, nested)
+            nested.from_values({"input_0": [1, 2], "ids": ids})
     with pytest.raises(ServeError, match="example"):
         Signature(None)
     with pytest.raises(ServeError, match="complex"):
         Signature(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(InvalidRequest, match="several"):
-        numpy_input(b"", nested)
+        nested.from_numpy(b"")
 
 
 def test_images_need_pillow(monkeypatch):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from subnetact.errors import InvalidRequest
 from subnetact.serve.base_app import SHORT
 from subnetact.serve.exchange import read_json
-from subnetact.serve.payloads import Signature, values_input
+from subnetact.serve.payloads import Signature
 
 SQUARE = Signature(torch.zeros(1, 64, 64))
 TOKENS = (
@@ -76,7 +76,7 @@ def test_a_damaged_long_body_is_refused_or_means_what_json_says(seed: int) -> No
     except UnicodeDecodeError:
         expected = None
     try:
-        found = values_input(read_json(body)["input"], SQUARE)
+        found = SQUARE.from_values(read_json(body)["input"])
     except InvalidRequest:
         found = None
     assert (found is None) == (expected is None)
@@ -169,7 +169,7 @@ def test_values_are_those_of_the_dtype_in_the_shape(
 ) -> None:
     if expected is None:
         with pytest.raises(InvalidRequest, match="nested like it or all"):
-            values_input(values, signature)
+            signature.from_values(values)
     else:
-        found = values_input(values, signature)
+        found = signature.from_values(values)
         assert torch.equal(found, torch.tensor(expected, dtype=signature.parts[0].dtype))
