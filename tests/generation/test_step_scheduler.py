@@ -132,10 +132,11 @@ def test_the_generator_does_what_the_simulation_predicts(
         while len(steps.running) < len(prompts):
             generator._thread.join(0.01)
             assert generator._thread.is_alive()
-        for one, completion, heard in zip(prompts, steps.running, steps.told, strict=True):
-            assert outcome_of(completion) == predicted[id(one)]
-            assert heard[: len(came[id(one)])] == came[id(one)], "each token came when it was to come"
+        outcomes = [outcome_of(completion) for completion in steps.running]
         stats = generator.stats()
+    for one, outcome, heard in zip(prompts, outcomes, steps.told, strict=True):  # all listeners were called
+        assert outcome == predicted[id(one)]
+        assert heard[: len(came[id(one)])] == came[id(one)], "each token came when it was to come"
     assert {name: getattr(stats, name) for name in scheduler.counts} == scheduler.counts
     assert stats.steps == {i: count for i, count in enumerate(scheduler.steps) if count}
     assert len(stats.steps) == 3
