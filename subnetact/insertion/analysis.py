@@ -28,7 +28,7 @@ from subnetact.insertion.recorder import TensorFacts as OwnFacts
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import CHANNEL_NORM, is_batch_norm, traits_of
-from subnetact.supernet.elementwise import ADDITIONS
+from subnetact.supernet.elementwise import ADDITIONS, spellings
 from subnetact.supernet.failure import failure
 
 __all__ = ["TracedModel"]
@@ -45,7 +45,7 @@ MOST_FOLLOWED = 30_000
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
-CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+CONCATENATIONS = spellings("cat", "concat", "concatenate")
 WRITTEN = {"assigned": "x[...] = ...", "getitem": "x[...]"}
 """How users write functions whose names they do not know."""
 REDUCTIONS = ("mean", "amax", "amin")
