@@ -28,9 +28,9 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description_proof import WHOLE
 from subnetact.operators import ElasticAttribute, LayerSelect, Operator
-from subnetact.operators.elastic_attribute import NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
+from subnetact.operators.vocabulary import EXPERTS
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
@@ -407,7 +407,7 @@ def _role_in_stack(operator: ElasticAttribute, part: str) -> str:
     """Return the role of an axis of the weights of experts; of other parameters, "keeps"."""
     name, _, axis = part.partition(".")
     shape = operator.shapes.get(name, ())
-    if len(shape) != 3 or shape[0] not in map(vars(operator.template).get, NUMBERS_OF_EXPERTS):
+    if len(shape) != 3 or shape[0] not in map(vars(operator.template).get, EXPERTS):
         return "keeps"
     outputs = "2" if getattr(operator.template, "is_transposed", False) else "1"
     return "writes" if axis == outputs else "reads"
