@@ -130,19 +130,14 @@ def _stacks(modules: Mapping[str, nn.Module]) -> dict[str, _Stacked]:
     found: dict[str, _Stacked] = {}
     for path, module in modules.items():
         own = [
-            (path, name, parameter)
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.dim() == 3 and parameter.shape[0] in _counts(module)
+            (path, name, weight)
+            for name, weight in module._parameters.items()
+            if weight is not None and weight.dim() == 3 and weight.shape[0] in map(vars(module).get, EXPERTS)
         ]
         if own:
             host = path if len(own) > 1 else path.rpartition(".")[0]
             found.setdefault(host, []).extend(own)
     return {host: own for host, own in found.items() if len(own) > 1}
-
-
-def _counts(module: nn.Module) -> list[int]:
-    own = vars(module)
-    return [own[name] for name in EXPERTS if type(own.get(name)) is int]
 
 
 def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> tuple[list[Group], str]:

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers",
 PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
 """Fields of configurations, under their common names; models map other names to these."""
 _ALL_HEADS = "the number of heads"
+Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
@@ -192,7 +193,7 @@ def renumbered(model: nn.Module) -> dict[str, dict[str, str]]:
     return found
 
 
-def renamed(tensors: Mapping[str, Tensor], moved: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
+def renamed(tensors: Tensors, moved: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
     """Return tensors under the names that they have when skipped layers are not counted."""
     prefixes = {
         f"{path}.{old}.": f"{path}.{new}." for path, names in moved.items() for old, new in names.items()
@@ -242,13 +243,7 @@ def _numbers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _narrow(
-    config: Any,
-    full: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    numbers: Mapping[str, Tensor],
-    model: nn.Module,
-) -> None:
+def _narrow(config: Any, full: Tensors, weights: Tensors, numbers: Tensors, model: nn.Module) -> None:
     """Set the numbers of neurons and heads that follow from the shapes of weights, and those of experts."""
     stack = next((f"{path}." for path in layer_stacks(model)), "")
     shares: dict[str, dict[str, float]] = {}  # field -> layer -> the smallest share of a full size

@@ -154,8 +154,9 @@ class Trial:
         self._copy = disturbed_copy(network).eval()
         self.row = row
         self._failed: set[Any] = set()
-        self._inputs = [map_tensors(_as_float, x)]
-        if any(p.dtype in (torch.float16, torch.bfloat16) for p in self._copy.parameters()):
+        halves = torch.float16, torch.bfloat16
+        self._inputs = [map_tensors(lambda t: t.float() if t.dtype in halves else t, x)]
+        if any(p.dtype in halves for p in self._copy.parameters()):
             self._copy.float()
         view = shared_view(self._copy, row)
         try:
@@ -295,10 +296,6 @@ def _parameters_behind(inputs: Any) -> set[Any]:
         new = {other for node in new for other, _ in node.next_functions if other is not None} - nodes
         nodes |= new
     return {node.variable for node in nodes if hasattr(node, "variable")}
-
-
-def _as_float(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 # -- groups that nobody states ------------------------------------------------------------------------
