@@ -76,9 +76,9 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             elif proposal.name not in {group.name for group in groups}:
                 refused.setdefault(proposal.name, found)
 
-    spaces, attentions = list(_state_spaces(observed)), list(_attentions(observed))
-    settle(spaces)
-    settle(attentions)
+    attentions = list(_attentions(observed))
+    mixers = [*_state_spaces(observed), *attentions]
+    settle(mixers)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
     feed_forwards = list(_feed_forwards(observed, attentions))
     settle(feed_forwards)
@@ -87,7 +87,6 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     residual = observed.residual
     blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
     if stream:
-        mixers = [*spaces, *attentions]
         inner = {pair for proposal in (*mixers, *feed_forwards) for pair in _inner(proposal)}
         inner |= {(m.module, m.part) for group in groups for m in group.members}
         found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
@@ -457,8 +456,7 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
     end = [Member(last, "in_", WeightSlice)]
     if around in observed.calls and around not in observed.blocks:
         inside = observed.modules[around]
-        numbers = _valued(inside, vocabulary.NEURONS, neurons)
-        end += [Member(around, number, ElasticAttribute) for number in numbers]
+        end += [Member(around, n, ElasticAttribute) for n in _valued(inside, vocabulary.NEURONS, neurons)]
         end += [
             Member(path, "out", WeightSlice)
             for path, m in inside.named_modules(prefix=around)

@@ -155,15 +155,12 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
         for place in dict.fromkeys(p for p, _, _ in stacked):
             own = vars(modules[place])
             end += [Member(place, n, ElasticAttribute) for n in EXPERT_WIDTHS if own.get(n) == full]
-        for starts in ((0, full), (None,)):  # Gates and values are halves, or alternate.
+        halves = (1, 0, 2 * full), (1, full, 2 * full)
+        for packed in (halves, ((2,),)):  # Gates and values are halves, or alternate.
             members = [
-                Member(p, part, ElasticAttribute)
-                if size == full
-                else Member(p, part, ElasticAttribute, 1, start, size)
-                if start is not None
-                else Member(p, part, ElasticAttribute, 2)
+                Member(p, part, ElasticAttribute, *segment)
                 for p, part, size in rows
-                for start in (starts if size != full else (None,))
+                for segment in (((1,),) if size == full else packed)
             ]
             group = Group(name, "ffn", full, (*members, *end))
             variants += [group] if group not in variants else []

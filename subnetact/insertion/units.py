@@ -109,13 +109,12 @@ class UnitGroup:
 
 def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
     """Find everything in a supernet that can be permuted, and in which units."""
+    network = supernet.network
     with torch.inference_mode(False), torch.no_grad():
-        parts = parts_of(supernet.network, trial.row, supernet.space.dimensions)
+        parts = parts_of(network, trial.row, supernet.space.dimensions)
         known = getattr(supernet.description, "groups", {}).values()
         stated = [
-            UnitGroup(
-                tuple(own), group.full // group.unit, stated=True, stacks=_stacks(supernet.network, own)
-            )
+            UnitGroup(tuple(own), group.full // group.unit, stated=True, stacks=_stacks(network, own))
             for group in known
             if (own := [part for part in parts if part.dimension in group.dimensions(group.full)])
         ]
