@@ -46,36 +46,36 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            91    46     38
-    files            570    79      0
+    files            566    79      0
     device           109     9      7
     command           64     8      7
-    comparison       112    13     11
+    comparison       109    13     11
     spec              78    34      6
-    space            359   160      6
-    operators       1686   591     18
-    supernet        2678   663      5
-    insertion       4146   832     12
-    ofa_adapters    2611   485      7
-    digits           142    18      7
-    calibration      734   148      1
-    latency          502   224      5
-    training        1106   247      3
-    elastic          823   162      1
-    engine          2328   614      5
-    workers          754    88      0
+    space            358   160      6
+    operators       1689   601     18
+    supernet        2583   662      5
+    insertion       4029   830     12
+    ofa_adapters    2601   485      7
+    digits           138    18      7
+    calibration      735   149      1
+    latency          498   224      5
+    training        1068   247      3
+    elastic          805   162      1
+    engine          2294   613      5
+    workers          752    88      0
     costs            294    65      4
-    nas              629   195      6
-    profile         1344   236      1
+    nas              608   195      6
+    profile         1313   236      1
     serving         5701  2092     36
-    generation      1400   432     13
-    export          1074   301      6
-    demo             409    60      0
+    generation      1392   432     13
+    export          1069   301      6
+    demo             406    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1691   312      7
-    loadtest         331    63      0
-    cluster          477   118      2
-    all            32267  8305    217
+    serve           1595   316      7
+    loadtest         329    63      0
+    cluster          476   118      2
+    all            31774  8316    217
 
 The README has a glossary of the words that are used here.
 """

@@ -6,39 +6,32 @@ them.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from subnetact.engine.packed_conv import plain_conv
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import LowConv, LowLinear
 from subnetact.operators.view_module import module_class
-from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS
+from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
 
 __all__ = ["overflows", "stays_finite", "strange_samples"]
 
 LIMIT = 1e8
 """Inputs up to this absolute value count as ordinary; `overflows` probes a network with values as large."""
 
-_OPERATIONS = {
-    *ADDITIONS, *PRODUCTS, operator.sub, operator.neg, operator.getitem, operator.matmul,
-    operator.floordiv, operator.eq, getattr, torch.sub, torch.cat, torch.flatten, torch._assert,
-    torch.relu, torch.relu_, torch.sigmoid, torch.tanh, torch.mean, torch.chunk, torch.split, torch.reshape,
-    torch.transpose, torch.permute, torch.unsqueeze, torch.matmul, torch.clamp, torch.softmax, torch.erf,
-    torch.unbind, torch.arange, torch.zeros_like, torch.swapaxes, F.embedding, F.adaptive_max_pool2d,
-    F.relu, F.relu6, F.hardtanh, F.hardswish, F.hardsigmoid, F.sigmoid, F.silu, F.gelu, F.tanh, F.leaky_relu,
-    F.elu, F.mish, F.softmax, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.linear, F.pad,
-    F.interpolate, F.pixel_shuffle, F.batch_norm, F.layer_norm, F.group_norm, F.conv2d, torch.squeeze,
-    "sub", "sub_", "relu", "relu_", "sigmoid", "tanh", "mean", "sum", "flatten", "view", "reshape", "permute",
-    "transpose", "unsqueeze", "squeeze", "expand", "contiguous", "chunk", "t", "split", "size", "dim",
-    "clamp", "clamp_", "to", "float", "expand_as", "view_as", "softmax", "clone", "matmul", "unbind",
-    "unflatten", "swapaxes", "erf",
-}  # fmt: skip
-_DIVISIONS = (operator.truediv, torch.div, "div")
+_OPERATIONS = ADDITIONS | PRODUCTS | {getattr, torch._assert} | spellings(
+    "sub", "neg", "getitem", "matmul", "floordiv", "eq", "relu", "relu6", "silu", "gelu", "sigmoid", "tanh",
+    "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "mish", "softmax", "erf", "clamp", "dropout",
+    "mean", "sum", "flatten", "view", "view_as", "reshape", "unflatten", "permute", "transpose", "swapaxes",
+    "t", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "clone", "to", "float", "size", "dim",
+    "cat", "chunk", "split", "unbind", "arange", "zeros_like", "embedding", "linear", "conv2d", "batch_norm",
+    "layer_norm", "group_norm", "max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d",
+    "pad", "interpolate", "pixel_shuffle",
+)  # fmt: skip
+_DIVISIONS = spellings("truediv", "div")
 
 
 def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
-import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +28,7 @@ from subnetact.insertion.recorder import TensorFacts as OwnFacts
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import CHANNEL_NORM, is_batch_norm, traits_of
-from subnetact.supernet.elementwise import ADDITIONS
+from subnetact.supernet.elementwise import ADDITIONS, spellings
 from subnetact.supernet.failure import failure
 
 __all__ = ["TracedModel"]
@@ -45,7 +45,7 @@ MOST_FOLLOWED = 30_000
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
-CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+CONCATENATIONS = spellings("cat", "concat", "concatenate")
 WRITTEN = {"assigned": "x[...] = ...", "getitem": "x[...]"}
 """How users write functions whose names they do not know."""
 REDUCTIONS = ("mean", "amax", "amin")
@@ -100,14 +100,11 @@ class TracedModel:
         returned = [made.get(node.name) for node in output.args[0]]  # None for numbers of numpy
         self._returned = [{t.id for t in operation.outputs} if operation else set() for operation in returned]
 
-    @contextmanager
-    def _recording(self, example: Any) -> Iterator[None]:
+    def _recording(self, example: Any) -> Any:
         """Let torch-kirigami read the graph of a recording, in place of a symbolic trace."""
-        from torch_kirigami.dep_graph import construction as package
+        from torch_kirigami.dep_graph import construction
         from torch_kirigami.dep_graph.capture import CaptureResult, tree_map
         from torch_kirigami.dep_graph.operation import TensorEffects, TensorFacts
-
-        construction: Any = package
 
         def facts(value: Any) -> Any:
             return TensorFacts(**vars(value)) if isinstance(value, OwnFacts) else value
@@ -121,12 +118,7 @@ class TracedModel:
             effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
             return CaptureResult(found, results, {}, (), frozenset(), effects)
 
-        usual = construction.capture, construction.resolve_attribute
-        construction.capture, construction.resolve_attribute = capture, Recording.tensor
-        try:
-            yield
-        finally:
-            construction.capture, construction.resolve_attribute = usual
+        return patch.multiple(construction, capture=capture, resolve_attribute=Recording.tensor)
 
     def layers(self) -> list[str]:
         """Return the names of the layers that run, or whose weights are read, in this order."""
@@ -469,11 +461,8 @@ def _few_regions() -> Iterator[None]:
         def joined(regions: Iterable[Any]) -> Any:
             return normalize(_joined(regions) if threading.get_ident() == thread else regions)
 
-        selection.normalize = joined
-        try:
+        with patch.object(selection, "normalize", joined):
             yield
-        finally:
-            selection.normalize = normalize
 
 
 def _recorded(model: nn.Module, example: Any) -> Recording:
@@ -549,10 +538,6 @@ def _rules() -> Any:
             return spec_by_trial(operation)
 
     rules: Any = OperatorRegistry.default()
-    pointwise = rules.functions[torch.add]
-    for name in ("addcmul", "addcdiv", "lerp"):
-        rules.register(getattr(torch, name), pointwise, opaque=False)
-        rules.register_method(name, pointwise)
     known, complete = rules.lookup, cache(Complete)
 
     def found(node: Any, module: nn.Module | None) -> Any:

@@ -26,7 +26,7 @@ from subnetact.supernet.failure import failure
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 
-__all__ = ["CACHE_NAMES", "CacheArgument", "CacheLayer", "CacheRules", "CacheSignature", "rules_of"]
+__all__ = ["CacheArgument", "CacheLayer", "CacheRules", "CacheSignature", "attentions", "rules_of"]
 
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _QUERY = re.compile(r"^w?q(uer(y|ies))?(_|$)")
@@ -111,23 +111,22 @@ def _at(row: SizeRow, positions: tuple[int, ...]) -> tuple[int, ...]:
 def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
     """Return what caches depend on, or None if no layer takes one; run the example, or `dummy_inputs`."""
     network = supernet.network
-    layers: dict[str, tuple[nn.Module, CacheArgument, tuple[int, int] | None]] = {}
+    arguments: dict[str, CacheArgument] = {}
     for path, stack in network.named_modules():
-        inside = any(path.startswith(f"{layer}.") for layer in layers)
+        inside = any(path.startswith(f"{layer}.") for layer in arguments)
         if inside or not isinstance(template_of(stack), nn.ModuleList | nn.Sequential):
             continue
         for name, layer in stack._modules.items():
             argument = None if layer is None else CacheArgument.of(layer)
             if layer is not None and argument is not None and any(True for _ in attentions(layer)):
-                gate = stack.gate(name) if isinstance(stack, LayerSelect) else None
-                layers[f"{path}.{name}" if path else name] = layer, argument, gate
-    if not layers:
+                arguments[f"{path}.{name}".lstrip(".")] = argument
+    if not arguments:
         return None
-    started = _started(supernet, {path: facts[1] for path, facts in layers.items()}, example)
-    found = tuple(_layer(path, *facts, started) for path, facts in layers.items())
+    started = _started(supernet, arguments, example)
+    found = tuple(_layer(network, path, argument, started) for path, argument in arguments.items())
     gates = {layer.kept[0] for layer in found if layer.kept}
     outside = _positions(
-        m for path, m in network.named_modules() if not any(f"{path}.".startswith(f"{x}.") for x in layers)
+        m for path, m in network.named_modules() if not any(f"{path}.".startswith(f"{x}.") for x in arguments)
     )
     return CacheRules(tuple(sorted(outside - gates)), found)
 
@@ -164,13 +163,10 @@ def _started(supernet: Supernet, arguments: dict[str, CacheArgument], example: A
     return started if failure(partial(view, use_cache=True), example) is None else {}
 
 
-def _layer(
-    path: str,
-    layer: nn.Module,
-    argument: CacheArgument,
-    gate: tuple[int, int] | None,
-    started: dict[str, int],
-) -> CacheLayer:
+def _layer(network: nn.Module, path: str, argument: CacheArgument, started: dict[str, int]) -> CacheLayer:
+    above, _, own = path.rpartition(".")
+    stack, layer = network.get_submodule(above), network.get_submodule(path)
+    gate = stack.gate(own) if isinstance(stack, LayerSelect) else None
     found = {f"{path}.{name}".rstrip("."): attention for name, attention in attentions(layer)}
     after: dict[str, set[int]] = {}
     for name in found:
@@ -190,7 +186,7 @@ def _layer(
         ),
         inputs=False,
     )
-    writes = any(map(writes_own, found.values()))
+    writes = not all(getattr(attention, "is_kv_shared_layer", False) for attention in found.values())
     parts = (shape, before - shape, everything - before)
     return CacheLayer(path, argument, gate, writes, *(tuple(sorted(part)) for part in parts))
 
@@ -212,8 +208,3 @@ def attentions(layer: nn.Module) -> Iterator[tuple[str, Any]]:
     for name in indexed:
         if not any(other.startswith(f"{name}.") for other in indexed):
             yield name, found[name]
-
-
-def writes_own(attention: Any) -> bool:
-    """Tell whether an attention has keys and values of its own."""
-    return not getattr(attention, "is_kv_shared_layer", False)

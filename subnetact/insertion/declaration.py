@@ -27,33 +27,18 @@ from subnetact.errors import InsertError
 from subnetact.insertion.analysis import TracedModel
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
-from subnetact.insertion.layer_vocabulary import number_of
 from subnetact.insertion.skippable import StackWatch, skippable_blocks
 from subnetact.insertion.state_space import is_state_space, state_space_group
 from subnetact.insertion.stream import STREAM, stream_group
-from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
+from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice, vocabulary
 from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.vocabulary import number_of
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
 
 __all__ = ["declared"]
-
-HEAD_ATTRIBUTES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
-KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-QUERIES_PER_KEY = ("num_key_value_groups", "n_rep", "num_kv_groups")
-HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
-ALL_HEADS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "attention_dim")
-"""Names of whole numbers of attention modules, the last ones for the width of all heads together."""
-
-WIDTH_ATTRIBUTES = ("embed_dim", "hidden_size", "dim", "d_model", "model_dim")
-"""Names that some attention modules use for the width of all heads, others for the width of the input."""
-
-NEURON_ATTRIBUTES = (
-    "intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "hidden_dim", "intermediate_dim"
-)  # fmt: skip
-"""Names of whole numbers of feed-forward modules."""
 
 
 class Declaration(NamedTuple):
@@ -91,9 +76,9 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             elif proposal.name not in {group.name for group in groups}:
                 refused.setdefault(proposal.name, found)
 
-    spaces, attentions = list(_state_spaces(observed)), list(_attentions(observed))
-    settle(spaces)
-    settle(attentions)
+    attentions = list(_attentions(observed))
+    mixers = [*_state_spaces(observed), *attentions]
+    settle(mixers)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
     feed_forwards = list(_feed_forwards(observed, attentions))
     settle(feed_forwards)
@@ -102,7 +87,6 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     residual = observed.residual
     blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
     if stream:
-        mixers = [*spaces, *attentions]
         inner = {pair for proposal in (*mixers, *feed_forwards) for pair in _inner(proposal)}
         inner |= {(m.module, m.part) for group in groups for m in group.members}
         found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
@@ -254,7 +238,7 @@ def _attentions(observed: _Observation) -> Iterator[_Proposal]:
     for path in observed.calls:
         layers = [layer for layer in observed.order if layer.startswith(f"{path}.")]
         named = "attention" in type(observed.modules[path]).__name__.lower()
-        if layers and _number(observed, path, HEAD_ATTRIBUTES, inherited=named) is not None:
+        if layers and _number(observed, path, vocabulary.HEADS, inherited=named) is not None:
             found.append(path)
     for path in found:
         innermost = not any(other.startswith(f"{path}.") for other in found)
@@ -385,15 +369,15 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
     packings = [list(heads.projection(layer, observed.sides[layer][1])) for layer in projections]
     all_heads, full = heads.queries * heads.width, heads.full
     numbers = {
-        **_valued(module, HEAD_ATTRIBUTES, heads.queries),
-        **_valued(module, ALL_HEADS, all_heads),
-        **_valued(module, KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
-        **_valued(module, QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
+        **_valued(module, vocabulary.HEADS, heads.queries),
+        **_valued(module, vocabulary.ALL_HEADS, all_heads),
+        **_valued(module, vocabulary.KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
+        **_valued(module, vocabulary.QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
     }
     tables = list(_tables(observed, path, heads))
     config, count = vars(module).get("config"), heads.queries
-    stated = {f"config.{name}": count for name in HEAD_ATTRIBUTES if number_of(config, name) == count}
-    more = [{}, *filter(None, (_valued(module, WIDTH_ATTRIBUTES, all_heads), stated))]
+    stated = {f"config.{name}": count for name in vocabulary.HEADS if number_of(config, name) == count}
+    more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
         members.append(Member(out, "in_", WeightSlice, all_heads // full))
@@ -406,16 +390,16 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
 def _heads(observed: _Observation, path: str, out: str) -> _Heads:
     """Return the heads of an attention module whose output layer is given."""
     all_heads = observed.sides[out][0]
-    queries = _number(observed, path, HEAD_ATTRIBUTES, inherited=True)
-    width = _number(observed, path, HEAD_WIDTHS, inherited=False)
+    queries = _number(observed, path, vocabulary.HEADS, inherited=True)
+    width = _number(observed, path, vocabulary.HEAD_WIDTHS, inherited=False)
     if width is not None and all_heads % width == 0:
         queries = all_heads // width
     if queries is None or all_heads % queries:
         raise _Unfit(f"{out} has {all_heads} inputs, which is no multiple of {queries} heads")
     if queries < 2:
         raise _Unfit("it has one head only")
-    per_pair = _number(observed, path, QUERIES_PER_KEY, inherited=False)
-    pairs = _number(observed, path, KEY_VALUE_HEADS, inherited=True) or queries
+    per_pair = _number(observed, path, vocabulary.QUERIES_PER_KEY, inherited=False)
+    pairs = _number(observed, path, vocabulary.KEY_VALUE_HEADS, inherited=True) or queries
     pairs = queries // per_pair if per_pair and queries % per_pair == 0 else pairs
     if queries % pairs:
         raise _Unfit(f"{queries} query heads are no multiple of {pairs} key and value heads")
@@ -440,7 +424,7 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
                 if len(axes) == 1:
                     yield Member(inner, f"{name}.{axes[0]}", ElasticAttribute, each)
             if inner != path:
-                for number, value in _valued(module, HEAD_ATTRIBUTES, heads.queries).items():
+                for number, value in _valued(module, vocabulary.HEADS, heads.queries).items():
                     yield Member(inner, number, ElasticAttribute, value // heads.full)
 
 
@@ -472,8 +456,7 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
     end = [Member(last, "in_", WeightSlice)]
     if around in observed.calls and around not in observed.blocks:
         inside = observed.modules[around]
-        numbers = _valued(inside, NEURON_ATTRIBUTES, neurons)
-        end += [Member(around, number, ElasticAttribute) for number in numbers]
+        end += [Member(around, n, ElasticAttribute) for n in _valued(inside, vocabulary.NEURONS, neurons)]
         end += [
             Member(path, "out", WeightSlice)
             for path, m in inside.named_modules(prefix=around)

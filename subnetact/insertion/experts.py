@@ -38,11 +38,10 @@ from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
-from subnetact.insertion.layer_vocabulary import number_of
 from subnetact.insertion.units import UnitGroup, full_orders, parts_of, permute_
 from subnetact.operators import ElasticAttribute, WeightSlice
-from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, GROUPS_OF_EXPERTS, NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.vocabulary import EXPERT_GROUPS, EXPERT_WIDTHS, EXPERTS, EXPERTS_PER_TOKEN, number_of
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.failure import summary
@@ -52,13 +51,8 @@ from subnetact.supernet.unused_weights import private_copy, shared_view
 
 __all__ = ["CONFIGURED", "ROUTING", "Configured", "expert_groups", "routing_mass", "why_not_as_configured"]
 
-CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": (*NUMBERS_OF_EXPERTS, *GROUPS_OF_EXPERTS)}
+CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": (*EXPERTS, *EXPERT_GROUPS)}
 """Axis that a configuration proves -> the names of its number in modules and configurations."""
-
-EXPERT_WIDTHS = (
-    "intermediate_dim", "intermediate_size", "expert_dim", "ffn_hidden_size", "moe_intermediate_size"
-)  # fmt: skip
-"""Names of whole numbers of modules with weights of experts, for the neurons of one."""
 
 ROUTING = re.compile("rout|gat|static|correction", re.IGNORECASE)
 """A pattern in the names of routers and of their classes."""
@@ -118,7 +112,7 @@ def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
     others = [
         Member(path, name, ElasticAttribute)
         for path, module in modules.items()
-        for name in NUMBERS_OF_EXPERTS
+        for name in EXPERTS
         if own and vars(module).get(name) == _number(modules, own[0]) and name not in module._parameters
     ]
     variants = [own, *([own + others] if others else []), stated]
@@ -136,19 +130,14 @@ def _stacks(modules: Mapping[str, nn.Module]) -> dict[str, _Stacked]:
     found: dict[str, _Stacked] = {}
     for path, module in modules.items():
         own = [
-            (path, name, parameter)
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.dim() == 3 and parameter.shape[0] in _counts(module)
+            (path, name, weight)
+            for name, weight in module._parameters.items()
+            if weight is not None and weight.dim() == 3 and weight.shape[0] in map(vars(module).get, EXPERTS)
         ]
         if own:
             host = path if len(own) > 1 else path.rpartition(".")[0]
             found.setdefault(host, []).extend(own)
     return {host: own for host, own in found.items() if len(own) > 1}
-
-
-def _counts(module: nn.Module) -> list[int]:
-    own = vars(module)
-    return [own[name] for name in NUMBERS_OF_EXPERTS if type(own.get(name)) is int]
 
 
 def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> tuple[list[Group], str]:
@@ -166,15 +155,12 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
         for place in dict.fromkeys(p for p, _, _ in stacked):
             own = vars(modules[place])
             end += [Member(place, n, ElasticAttribute) for n in EXPERT_WIDTHS if own.get(n) == full]
-        for starts in ((0, full), (None,)):  # Gates and values are halves, or alternate.
+        halves = (1, 0, 2 * full), (1, full, 2 * full)
+        for packed in (halves, ((2,),)):  # Gates and values are halves, or alternate.
             members = [
-                Member(p, part, ElasticAttribute)
-                if size == full
-                else Member(p, part, ElasticAttribute, 1, start, size)
-                if start is not None
-                else Member(p, part, ElasticAttribute, 2)
+                Member(p, part, ElasticAttribute, *segment)
                 for p, part, size in rows
-                for start in (starts if size != full else (None,))
+                for segment in (((1,),) if size == full else packed)
             ]
             group = Group(name, "ffn", full, (*members, *end))
             variants += [group] if group not in variants else []
@@ -200,12 +186,12 @@ def _pool(
             members += [Member(path, "out", WeightSlice)] if routes and module.out_features == full else []
             continue
         found = vars(module)
-        numbers = dict.fromkeys((*NUMBERS_OF_EXPERTS, *traits_of(module).sizes.values()))
+        numbers = dict.fromkeys((*EXPERTS, *traits_of(module).sizes.values()))
         counts = [n for n in numbers if found.get(n) == full and type(found[n]) is int]
         members += [Member(path, n, ElasticAttribute) for n in counts]
         grouped += [
             (found[n], number_of(module, "topk_group"), Member(path, n, ElasticAttribute))
-            for n in GROUPS_OF_EXPERTS
+            for n in EXPERT_GROUPS
             if counts and number_of(module, n) > 1
         ]
         tensors = {**module._parameters, **module._buffers} if routes else {}

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,9 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.experts import ROUTING
 from subnetact.insertion.key_value_cache import note_skipped_
-from subnetact.insertion.layer_vocabulary import (
-    EXPERTS,
-    HEADS,
-    NEURONS,
-    NEURONS_OF_EXPERTS,
-    POOLS,
-    SKIPPED,
-    embedding_of,
-    layer_stacks,
-    number_of,
-)
-from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, GROUPS_OF_EXPERTS, NUMBERS_OF_EXPERTS
+from subnetact.insertion.layer_vocabulary import SKIPPED, embedding_of, layer_stacks
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
+from subnetact.operators.vocabulary import CONFIGURED_HEADS, NEURONS, ROUTED, number_of
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
 
@@ -42,12 +32,7 @@ DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers",
 PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
 """Fields of configurations, under their common names; models map other names to these."""
 _ALL_HEADS = "the number of heads"
-_ROUTED = {
-    **dict.fromkeys(EXPERTS_PER_TOKEN, EXPERTS),
-    **dict.fromkeys(NUMBERS_OF_EXPERTS, POOLS),
-    **dict.fromkeys(GROUPS_OF_EXPERTS, GROUPS_OF_EXPERTS),
-}
-"""Name of a whole number of a router, or of what is beside it -> fields of configurations that state it."""
+Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
@@ -98,7 +83,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
         found.load_state_dict(weights)
     except RuntimeError as error:
         config.allow_global_per_layer_attribute_access = True  # transformers refuses it where layers differ
-        fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if number_of(config, f)]
+        fields = [f for f in (*DEPTHS, *NEURONS, *CONFIGURED_HEADS, "head_dim") if number_of(config, f)]
         told = ", ".join(f"{field}={getattr(config, field)}" for field in fields)
         why = str(error).splitlines()[1].strip(" \t.")
         raise InsertError(
@@ -208,7 +193,7 @@ def renumbered(model: nn.Module) -> dict[str, dict[str, str]]:
     return found
 
 
-def renamed(tensors: Mapping[str, Tensor], moved: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
+def renamed(tensors: Tensors, moved: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
     """Return tensors under the names that they have when skipped layers are not counted."""
     prefixes = {
         f"{path}.{old}.": f"{path}.{new}." for path, names in moved.items() for old, new in names.items()
@@ -250,7 +235,7 @@ def _numbers(model: nn.Module) -> dict[str, Tensor]:
     """Return the numbers of experts that modules and the configurations of routers hold, as long tensors."""
     found = {}
     for path, module in model.named_modules():
-        for name in _ROUTED if path else ():
+        for name in ROUTED if path else ():
             holders = module, vars(module).get("config") if ROUTING.search(type(module).__name__) else None
             stated = [number for holder in holders if (number := number_of(holder, name))]
             if stated:
@@ -258,13 +243,7 @@ def _numbers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _narrow(
-    config: Any,
-    full: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    numbers: Mapping[str, Tensor],
-    model: nn.Module,
-) -> None:
+def _narrow(config: Any, full: Tensors, weights: Tensors, numbers: Tensors, model: nn.Module) -> None:
     """Set the numbers of neurons and heads that follow from the shapes of weights, and those of experts."""
     stack = next((f"{path}." for path in layer_stacks(model)), "")
     shares: dict[str, dict[str, float]] = {}  # field -> layer -> the smallest share of a full size
@@ -274,7 +253,7 @@ def _narrow(
             continue
         layer = found[1] if stack else found[0]
         attention = re.search("attn|attention", name, re.IGNORECASE)
-        names = _ROUTED.get(name.rpartition(".")[2], NEURONS_OF_EXPERTS[:1] if tensor.dim() == 3 else ())
+        names = ROUTED.get(name.rpartition(".")[2], ("moe_intermediate_size",) if tensor.dim() == 3 else ())
         for old, new in zip(full[name].shape, tensor.shape, strict=True):
             field = next((f for f in names if number_of(config, f) in (old, old / 2)), "")
             if not field and name not in numbers:
@@ -282,7 +261,7 @@ def _narrow(
             of_layers = shares.setdefault(field, {})
             of_layers[layer] = min(of_layers.get(layer, 1.0), new / old)
     shares.pop("", None)
-    heads = {f: number_of(config, f) for f in HEADS if number_of(config, f)}
+    heads = {f: number_of(config, f) for f in CONFIGURED_HEADS if number_of(config, f)}
     if min(shares.get(_ALL_HEADS, {"": 1.0}).values()) < 1:
         config.head_dim = number_of(config, "head_dim") or config.hidden_size // config.num_attention_heads
     per_layer: dict[int, dict[str, int]] = {}

@@ -212,14 +212,13 @@ def insert_(
         return guard_caches_(supernet, *examples[:1])
     if "proof" in options:
         raise InsertError("proof: insert_ tries every description; give the option to describe")
+    proved = description is None and elastic is None
     if description is None and example is not None:
         description = describe(model, example, **options)
-        proved = elastic is None
         if elastic is not None:
             description = description.override(elastic)
     elif isinstance(description, Description) and elastic is None and not options and example is not None:
         _check_model(model)
-        proved = False
     else:
         raise InsertError(
             "insert_ takes a model and an example (insert_(model, example=x)), also with a description "
@@ -302,9 +301,8 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         for name in unseen:
             if name not in inside:
                 refused.setdefault(name, "it does not run on the example, so it stays whole")
-        stacks = {block.rpartition(".")[0] for block in blocks}
         if depth:
-            stacks |= {member.module for group in groups for member in group.members}
+            stacks = inside | {block.rpartition(".")[0] for block in blocks}
             blocks |= {
                 path: shape
                 for path, shape in stated.residual.items()

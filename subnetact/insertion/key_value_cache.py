@@ -32,15 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import CacheMismatch, SpecError
-from subnetact.insertion.cache_rules import (
-    CACHE_NAMES,
-    CacheArgument,
-    CacheRules,
-    CacheSignature,
-    attentions,
-    rules_of,
-    writes_own,
-)
+from subnetact.insertion.cache_rules import CacheArgument, CacheRules, CacheSignature, attentions, rules_of
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import Moment, Weights
@@ -284,10 +276,9 @@ def _recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) ->
         cache.reset()
         _forget_shapes(cache)
         vars(_of_decoder(cache)).pop(_WRITTEN, None)
-        parameters = inspect.signature(type(view).forward).parameters
-        argument = next((n for n in CACHE_NAMES if n in parameters), CACHE_NAMES[0])
-        inputs |= {argument: cache, "use_cache": True}
-        if "logits_to_keep" in parameters:
+        argument = CacheArgument.of(view)
+        inputs |= {argument.name if argument else "past_key_values": cache, "use_cache": True}
+        if "logits_to_keep" in inspect.signature(type(view).forward).parameters:
             inputs["logits_to_keep"] = 1
         with torch.no_grad():
             view(**inputs)
@@ -326,7 +317,7 @@ def note_skipped_(layer: nn.Module, identity: nn.Module) -> nn.Module:
     argument, own = CacheArgument.of(layer), False
     for _, attention in attentions(layer):
         entry = int(attention.layer_idx)
-        if not writes_own(attention):
+        if getattr(attention, "is_kv_shared_layer", False):
             copying = partial(_copy_shared, entry, getattr(attention, "layer_type", None))
             identity.register_forward_pre_hook(copying, with_kwargs=True)
         elif argument is not None and not own:
@@ -348,13 +339,7 @@ def _count(
         cache.update(states, states, entry)
 
 
-def _copy_shared(
-    entry: int,
-    kind: str | None,
-    _: nn.Module,
-    args: tuple[Any, ...],  # noqa: ARG001
-    kwargs: dict[str, Any],
-) -> None:
+def _copy_shared(entry: int, kind: str | None, _: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
     """Copy the keys and values that a skipped layer shares, so that its own pages are complete."""
     pages, shared = _pages_of(kwargs), kwargs.get("shared_kv_states")
     if pages is not None and shared is not None:

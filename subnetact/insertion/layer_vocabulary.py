@@ -13,29 +13,11 @@ from typing import Any
 from torch import nn
 
 from subnetact.errors import IllegalChoice, SpecError
+from subnetact.operators.vocabulary import CONFIGURED_HEADS, EXPERTS, EXPERTS_PER_TOKEN, NEURONS, number_of
 from subnetact.space import AxisValues
 from subnetact.spec import shown
 
-__all__ = [
-    "HEADS",
-    "NEURONS",
-    "SKIPPED",
-    "LayerConfigs",
-    "LayerVocabulary",
-    "embedding_of",
-    "layer_stacks",
-    "number_of",
-    "vocabulary_of",
-]
-
-HEADS = ("num_attention_heads", "num_key_value_heads")
-NEURONS = (
-    "intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"
-)  # fmt: skip
-NEURONS_OF_EXPERTS = ("moe_intermediate_size", *NEURONS)
-EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-POOLS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Fields of configurations that state numbers of heads, of neurons, and of experts, per token and in all."""
+__all__ = ["SKIPPED", "LayerConfigs", "LayerVocabulary", "embedding_of", "layer_stacks", "vocabulary_of"]
 
 SKIPPED = ("attention", "mlp")
 """What `skip` lists for a layer that is skipped as a whole."""
@@ -91,13 +73,13 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     for slot in slots:
         sizes.setdefault(slot.axis, set()).add(slot.full)
     sizes.pop("depth", None)
-    heads = {field: number for field in HEADS if (number := number_of(config, field)) > 1}
-    named = {"ffn": NEURONS, "experts": EXPERTS, "pool": POOLS}
+    heads = {field: number for field in CONFIGURED_HEADS if (number := number_of(config, field)) > 1}
+    named = {"ffn": NEURONS, "experts": EXPERTS_PER_TOKEN, "pool": EXPERTS}
     stacked = {any("." in m.part for m in slot.members) for slot in slots if slot.axis == "ffn"}
     if len(stacked) > 1:  # Experts and other feed-forward networks of a layer have different fields.
         return None
     if stacked == {True}:
-        named["ffn"] = NEURONS_OF_EXPERTS
+        named["ffn"] = ("moe_intermediate_size", *NEURONS)
     candidates = {axis: [{field: number_of(config, field)} for field in own] for axis, own in named.items()}
     if groups := number_of(config, "n_group"):
         candidates["pool"] += [{**fields, "n_group": groups} for fields in candidates["pool"]]
@@ -118,15 +100,6 @@ def embedding_of(model: nn.Module) -> nn.Module | None:
     except NotImplementedError:
         return None
     return found if isinstance(found, nn.Embedding) else None
-
-
-def number_of(config: Any, field: str) -> int:
-    """Return the whole number that a field of a configuration states; if it states none, 0."""
-    try:
-        value = getattr(config, field, None)
-    except RuntimeError:  # It differs between layers.
-        return 0
-    return value if type(value) is int else 0
 
 
 @dataclass(frozen=True)

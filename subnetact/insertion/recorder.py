@@ -7,16 +7,16 @@ that a forward may look at shapes and change with them. What the example does no
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from subnetact.comparison import tensors_in
@@ -47,11 +47,11 @@ class Recording:
     the `value`. An operation that changes a tensor in place is a node of its own, which later ones read.
     """
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, results: Mapping[fx.Node, Any]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.graph = graph
+        self.graph = fx.Graph()
         self.meta: dict[str, Any] = {}
-        self.results = results
+        self.results: dict[fx.Node, Any] = {}
         """What every node returns, with `TensorFacts` in the place of tensors."""
         self.branches = False
         """Whether the forward branches on values that it computes with its weights."""
@@ -76,9 +76,10 @@ def recorded(model: nn.Module, example: Any) -> Recording:
     inputs = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
     for i, tensor in enumerate(inputs):
         recorder.add("placeholder", f"input{i}", (), {}, tensor)
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
         for path, module in model.named_modules():
-            stack.enter_context(recorder.watched(path, module, is_layer(module)))
+            for hook in recorder.watch(path, module, is_layer(module)):
+                hooks.enter_context(hook)
         with recorder:
             output = call_with(model, example)
     returned = [recorder.node(t) for t in tensors_in(output) if t.numel()]
@@ -98,8 +99,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.recording = Recording(model, fx.Graph(), {})
-        self._results = cast(dict[fx.Node, Any], self.recording.results)
+        self.recording = Recording(model)
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._nodes: Any = WeakTensorKeyDictionary()
         self._around: dict[str, tuple[str, type]] = {}
@@ -121,9 +121,8 @@ class _Recorder(TorchFunctionMode):
             self.add(*_target(func, name, args), kwargs, result)
         return result
 
-    @contextmanager
-    def watched(self, path: str, module: nn.Module, leaf: bool) -> Iterator[None]:
-        """Note the calls of a module; those of a leaf are nodes of the graph."""
+    def watch(self, path: str, module: nn.Module, leaf: bool) -> tuple[RemovableHandle, RemovableHandle]:
+        """Let hooks note the calls of a module; those of a leaf are nodes of the graph."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._around[path] = path, type(module)
@@ -139,15 +138,10 @@ class _Recorder(TorchFunctionMode):
                 self.add("call_module", path, args, kwargs, output)
             self._around.pop(path, None)
 
-        handles = (
+        return (
             module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, with_kwargs=True),
         )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add a node, and further ones for the parts of a result that is no tensor."""
@@ -161,9 +155,9 @@ class _Recorder(TorchFunctionMode):
         self._note(node, result)
 
     def _note(self, node: fx.Node, result: Any) -> None:
-        self._results[node] = tree_map_only(Tensor, _facts, result)
+        facts = self.recording.results[node] = tree_map_only(Tensor, _facts, result)
         if isinstance(result, Tensor):
-            node.meta["tensor_meta"] = self._results[node]
+            node.meta["tensor_meta"] = facts
             if not result.is_floating_point() and result.numel() <= MOST_KEPT_VALUES:
                 node.meta["value"] = result.clone()
             self._nodes[result] = node

@@ -21,13 +21,13 @@ from subnetact.insertion.description import DepthStage
 from subnetact.insertion.recorder import Recording, assigned, is_layer
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.chain import Chain
-from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS
+from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
 
 __all__ = ["StackWatch", "skippable_blocks", "stages_of"]
 
-TRANSPARENT_CALLS = (
-    *(F.relu, torch.relu, F.gelu, F.silu, F.dropout, F.layer_norm),
-    *("relu", "clone", "to", "float", "type_as", "contiguous"),
+TRANSPARENT_CALLS = spellings(
+    *("relu", "gelu", "silu", "dropout", "layer_norm"),
+    *("clone", "to", "float", "type_as", "contiguous"),
 )
 """What may lie on the way from the input of a block to its output, beside additions and some layers."""
 

@@ -20,17 +20,15 @@ from torch import nn
 
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.layer_vocabulary import embedding_of, number_of
+from subnetact.insertion.layer_vocabulary import embedding_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.vocabulary import WIDTHS, number_of
 
 __all__ = ["STREAM", "stream_group"]
 
 STREAM = "stream"
 """The name of the group, and of its axis."""
-
-WIDTHS = ("hidden_dim", "hidden_size", "input_size", "embed_dim", "model_dim", "dim")
-"""Names of whole numbers for the width of the stream, of modules with parameters of their own."""
 
 
 def stream_group(

@@ -28,9 +28,9 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description_proof import WHOLE
 from subnetact.operators import ElasticAttribute, LayerSelect, Operator
-from subnetact.operators.elastic_attribute import NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
+from subnetact.operators.vocabulary import EXPERTS
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
@@ -109,13 +109,12 @@ class UnitGroup:
 
 def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
     """Find everything in a supernet that can be permuted, and in which units."""
+    network = supernet.network
     with torch.inference_mode(False), torch.no_grad():
-        parts = parts_of(supernet.network, trial.row, supernet.space.dimensions)
+        parts = parts_of(network, trial.row, supernet.space.dimensions)
         known = getattr(supernet.description, "groups", {}).values()
         stated = [
-            UnitGroup(
-                tuple(own), group.full // group.unit, stated=True, stacks=_stacks(supernet.network, own)
-            )
+            UnitGroup(tuple(own), group.full // group.unit, stated=True, stacks=_stacks(network, own))
             for group in known
             if (own := [part for part in parts if part.dimension in group.dimensions(group.full)])
         ]
@@ -154,8 +153,9 @@ class Trial:
         self._copy = disturbed_copy(network).eval()
         self.row = row
         self._failed: set[Any] = set()
-        self._inputs = [map_tensors(_as_float, x)]
-        if any(p.dtype in (torch.float16, torch.bfloat16) for p in self._copy.parameters()):
+        halves = torch.float16, torch.bfloat16
+        self._inputs = [map_tensors(lambda t: t.float() if t.dtype in halves else t, x)]
+        if any(p.dtype in halves for p in self._copy.parameters()):
             self._copy.float()
         view = shared_view(self._copy, row)
         try:
@@ -297,10 +297,6 @@ def _parameters_behind(inputs: Any) -> set[Any]:
     return {node.variable for node in nodes if hasattr(node, "variable")}
 
 
-def _as_float(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
 # -- groups that nobody states ------------------------------------------------------------------------
 
 
@@ -407,7 +403,7 @@ def _role_in_stack(operator: ElasticAttribute, part: str) -> str:
     """Return the role of an axis of the weights of experts; of other parameters, "keeps"."""
     name, _, axis = part.partition(".")
     shape = operator.shapes.get(name, ())
-    if len(shape) != 3 or shape[0] not in map(vars(operator.template).get, NUMBERS_OF_EXPERTS):
+    if len(shape) != 3 or shape[0] not in map(vars(operator.template).get, EXPERTS):
         return "keeps"
     outputs = "2" if getattr(operator.template, "is_transposed", False) else "1"
     return "writes" if axis == outputs else "reads"

@@ -8,6 +8,7 @@ Which file answers which question:
 - `base.py`: what every operator does (`Operator`), and one entry of a description (`Elastic`).
 - `layer_traits.py`: the one table of what is known of each class of layers; `register_layer` adds to it.
   `segments.py`: parts that consist of several segments.
+- `vocabulary.py`: what models call their numbers, of heads, neurons and experts for example.
 - `layer_select.py`: which layers of a stack are kept, and which of several modules is used;
   `skipped_layer.py`: what is in the places of skipped layers. The other operators have files of their names.
 - `lowered_weight.py`: how a convolution or linear layer is sliced, and multiplies, at int8 and bfloat16.

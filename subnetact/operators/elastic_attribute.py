@@ -7,20 +7,9 @@ from operator import attrgetter
 from typing import Any
 
 from subnetact.operators.base import Operator
+from subnetact.operators.vocabulary import ROUTED
 
-__all__ = ["EXPERTS_PER_TOKEN", "GROUPS_OF_EXPERTS", "NUMBERS_OF_EXPERTS", "ElasticAttribute"]
-
-EXPERTS_PER_TOKEN = (
-    "top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
-)  # fmt: skip
-NUMBERS_OF_EXPERTS = (
-    "num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts",
-    "total_experts",
-)  # fmt: skip
-GROUPS_OF_EXPERTS = ("num_group", "n_group")
-"""Names of whole numbers of routers, and of what is beside them; routers choose some groups first."""
-
-_ROUTED = {*EXPERTS_PER_TOKEN, *NUMBERS_OF_EXPERTS, *GROUPS_OF_EXPERTS}
+__all__ = ["ElasticAttribute"]
 
 
 class ElasticAttribute(Operator):
@@ -80,7 +69,7 @@ class ElasticAttribute(Operator):
 
     def resized_in_reference(self, part: str) -> bool:
         """Tell whether a part is a number that a router chooses by, for which zeros do not stand."""
-        return part.rpartition(".")[2] in _ROUTED
+        return part.rpartition(".")[2] in ROUTED
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the numbers of the subnet's module, and the objects that state numbers."""

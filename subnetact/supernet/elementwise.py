@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from subnetact.operators.view_module import HOOKS, module_class
 
-__all__ = ["ADDITIONS", "PRODUCTS", "Elementwise", "elementwise", "has_hooks"]
+__all__ = ["ADDITIONS", "PRODUCTS", "Elementwise", "elementwise", "has_hooks", "spellings"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,26 +43,31 @@ def _fits(tensor: Tensor, whole: Tensor) -> bool:
     return alike and tensor.dim() <= whole.dim() and all(a in (1, b) for a, b in ends)
 
 
-_RELU = Elementwise("relu", torch.relu, torch.relu_)
-_RELU6 = Elementwise("relu6", F.relu6, lambda x: F.relu6(x, inplace=True))
-_SILU = Elementwise("silu", F.silu, lambda x: F.silu(x, inplace=True))
-_HARDSWISH = Elementwise("hardswish", F.hardswish, lambda x: F.hardswish(x, inplace=True))
+def spellings(*names: str) -> frozenset[Any]:
+    """Return the functions of torch and of Python's operators with some names, and methods of these names."""
+    both = [*names, *(f"{name}_" for name in names)]
+    functions = {getattr(home, name, None) for home in (operator, torch, F) for name in both}
+    return frozenset({f for f in functions if callable(f)}.union(n for n in both if hasattr(Tensor, n)))
+
+
+ADDITIONS = spellings("add", "iadd")
+PRODUCTS = spellings("mul", "imul")
 _gelu_ = torch.ops.aten.gelu_.default
 _GELU = {
     way: Elementwise("gelu", partial(F.gelu, approximate=way), partial(_gelu_, approximate=way))
     for way in ("none", "tanh")
 }
-_ADD = Elementwise("add", operator.add, operator.iadd)
-_MULTIPLY = Elementwise("multiply", operator.mul, operator.imul)
-_UNARY: Mapping[Any, Elementwise] = {
-    **dict.fromkeys((F.relu, torch.relu, torch.relu_, nn.ReLU, "relu", "relu_"), _RELU),
-    **dict.fromkeys((F.relu6, nn.ReLU6), _RELU6),
-    **dict.fromkeys((F.silu, nn.SiLU), _SILU),
-    **dict.fromkeys((F.hardswish, nn.Hardswish), _HARDSWISH),
+_ACTIVATIONS = {
+    nn.ReLU: Elementwise("relu", torch.relu, torch.relu_),
+    nn.ReLU6: Elementwise("relu6", F.relu6, partial(F.relu6, inplace=True)),
+    nn.SiLU: Elementwise("silu", F.silu, partial(F.silu, inplace=True)),
+    nn.Hardswish: Elementwise("hardswish", F.hardswish, partial(F.hardswish, inplace=True)),
 }
-ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
-PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
-_BINARY: Mapping[Any, Elementwise] = {**dict.fromkeys(ADDITIONS, _ADD), **dict.fromkeys(PRODUCTS, _MULTIPLY)}
+_UNARY = {call: each for each in _ACTIVATIONS.values() for call in spellings(each.name)}
+_BINARY = {
+    **dict.fromkeys(ADDITIONS, Elementwise("add", operator.add, operator.iadd)),
+    **dict.fromkeys(PRODUCTS, Elementwise("multiply", operator.mul, operator.imul)),
+}
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -78,7 +83,7 @@ def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise |
         if has_hooks(module) or len(node.args) != 1 or node.kwargs:
             return None
         cls = module_class(module)
-        return _GELU.get(module.approximate) if cls is nn.GELU else _UNARY.get(cls)
+        return _GELU.get(module.approximate) if cls is nn.GELU else _ACTIVATIONS.get(cls)
     if target is F.gelu and len(node.args) == 1:
         return _GELU.get(str(node.kwargs.get("approximate", "none")))
     if len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators import Elastic, ElasticAttribute, Operator, Segments, SubnetNorm
-from subnetact.operators.elastic_attribute import EXPERTS_PER_TOKEN, NUMBERS_OF_EXPERTS
 from subnetact.operators.layer_traits import is_batch_norm
+from subnetact.operators.vocabulary import EXPERTS, EXPERTS_PER_TOKEN
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.supernet.bind import OF_LAYERS
 from subnetact.supernet.supernet import InsertReport, Supernet
@@ -64,7 +64,7 @@ def _numbers_of_layers(network: nn.Module, operators: Iterable[Operator]) -> dic
     positions of those of the layers in a size row.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for names in (EXPERTS_PER_TOKEN, NUMBERS_OF_EXPERTS):
+    for names in (EXPERTS_PER_TOKEN, EXPERTS):
         at = {
             (operator.full(part), position)
             for operator in operators

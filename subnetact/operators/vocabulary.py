@@ -1,0 +1,45 @@
+"""What models call their numbers: for each meaning, the names of attributes of modules and of configurations.
+
+Of the names that fit, the first counts. `CONFIGURED_HEADS` are the two fields of configurations to which
+models map others. `ALL_HEADS` is the width of all heads together, `WIDTHS` that of what flows between layers;
+some attentions use the latter for the former. `EXPERT_WIDTHS` are names of modules with weights of experts,
+for the neurons of one. The numbers of `ROUTED` are those of routers and of what is beside them; some routers
+choose groups of experts first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
+CONFIGURED_HEADS = ("num_attention_heads", "num_key_value_heads")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+QUERIES_PER_KEY = ("num_key_value_groups", "n_rep", "num_kv_groups")
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
+ALL_HEADS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "attention_dim")
+WIDTHS = ("hidden_size", "embed_dim", "dim", "d_model", "model_dim", "hidden_dim", "input_size")
+NEURONS = (
+    "intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "n_inner", "hidden_dim",
+    "intermediate_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim",
+)  # fmt: skip
+EXPERT_WIDTHS = (
+    "moe_intermediate_size", "intermediate_size", "intermediate_dim", "expert_dim", "ffn_hidden_size"
+)  # fmt: skip
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "top_k"
+)  # fmt: skip
+EXPERTS = (
+    "num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts",
+    "total_experts",
+)  # fmt: skip
+EXPERT_GROUPS = ("num_group", "n_group")
+ROUTED = {name: names for names in (EXPERTS_PER_TOKEN, EXPERTS, EXPERT_GROUPS) for name in names}
+
+
+def number_of(holder: Any, name: str) -> int:
+    """Return the whole number that a configuration or a module states under a name; if it states none, 0."""
+    try:
+        value = getattr(holder, name, None)
+    except RuntimeError:  # It differs between layers.
+        return 0
+    return value if type(value) is int else 0
