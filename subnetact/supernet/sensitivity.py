@@ -108,8 +108,9 @@ def _hidden(run: Run, places: dict[Place, Pieces], asked: Iterable[Place]) -> li
     """Return the places among those `asked` in which other numbers change no output of a run."""
     parameters = list({id(p): p for pieces in places.values() for p, *_ in pieces}.values())
     outputs, gradients = _gradients(run, parameters)
+    sizes = {p: torch.linalg.vector_norm(p) / p.numel() ** 0.5 for p in parameters}
     lines = {
-        place: [_lines(gradients[p], place, *at) * p.square().mean().sqrt() for p, *at in pieces]
+        place: [_lines(gradients[p], place, *at) * sizes[p] for p, *at in pieces]
         for place, pieces in places.items()
     }
     least = WEAK * max(float(strength.max()) for strengths in lines.values() for strength in strengths)
