@@ -28,6 +28,9 @@ __all__ = [
     "structure_copy",
 ]
 
+SAMPLED = 2**16
+"""So many of the numbers of a weight say how far they are spread."""
+
 
 def private_copy(
     network: nn.Module, weights: Callable[[Tensor], Tensor] = Tensor.clone, buffers: Any = Tensor.clone
@@ -62,7 +65,7 @@ def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.add_(0.2 * noise - 0.1 if "running_mean" in name else 0.2 * noise + 0.1)
         return
     gain = (tensor.shape[0] / tensor.numel()) ** 0.5
-    spread = float(tensor.float().std())
+    spread = float(tensor.flatten()[:: 1 + tensor.numel() // SAMPLED].float().std())
     if spread < 1e-3 * gain:
         noise = torch.rand(tensor.shape, generator=generator).to(tensor)
         tensor.add_(gain * (2 * noise - 1))
