@@ -88,16 +88,14 @@ class VirtualTime:
         with self._lock:
             resting = len(self._sleepers)
         threads = 0
-        turned = {driver._turned for driver in self._watched}  # those of tenants are one
-        resting += sum(len(condition._waiters) for condition in turned)
         for driver in self._watched:
             with driver.lock:
                 states = driver.scheduler.workers
                 threads += len(states.free_at_ms)
-                if driver._undelivered or (driver._work._waiters and len(driver.scheduler)):
+                driver._empty_inbox()  # at the latest the watchdog's next tick does
+                if driver._inbox or driver._undelivered or (driver._idle and len(driver.scheduler)):
                     return False
-                resting += len(driver._work._waiters) + len(driver._wanted._waiters)
-                resting -= sum(states._hung_threads)
+                resting += driver._resting - sum(states._hung_threads)
                 turns = driver._turns
                 if turns is not None and any(
                     waiting and worker not in turns._holders for worker, waiting in turns._waiting.items()

@@ -82,7 +82,7 @@ class SubnetNorm(Operator):
     def scatter_(self, row: SizeRow, full: Tensor, part: Tensor) -> None:
         """Write `part`, of shape (channels,), into the channels of `full` that the subnet of a `row` uses."""
         runs = self.kept_parts(self.sizes(row))[0].runs()
-        for (start, size), values in zip(runs, part.split([size for _, size in runs]), strict=True):
+        for (start, size), values in zip(runs, torch.split(part, [size for _, size in runs]), strict=True):
             full[start : start + size] = values
 
     def statistics_names(self, row: SizeRow) -> tuple[str, ...]:  # noqa: ARG002

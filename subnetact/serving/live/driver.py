@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -32,6 +33,8 @@ __all__ = ["Driver", "SharedWorkers"]
 
 _log = logging.getLogger(__name__)
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
+_ROOM = 64
+"""Clients that add a request without the lock leave room for this many others that do so at the same time."""
 _TICK_S = 0.02
 _PAUSE_S = 0.05
 """After this time an idle worker asks again, if requests wait that the policy does not run yet."""
@@ -42,12 +45,18 @@ class SharedWorkers:
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.turns = Turns(shares)
+        self.drivers: list[Driver] = []
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
 
 
 class Driver:
     """Runs the jobs of a scheduler on threads. Any thread may call the methods.
+
+    Clients take the lock only if a thread has to be woken or the queue is nearly full: a new request lands in
+    an inbox, and the methods that look at the queue under the lock empty the inbox into the queue first. A
+    client that waited for the lock while it holds Python's global lock would stop the workers and all other
+    clients.
 
     Whoever takes outcomes delivers them without the lock; `wait_until_drained` waits for that too.
 
@@ -82,15 +91,20 @@ class Driver:
         self._log, self._on_end = log, on_end
         self._turns: Turns | None = None
         self._turned = threading.Condition(self.lock)  # somebody's turn has ended
+        self._drivers = [self]  # of the same workers
         if shared is not None:
             self._turns, self._name, self._turned = shared[0].turns, shared[1], shared[0].changed
             self._turns.schedulers[self._name] = scheduler
+            self._drivers = shared[0].drivers
+            self._drivers.append(self)
             scheduler.shares_workers = True
+        self._guarded = scheduler.gate is not None or scheduler.dispatcher.expired == "defer"
+        self._inbox: deque[Request] = deque()
         self._work = threading.Condition(self.lock)
         self._wanted = threading.Condition(self.lock)
         self._watch = threading.Condition(self.lock)
         self._drained = threading.Condition(self.lock)
-        self._undelivered = 0
+        self._idle = self._resting = self._undelivered = 0
         self._waking = self._watchdog_sleeps = self._was_calm = False
         self._running: dict[int, tuple[Job, Turn | None]] = {}  # what the watchdog ends if it hangs
         self._current: dict[int, threading.Thread] = {}
@@ -126,30 +140,62 @@ class Driver:
             if type(shape) is not int or not 0 <= shape < count:
                 raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {count} tables")
             request.shape = shape
-        scheduler = self.scheduler
+        inbox = self._inbox
+        if (
+            not self._guarded
+            and len(self.scheduler.dispatcher.queue) + len(inbox) + _ROOM < self.scheduler.max_queue
+        ):
+            inbox.append(request)
+        else:
+            self._admit_carefully(request)
+        # The flags are read after the request was added, and the threads that set them look into the inbox
+        # afterwards; so one of both sides notices the other.
+        if self.scheduler.closing or (self._idle and not self._waking) or self._watchdog_sleeps:
+            self._wake_for(request)
+        return request
+
+    def _admit_carefully(self, request: Request) -> None:
+        """Queue a request if there is room for one more, which only the owner of the lock can tell."""
         with self.lock:
-            if scheduler.closing:
+            self._empty_inbox()
+            if not self.scheduler.closing:
+                try:
+                    self.scheduler.make_room(request.ask.client)
+                except QueueFull:
+                    self.counters.refused += 1
+                    self.counters.full += 1
+                    if self._log is not None:
+                        self._log.outcome("full", request)
+                    raise
+            self._inbox.append(request)
+
+    def _wake_for(self, request: Request) -> None:
+        """Wake a worker and the watchdog for a new request; refuse the request if no worker will come."""
+        with self.lock:
+            if self.scheduler.closing and request in self._inbox:
+                self._inbox.remove(request)
                 raise BatcherClosed("the batcher is closed or draining; open another one")
-            try:
-                scheduler.make_room(ask.client)
-            except QueueFull:
-                self.counters.refused += 1
-                self.counters.full += 1
-                if self._log is not None:
-                    self._log.outcome("full", request)
-                raise
-            scheduler.submit([request])
-            self._wake_a_worker()
+            self._empty_inbox()
+            if self._idle and not self._waking:
+                self._wake_a_worker()
             if self._watchdog_sleeps:
                 self._watchdog_sleeps = False
                 self._watch.notify()
-        return request
 
     def _wake_a_worker(self) -> None:
-        """Wake an idle worker, if there is one. Until a worker looks at the queue, none is woken again."""
-        if not self._waking:
-            self._waking = True
-            self._work.notify()
+        """Wake one idle worker. Until it runs, no client has to wake it again."""
+        self._waking = True
+        self._work.notify()
+
+    def _empty_inbox(self) -> None:
+        """Move new requests into the queue; if the batcher is closing, their clients take them back."""
+        if self._inbox and not self.scheduler.closing:
+            self._accept_inbox()
+
+    def _accept_inbox(self) -> None:
+        inbox = self._inbox  # clients append meanwhile
+        if inbox:
+            self.scheduler.submit([inbox.popleft() for _ in range(len(inbox))])
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""
@@ -159,6 +205,7 @@ class Driver:
     def withdraw(self, request: Request) -> bool:
         """Close a request that its client has cancelled; return whether it had no outcome yet."""
         with self.lock:
+            self._empty_inbox()
             withdrawn = self.scheduler.withdraw(request)
             outcomes = self._outcomes()  # those of requests that were dropped to make room for others
             if outcomes:
@@ -186,21 +233,24 @@ class Driver:
                 self.scheduler.workers.started(worker, self.clock_ms())
             while (found := self._next(worker, turn)) is not None:
                 job, outcomes = found
-                with computing():
-                    self._deliver(outcomes)
-                    if job is not None:
-                        self._run(job, turn)
-                    if job is None or not job.abandoned:
-                        job, outcomes, found = None, [], None  # frees tensors here, a computation
+                try:
+                    with computing():
+                        self._deliver(outcomes)
+                        if job is not None:
+                            self._run(job, turn)
+                        if job is None or not job.abandoned:
+                            job, outcomes, found = None, [], None  # frees tensors here, a computation
+                finally:
+                    if turn is not None:
+                        with self.lock:
+                            self._end_turn(turn)
                 if job is not None:  # its call returned although the worker was replaced
                     with self.lock:
-                        self._end_turn(turn)
                         self.scheduler.workers.hung_thread_ended(worker)
                         self._wake_all()
                     return
         except BaseException as error:  # for example SystemExit from a runner; the worker is started again
             with self.lock:
-                self._end_turn(turn)
                 if job is not None and job.abandoned:
                     self.scheduler.workers.hung_thread_ended(worker)
                 else:
@@ -213,29 +263,43 @@ class Driver:
     def _next(self, worker: int, turn: Turn | None) -> tuple[Job | None, list[Outcome]] | None:
         """Wait for a job of an idle worker, or for outcomes to deliver; None if the worker ends."""
         with self.lock:
-            self._end_turn(turn)
-            while not self.scheduler.is_over:
-                self._waking = False
+            while True:
+                self._waking = False  # before the inbox is read, so that later requests wake somebody again
+                self._empty_inbox()
+                if self.scheduler.is_over:
+                    self._give_up(turn)
+                    return None
                 if self.scheduler.workers.is_parked(worker):
                     self._give_up(turn)
-                    self._wanted.wait()
-                elif not len(self.scheduler):
+                    self._rest(self._wanted)
+                    continue
+                waiting = len(self.scheduler)
+                if not waiting:
                     self._give_up(turn)
-                    self._work.wait()
                 elif turn is not None and not self._begin(turn):
-                    self._wake_a_worker()  # whose turn may come earlier
-                    self._turned.wait()
-                else:
-                    job = self._asked(partial(self.scheduler.idle, worker))
-                    outcomes = self._outcomes()
-                    if job is not None or outcomes:
-                        if len(self.scheduler):
-                            self._wake_a_worker()  # for the requests that came while this worker was woken
-                        return job, outcomes
-                    self._end_turn(turn)
-                    self._work.wait(_PAUSE_S)
-            self._give_up(turn)
-            return None
+                    if self._idle and not self._waking:
+                        self._wake_a_worker()  # whose turn may come earlier
+                    self._rest(self._turned)
+                    continue
+                job = self._asked(partial(self.scheduler.idle, worker)) if waiting else None
+                outcomes = self._outcomes()
+                if job is not None or outcomes:
+                    if self._idle and len(self.scheduler):
+                        self._wake_a_worker()  # for the requests that came while this worker was woken
+                    return job, outcomes
+                self._end_turn(turn)
+                if self.scheduler.is_over:
+                    return None
+                self._idle += 1
+                if not self._inbox:
+                    self._rest(self._work, _PAUSE_S if len(self.scheduler) else None)
+                self._idle -= 1
+
+    def _rest(self, condition: threading.Condition, timeout_s: float | None = None) -> None:
+        """Let a worker's thread wait."""
+        self._resting += 1
+        condition.wait(timeout_s)
+        self._resting -= 1
 
     def _asked(self, decide: Callable[[float], Job | None], waiting: bool = True) -> Job | None:
         """Ask the scheduler for a job; if the policy raises, requests fail, and the batcher goes on."""
@@ -298,9 +362,10 @@ class Driver:
 
     def _urgent(self, job: Job, done: float) -> tuple[Job | None, list[Outcome]]:
         """Return the job that goes first between two blocks of another, and outcomes to deliver."""
-        if not len(self.scheduler.dispatcher.queue):
+        if not (self._inbox or len(self.scheduler.dispatcher.queue)):
             return None, []  # without the lock: the next block looks again
         with self.lock:
+            self._empty_inbox()
             urgent = self._asked(partial(self.scheduler.step_done, job, done), waiting=False)
             return urgent, self._outcomes()
 
@@ -333,6 +398,7 @@ class Driver:
             counters.run_ms.add(took_ms)
             if self._log is not None:
                 self._log.batch(job, [request for request, _, _ in outcomes], now - started_ms, met)
+            self._empty_inbox()  # what arrived before the end is in the queue before it
             self.learner.observe(job, took_ms)
             self.scheduler.finished(job, now)
             if outcomes:
@@ -364,14 +430,16 @@ class Driver:
 
     def _give_way(self, job: Job, done: float, turn: Turn) -> None:
         """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
-        if not turn.turns.is_wanted(turn.worker):
+        if not (turn.turns.is_wanted(turn.worker) or any(driver._inbox for driver in self._drivers)):
             return  # without the lock: the next block looks again
         with self.lock:
+            for driver in self._drivers:
+                driver._empty_inbox()
             if not turn.turns.gives_way(turn, job, done, self.clock_ms()):
                 return
             self._end_turn(turn)
             while not self._begin(turn):
-                self._turned.wait()
+                self._rest(self._turned)
             self.scheduler.resume(job, self.clock_ms())
 
     # -- outcomes ----------------------------------------------------------------------------------
@@ -438,18 +506,21 @@ class Driver:
     def _wait_until_watched(self) -> bool:
         """Sleep for a tick, or until there is something to watch; return whether the watchdog goes on."""
         with self.lock:
+            self._empty_inbox()
             scheduler = self.scheduler
             if scheduler.is_over and not scheduler.jobs:
                 return False
             calm = not (len(scheduler) or scheduler.ended or scheduler.jobs or scheduler.workers.any_down())
             # one more tick follows the last batch, so that what it taught is applied
             self._watchdog_sleeps, self._was_calm = calm and self._was_calm, calm
-            self._watch.wait(None if self._watchdog_sleeps else _TICK_S)
+            if not (self._watchdog_sleeps and self._inbox):
+                self._watch.wait(None if self._watchdog_sleeps else _TICK_S)
             self._watchdog_sleeps = False
             return not scheduler.is_over or bool(scheduler.jobs)
 
     def _tick(self) -> None:
         with self.lock:
+            self._empty_inbox()
             revived = self.scheduler.tick(self.clock_ms())
             outcomes = self._outcomes()
             hung = [worker for worker, (job, _) in self._running.items() if job.abandoned]
@@ -511,6 +582,7 @@ class Driver:
         """Return a consistent snapshot of the counters and histograms."""
         correction, drifted = self.learner.corrections.drift()
         with self.lock:
+            self._empty_inbox()
             scheduler = self.scheduler
             return self.counters.snapshot(
                 scheduler.counts,
@@ -533,8 +605,10 @@ class Driver:
     def stop_admitting(self) -> None:
         """Refuse all further requests."""
         with self.lock:
-            self.scheduler.closing = True
-            self.scheduler.assign(range(len(self._runners)), self.clock_ms())
+            if not self.scheduler.closing:
+                self.scheduler.closing = True  # first: a client that sees it later looks into the inbox
+                self._accept_inbox()
+                self.scheduler.assign(range(len(self._runners)), self.clock_ms())
             self._wake_all()
 
     def abandon_queue(self) -> None:
