@@ -82,7 +82,7 @@ class TracedModel:
             return
         self._span = kirigami.IndexSet.span
         try:
-            with _few_regions(), self._recording(example), warnings.catch_warnings():
+            with _few_regions(), self._captured(example), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._graph = kirigami.DependencyGraph.build(model, operators=_rules())
         except Exception as error:
@@ -100,7 +100,7 @@ class TracedModel:
         returned = [made.get(node.name) for node in output.args[0]]  # None for numbers of numpy
         self._returned = [{t.id for t in operation.outputs} if operation else set() for operation in returned]
 
-    def _recording(self, example: Any) -> Any:
+    def _captured(self, example: Any) -> Any:
         """Let torch-kirigami read the graph of a recording, in place of a symbolic trace."""
         from torch_kirigami.dep_graph import construction
         from torch_kirigami.dep_graph.capture import CaptureResult, tree_map

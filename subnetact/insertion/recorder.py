@@ -23,7 +23,7 @@ from subnetact.comparison import tensors_in
 from subnetact.operators.layer_traits import CHANNEL_NORM, traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 
-__all__ = ["Recording", "TensorFacts", "assigned", "is_layer", "recorded"]
+__all__ = ["Recording", "TensorFacts", "assigned", "is_leaf", "recorded"]
 
 MOST_KEPT_VALUES = 2**20
 """Whole numbers and truth values of tensors with at most so many elements are kept: they may be indices."""
@@ -78,7 +78,7 @@ def recorded(model: nn.Module, example: Any) -> Recording:
         recorder.add("placeholder", f"input{i}", (), {}, tensor)
     with ExitStack() as hooks, torch.no_grad():
         for path, module in model.named_modules():
-            for hook in recorder.watch(path, module, is_layer(module)):
+            for hook in recorder.watch(path, module, is_leaf(module)):
                 hooks.enter_context(hook)
         with recorder:
             output = call_with(model, example)
@@ -186,7 +186,7 @@ class _Recorder(TorchFunctionMode):
         return node
 
 
-def is_layer(module: nn.Module) -> bool:
+def is_leaf(module: nn.Module) -> bool:
     """Tell whether a recording does not look into a module: a layer of torch, or a frozen norm.
 
     Functions of recurrent layers check no sizes, and would crash; other unknown layers are looked into.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from subnetact.insertion.description import DepthStage
-from subnetact.insertion.recorder import Recording, assigned, is_layer
+from subnetact.insertion.recorder import Recording, assigned, is_leaf
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
@@ -77,7 +77,7 @@ class StackWatch:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.influence: dict[str, float] = {}
-        members = {path: m for path, m in modules.items() if _in_stack(path, modules) and not is_layer(m)}
+        members = {path: m for path, m in modules.items() if _in_stack(path, modules) and not is_leaf(m)}
         stacks = dict.fromkeys(path.rpartition(".")[0] for path in members)
         self._chains = {path: Chain(path, modules[path]._modules) for path in stacks}
         for path, module in members.items():

@@ -44,7 +44,7 @@ def _fits(tensor: Tensor, whole: Tensor) -> bool:
 
 
 def spellings(*names: str) -> frozenset[Any]:
-    """Return the functions of torch and of Python's operators with some names, and methods of these names."""
+    """Return the functions of torch and of `operator` with some names, in place or not, and methods."""
     both = [*names, *(f"{name}_" for name in names)]
     functions = {getattr(home, name, None) for home in (operator, torch, F) for name in both}
     return frozenset({f for f in functions if callable(f)}.union(n for n in both if hasattr(Tensor, n)))

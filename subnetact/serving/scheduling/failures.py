@@ -15,7 +15,6 @@ from subnetact.errors import (
 )
 from subnetact.serving.scheduling.request import Job, Request
 
-Failure = TypeVar("Failure", bound=BatchFailed)
 __all__ = [
     "alone_failed",
     "deadline_passed",
@@ -27,6 +26,8 @@ __all__ = [
     "worker_died",
     "worker_hung",
 ]
+
+Failure = TypeVar("Failure", bound=BatchFailed)
 
 
 def queue_full(max_queue: int) -> QueueFull:
