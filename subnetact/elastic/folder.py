@@ -44,6 +44,7 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.card import Card
 from subnetact.supernet.norm_table import NormTable
+from subnetact.supernet.load import with_tied_names
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
 
@@ -331,9 +332,7 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
 def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Path, own_dtype: bool) -> None:
     """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
     own: dict[str, Tensor] = supernet.network.state_dict()
-    tied = {storage_id(own[name]): tensor for name, tensor in tensors.items() if name in own}
-    for name in [n for n in own if n not in tensors and storage_id(own[n]) in tied]:
-        tensors[name] = tied[storage_id(own[name])]  # Files leave out tied output layers.
+    tensors.update(with_tied_names(tensors, own))  # Files leave out tied output layers.
     differing = sorted(set(own) ^ set(tensors)) or [
         name for name, tensor in tensors.items() if tensor.shape != own[name].shape
     ]

@@ -120,6 +120,9 @@ class Operator(nn.Module):
 
     template: Any
 
+    placed: bool = False
+    """Whether the operator is in the place of its template, so that other attributes are those of that."""
+
     checks: bool = True
     """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
 
@@ -421,6 +424,20 @@ class Operator(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_shared": {}, "_packed": {}}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or not hasattr(self.__dict__.get("template"), name):
+                raise
+        return getattr(self.template, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.placed and not (name in self.__dict__ or hasattr(type(self), name)):
+            setattr(self.template, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Operator:
         """Put the template into training mode, or out of it; what a `train` of its own does counts here."""

@@ -110,18 +110,18 @@ class Witness(NamedTuple):
 class Generation:
     """Tells whether weights have changed, by a `number` that grows, and drops views of exchanged ones."""
 
-    def __init__(self, supernet: nn.Module, views: Views) -> None:
+    def __init__(self, supernet: Any, views: Views) -> None:
         self.number = next(_numbers)
-        self.weights = Weights(weights_of(supernet), Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0))
+        self.weights = Weights(weights_of(supernet.network), Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0))
         self.lock = threading.RLock()
         self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
         self._views = views
         self._replacements = Replacements()
-        self._watch(supernet)
+        self._watch()
 
-    def _watch(self, supernet: nn.Module) -> None:
-        self._replacements.note(supernet)
-        self._attributes = PlainAttributes(supernet)
+    def _watch(self) -> None:
+        self._replacements.note(self._present(), self._supernet())
+        self._attributes = PlainAttributes(self._present())
         self._noticed = self._replacements.writes
 
     def moment(self) -> Moment:
@@ -133,9 +133,9 @@ class Generation:
         if self._replacements.writes == self._noticed:
             return False
         with self.lock:
-            writes, supernet = self._replacements.writes, self._present()
-            if self._replacements.replaced(supernet):
-                if substituted(supernet):
+            writes, network = self._replacements.writes, self._present()
+            if self._replacements.replaced(network):
+                if substituted(network):
                     return True  # The next call looks again.
                 self.move()
             self._noticed = writes
@@ -172,8 +172,8 @@ class Generation:
     def outdated(self, views: Iterable[NamedView]) -> list[str]:
         """Return which views, packed copies and plain attributes do not match the network, one line each."""
         with self.lock:
-            supernet = self._present()
-            return outdated(supernet, views) + self._attributes.changed(supernet)
+            network = self._present()
+            return outdated(network, views) + self._attributes.changed(network)
 
     def begin_exchange(self) -> None:
         """Close the weights, and drop copies of them, which must not follow half an exchange; then `move`."""
@@ -183,25 +183,24 @@ class Generation:
     def move(self, same: bool = False, in_place: bool = False) -> None:
         """Let views be taken again: of the `same` weights in other places, or of others, also `in_place`."""
         with self.lock, self._views.lock:
-            supernet, former = self._present(), self.weights
+            former = self.weights
             former.close(changed=in_place)
             moment = former.moment()
             if not same:
                 moment = Moment(moment.owner, secrets.token_hex(8), 0, 0)
-            self.weights = Weights(weights_of(supernet), moment)
+            self.weights = Weights(weights_of(self._present()), moment)
             self.number = next(_numbers)
             self._views.clear()
             self.drop_copies()
-            self._watch(supernet)
+            self._watch()
 
     def end(self) -> None:
         """Watch the network no longer."""
         self._replacements.release()
 
     def _present(self) -> nn.Module:
-        supernet = self._supernet()
-        assert supernet is not None
-        return supernet
+        supernet: Any = self._supernet()
+        return supernet.network  # type: ignore[no-any-return]
 
     def drop_copies(self) -> None:
         """Drop what operators copied from the weights."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
+from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
-__all__ = ["after_outer_load", "before_outer_load", "fitting", "load_", "warn_caller"]
+__all__ = ["after_outer_load", "before_outer_load", "fitting", "load_", "warn_caller", "with_tied_names"]
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
-"""The prefixes of DataParallel and DistributedDataParallel, of `Supernet`, and of `torch.compile`."""
+"""The prefixes of DataParallel and DistributedDataParallel, of modules around a network, and of `torch.compile`."""
 _OWN_PACKAGES = ("subnetact", "ofa_adapters", "torch")
 """Packages whose lines a warning does not point to."""
 
@@ -26,7 +28,7 @@ def fitting(state_dict: Any, own: Mapping[str, Any], strict: bool) -> Mapping[st
     if not isinstance(state_dict, Mapping):
         kind = type(state_dict).__name__
         raise CheckpointError(f"state_dict: expected tensors by name, got {kind}; torch.load(path) reads one")
-    named = _without_prefix(state_dict, own)
+    named = with_tied_names(_without_prefix(state_dict, own), own)
     wrong = [
         f"{n} is no tensor"
         if not isinstance(t, Tensor)
@@ -40,6 +42,24 @@ def fitting(state_dict: Any, own: Mapping[str, Any], strict: bool) -> Mapping[st
     if wrong:
         raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all)")
     return named
+
+
+def with_tied_names(named: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return tensors also under names that they lack of tied tensors of a network's state_dict, `own`."""
+    tied = {_place(own[name]): tensor for name, tensor in named.items() if name in own}
+    absent = {n: tied[_place(t)] for n, t in own.items() if n not in named and _place(t) in tied}
+    if not absent:
+        return named
+    completed = OrderedDict({**named, **absent})
+    completed._metadata = getattr(named, "_metadata", None)  # type: ignore[attr-defined]
+    return completed
+
+
+def _place(tensor: Any) -> Any:
+    """Return what only names of one tied tensor share; entries that are no tensors are never tied."""
+    if not isinstance(tensor, Tensor) or not tensor.numel():
+        return id(tensor)
+    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:
@@ -87,11 +107,8 @@ def load_(
     return result
 
 
-def before_outer_load(supernet: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Add the prefix `network.` to names that a module around the supernet saved without the prefix."""
-    inner = f"{prefix}network."
-    for name in [n for n in state_dict if n.startswith(prefix) and not n.startswith(inner)]:
-        state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
+def before_outer_load(supernet: Any, *_: Any) -> None:
+    """Note the statistics rows before a module around the supernet is loaded."""
     supernet.refresh()
     supernet.__dict__["rows_before_load"] = _Rows(supernet)
 

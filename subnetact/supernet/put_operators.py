@@ -53,6 +53,8 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
         for name, child in module._modules.items():
             if child in operators:
                 module._modules[name] = operators[child]
+    for operator in operators.values():
+        operator.placed = True
     numbers = _numbers_of_layers(network, operators.values())
     if numbers and network not in operators:
         vars(network)[OF_LAYERS] = numbers

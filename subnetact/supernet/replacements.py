@@ -58,14 +58,17 @@ class Replacements:
         self._members: list[Callable[[], Any]] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def note(self, network: nn.Module) -> None:
-        """Remember the modules, parameters and buffers that a network has now, and watch all of them."""
+    def note(self, network: nn.Module, holder: Any) -> None:
+        """Remember the modules, parameters and buffers that a network has now, and watch all of them.
+
+        The network's `holder` shares its registries, and so do an operator and its template.
+        """
         for module in list(network.modules()):
             for name in _REGISTRIES:
                 entries = module.__dict__[name]
                 if not isinstance(entries, _Registry) or entries.count is not self:
                     watched = _Registry(entries, self)
-                    for owner in (module, template_of(module)):  # An operator and its template share them.
+                    for owner in (module, template_of(module), holder):
                         if owner.__dict__[name] is entries:
                             object.__setattr__(owner, name, watched)
                             self._watched.add(owner)

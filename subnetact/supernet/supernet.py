@@ -25,7 +25,7 @@ from subnetact.errors import (
 )
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
-from subnetact.operators.base import Operator
+from subnetact.operators.base import template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.packed_copy import follow_, registries_of_copies
@@ -89,9 +89,10 @@ def fingerprint_of(space: str, state: Mapping[str, Tensor]) -> str:
 class Supernet(nn.Module):
     """One copy of the weights, and every subnet as a zero-copy view of it.
 
-    `insert_` and `ofa_adapters.load` make supernets. The state_dict has the names of the network, and so do
-    settings such as `config`; methods belong to subnets: `supernet.subnet(spec).generate(...)`.
-    `named_parameters` and `named_modules` add the prefix `network.`, which `load_state_dict` takes as well.
+    `insert_` and `ofa_adapters.load` make supernets. Parameters, buffers and submodules have the names of the
+    network, in the state_dict and everywhere else. Its settings and methods are read through, `config` or
+    `gradient_checkpointing_enable()` for example; what runs elastic modules belongs to subnets:
+    `supernet.subnet(spec).generate(...)`.
 
     Whatever takes a specification raises `SpecError` if it is malformed, `ForeignSpec` if it is of another
     space.
@@ -102,7 +103,7 @@ class Supernet(nn.Module):
         report: what became elastic and what stayed fixed.
 
     Attributes:
-        network: as given.
+        network: as given; no submodule, because the supernet has its tensors and submodules as its own.
         space: as given.
         report: as given.
         cached_views: how many views are kept; beyond that, the least recently used one is evicted.
@@ -135,10 +136,9 @@ class Supernet(nn.Module):
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
-        self.network = network
-        self.training = network.training
         self.space = space
         self.report = report
+        self._hold(network)
         self._norms = self._own(NormTable(space.id))
         self._active = space.largest()
         self._views = Views()
@@ -276,18 +276,18 @@ class Supernet(nn.Module):
         largest one, and every call takes a little longer. Results may differ by rounding. Slices that are no
         weights of linear layers, or that have a lower precision, are packed as before.
         """
-        return all(operator.packs for operator in operators_in(self))
+        return all(operator.packs for operator in operators_in(self.network))
 
     @packs.setter
     def packs(self, packs: bool) -> None:
         with self._generation.lock:
-            for operator in operators_in(self):
+            for operator in operators_in(self.network):
                 operator.packs = bool(packs)
             self._generation.move(same=True)
 
     def lowered_bytes(self) -> int:
         """Return the bytes of the copies of weights at lower precisions, which all subnets share."""
-        return sum(copy.nbytes for o in operators_in(self) for copy in o.packed_copies("lowered"))
+        return sum(copy.nbytes for o in operators_in(self.network) for copy in o.packed_copies("lowered"))
 
     # -- subnets ---------------------------------------------------------------------------------
 
@@ -446,15 +446,14 @@ class Supernet(nn.Module):
         for path, tensor in self.statistics_of_largest().items():
             norm, _, name = path.rpartition(".")
             network.get_submodule(norm)._buffers[name] = tensor
-        for module in list(self.modules()):
+        for module in list(network.modules()):
+            template_of(module).training = module.training
             for name, child in module._modules.items():
-                if isinstance(child, Operator):
-                    child.template.training = child.training
-                    module._modules[name] = child.template
-        network = self.network
+                module._modules[name] = template_of(child)
+        network = template_of(network)
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
-        self.network = nn.Module()
+        self._hold(nn.Module())
         self.refresh()
         return network
 
@@ -599,7 +598,7 @@ class Supernet(nn.Module):
         There is one per operator and sizes, for all subnets with these sizes. `lowered_bytes` counts those at
         lower precisions.
         """
-        every = sum(packed.nbytes for operator in operators_in(self) for packed in operator.packed_copies())
+        every = sum(packed.nbytes for operator in operators_in(self.network) for packed in operator.packed_copies())
         return every - self.lowered_bytes()
 
     def verify(self, refresh: bool = False) -> tuple[str, ...]:
@@ -691,20 +690,19 @@ class Supernet(nn.Module):
 
     # -- nn.Module --------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or hasattr(type(self), name):  # Submodules may have the same name.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            network = self.__dict__.get("_modules", {}).get("network")
-            if network is None or name.startswith("__") or not hasattr(network, name):
+            if name.startswith("__") or not hasattr(self.__dict__.get("network"), name):
                 raise
-        value = getattr(network, name)
-        if isinstance(value, Tensor) or callable(value):
-            raise AttributeError(
-                f"Supernet has no attribute {name!r}, but its network has. A subnet has its own, "
-                f"supernet.subnet(spec).{name}; the full one is supernet.network.{name}"
-            )
-        return value
+        return getattr(self.network, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return that of the network, with the statistics of the largest subnet; `norms.save` saves all."""
@@ -733,8 +731,8 @@ class Supernet(nn.Module):
 
         Args:
             state_dict: tensors by the names of the network. If all names have one of the prefixes `module.`,
-                `network.` and `_orig_mod.`, which wrappers and `supernet.named_parameters()` add, the prefix
-                is dropped.
+                `network.` and `_orig_mod.`, which wrappers add, the prefix is dropped. One name of a tied
+                tensor suffices.
             strict: whether all tensors must be there, and no others. Shapes must fit in any case.
             assign: whether to use the given tensors themselves instead of copying them.
             norms: the statistics rows of these weights, which replace the former ones at the same moment.
@@ -768,13 +766,19 @@ class Supernet(nn.Module):
             finally:
                 self._generation.move(same=True)
 
+    def train(self, mode: bool = True) -> Supernet:
+        """Put the network into training mode, or out of it."""
+        self.network.train(mode)
+        self.training = mode
+        return self
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._generation.lock:
             original = self._unchanged_since_then()
             before = [storage_id(tensor) for tensor in self.tensors()]
             self._generation.drop_copies()
             try:
-                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+                self.network._apply(fn, recurse)  # type: ignore[no-untyped-call]
                 self._norms.apply(fn)
             finally:
                 self._generation.move(same=before == [storage_id(tensor) for tensor in self.tensors()])
@@ -782,6 +786,12 @@ class Supernet(nn.Module):
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
+
+    def _hold(self, network: nn.Module) -> None:
+        """Take the tensors and submodules of a network over, under the names that they have there."""
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
+            self.__dict__[name] = network.__dict__[name]
+        self.__dict__["network"] = network  # past the registration of nn.Module
 
     def _present(self) -> nn.Module:
         """Return the network, unless it was given back."""

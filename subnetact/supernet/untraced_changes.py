@@ -31,7 +31,7 @@ class PlainAttributes:
 
     def __init__(self, network: nn.Module) -> None:
         self._known: dict[str, dict[str, Any]] = {}
-        for path, module in list(network.named_modules())[1:]:
+        for path, module in network.named_modules():
             own = template_of(module).__dict__
             plain = {n: v for n, v in own.items() if n != "training" and isinstance(v, _PLAIN)}
             if plain:
@@ -41,7 +41,7 @@ class PlainAttributes:
         """Return which of them have another value in the network now, one line each."""
         present = PlainAttributes(network)._known
         return [
-            f"{path}: the attribute {name} was changed"
+            f"{path or type(network).__name__}: the attribute {name} was changed"
             for path, known in self._known.items()
             for name in known.keys() | present.get(path, known).keys()
             if not _same(known.get(name), present.get(path, known).get(name))

@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from subnetact import Axis, SubnetSpace, Supernet, insert_
 from subnetact.errors import CheckpointError, SpecError, ViewError
-from subnetact.operators import LayerSelect, WeightSlice
+from subnetact.operators import ElasticAttribute, LayerSelect, WeightSlice
+from subnetact.supernet.card import Card
 
 
 class Network(nn.Module):
@@ -51,14 +53,60 @@ def test_a_prefix_that_all_names_have_is_dropped(prefix: str, strict: bool) -> N
         assert torch.equal(tensor, source[name])
 
 
-def test_names_of_parameters_can_be_loaded() -> None:
-    source = supernet_of()
+def test_all_names_are_those_of_the_network() -> None:
+    source, plain, x = supernet_of(), Network(), torch.randn(2, 4)
     supernet = supernet_of()
     supernet.load_state_dict(dict(source.named_parameters()))
     assert torch.equal(supernet.network.last.weight, source.network.last.weight)
-    assert [f"network.{name}" for name in supernet.state_dict()] == [
-        n for n, _ in supernet.named_parameters()
-    ]
+    names = [name for name, _ in plain.named_parameters()]
+    assert names == list(supernet.state_dict()) == [name for name, _ in supernet.named_parameters()]
+    assert [n for n, _ in plain.named_modules()] == [n for n, _ in supernet.named_modules()]
+    for name in names:
+        assert supernet.get_parameter(name) is supernet.network.get_parameter(name)
+    plain.load_state_dict(get_model_state_dict(source))
+    expected = torch.func.functional_call(plain.eval(), plain.state_dict(), (x,))
+    torch.testing.assert_close(torch.func.functional_call(source, source.state_dict(), (x,)), expected)
+    set_model_state_dict(supernet, {name: torch.zeros_like(t) for name, t in plain.state_dict().items()})
+    assert not supernet(x).any()
+
+
+def test_one_name_of_a_tied_tensor_suffices() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(self.narrow(x)))
+
+    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]})
+    elastic = {"narrow": WeightSlice.on(out="c"), "first": WeightSlice.on(in_="c")}
+    for absent in ("first.weight", "last.weight"):
+        network = Tied()
+        supernet, state = insert_(network.eval(), space, elastic), Tied().state_dict()
+        supernet.load_state_dict({name: t for name, t in state.items() if name != absent})
+        assert torch.equal(supernet.network.last.weight, state["last.weight"])
+        with pytest.raises(CheckpointError, match=r"last\.bias is missing"):
+            supernet.load_state_dict({name: t for name, t in state.items() if name != "last.bias"})
+
+
+def test_a_network_may_have_submodules_of_the_names_of_a_supernet() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.space, self.norms, self.card = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.card(self.norms(self.space(x)))
+
+    network, x = Named().eval(), torch.randn(2, 4)
+    expected = network(x)
+    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]})
+    supernet = insert_(network, space, {"space": WeightSlice.on(out="c"), "norms": WeightSlice.on(in_="c")})
+    supernet.card = Card({"small": space.smallest()})
+    assert supernet.space is space
+    assert torch.equal(copy.deepcopy(supernet)(x), expected)
 
 
 def test_a_prefix_that_some_names_have_stays_and_nothing_is_loaded() -> None:
@@ -98,17 +146,42 @@ def test_layers_of_a_stack_are_reached_by_position() -> None:
         stack[3]
 
 
-def test_settings_are_read_through_and_methods_belong_to_subnets() -> None:
+def test_settings_and_methods_are_read_through_and_subnets_have_their_own() -> None:
     supernet = supernet_of()
     assert supernet.config == {"hidden": 8}
-    with pytest.raises(AttributeError, match=r"A subnet has its own, supernet\.subnet\(spec\)\.generate"):
+    assert supernet.layers is supernet.network.layers
+    with pytest.raises(SpecError, match=r"first: an elastic module runs only as part of a subnet"):
         supernet.generate(torch.zeros(1, 4))
-    with pytest.raises(AttributeError, match=r"the full one is supernet\.network\.layers"):
-        _ = supernet.layers
     with pytest.raises(AttributeError, match="'Supernet' object has no attribute 'absent'"):
         _ = supernet.absent
     assert supernet.subnet(supernet.space.smallest()).generate(torch.zeros(1, 4)).shape == (1,)
     assert copy.deepcopy(supernet).config == supernet.config
+
+
+def test_an_operator_reads_and_writes_through_to_its_template() -> None:
+    class Tokens(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.num_classes, self.head = nn.Parameter(torch.randn(4)), 2, self.last
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x + self.token))
+
+        def reset(self, classes: int) -> None:
+            self.num_classes, self.width = classes, 8 * classes
+
+    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [4, 8])], lambda v: {"c": v["c"][0], "t": 4})
+    elastic = {"": ElasticAttribute.on(token="t"), "first": WeightSlice.on(out="c")}
+    network = Tokens().eval()
+    supernet = insert_(network, space, elastic | {"last": WeightSlice.on(in_="c")})
+    assert supernet.num_classes == supernet.network.num_classes == 2
+    assert supernet.network.first.in_features == 4
+    supernet.network.reset(3)
+    supernet.network.config = {"hidden": 9}
+    assert (network.num_classes, network.width, network.config) == (3, 24, {"hidden": 9})
+    assert supernet.subnet(space.smallest()).width == 24
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        _ = supernet.network.absent
 
 
 def test_an_elastic_module_does_not_run_by_itself() -> None:

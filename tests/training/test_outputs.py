@@ -141,7 +141,7 @@ def test_all_of_several_outputs_are_learnt_without_labels() -> None:
 def test_a_frozen_teacher_has_the_statistics_of_its_weights() -> None:
     supernet = elastic(Pixels(), 2, 8, 8)
     with torch.no_grad():
-        supernet.get_parameter("network.first.weight").mul_(5.0)  # as a training of one's own changes it
+        supernet.get_parameter("first.weight").mul_(5.0)  # as a training of one's own changes it
     data = [3.0 * x + 2.0 for x, _ in scenes(3, 1)]
     report = distill_(supernet, data[:2], held_out=data[2:], labels=False, steps=1, **QUIET)
     assert report.metric == "agreement with the teacher (%)"
