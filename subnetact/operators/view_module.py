@@ -3,10 +3,14 @@
 `view_module` makes an instance of a subclass of the template's class, without calling `__init__`. Hooks,
 submodules and attributes are private to one view; the registries of hooks, parameters and buffers are shared
 until a module changes one of them, because private copies would be two thirds of the memory of a view.
+
+A view is kept for all who ask for its subnet. Whoever changes a module of it, other than by its own forward,
+has the view alone from then on: it leaves those that are kept (`Keeping`). Hooks stay for all.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,7 +25,10 @@ from subnetact.operators.packed_copy import follow_
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.weight_runs import LinearInRuns
 
-__all__ = ["HOOKS", "is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
+__all__ = [
+    "HOOKS", "Keeping", "is_view", "keep_", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned",
+    "view_module",
+]  # fmt: skip
 
 HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
@@ -40,8 +47,88 @@ class _NoHooks(OrderedDict[int, Any]):
 _NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: _NoHooks() for name in HOOKS}
 
 
+class Keeping:
+    """What the modules of one view know of it: how it leaves the views that are kept for everybody."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self.leave = leave
+
+    def end(self) -> None:
+        """Let the view leave, as somebody changes it; a forward may write its own state."""
+        if not torch.compiler.is_compiling() and not _forward_runs():
+            self.leave()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # A copy of a view is not kept.
+
+
+class _Registry(dict[str, Any]):
+    """The submodules, parameters or buffers of a module of a view that is kept; a write lets it leave."""
+
+    __slots__ = ("keeping",)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _leaving(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def write(self: _Registry, *args: Any, **kwargs: Any) -> Any:
+        self.keeping.end()
+        return plain(self, *args, **kwargs)
+
+    return write
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(_Registry, _name, _leaving(_name))
+
+
+def _forward_runs() -> bool:
+    """Tell whether the forward of a module is being run by this thread."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame is not None
+
+
+_CALL: Any = nn.Module._call_impl.__code__  # type: ignore[attr-defined]
+
+
+def keep_(view: nn.Module, keeping: Keeping) -> None:
+    """Give the modules of a view registries of their own, and let them tell `keeping` of changes."""
+    for module in view.modules():
+        object.__setattr__(module, "_keeping", keeping)
+        for name in _DICTS:
+            registry = _Registry(module.__dict__[name])
+            registry.keeping = keeping
+            object.__setattr__(module, name, registry)
+
+
+class _Refused:
+    """A method that modules of views have if their class has it, and that refuses every call."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name, self.why = name, why
+
+    def __get__(self, view: Any, cls: Any) -> Any:
+        getattr(super(_View, cls if view is None else view), self.name)  # AttributeError if there is none
+        return self._raise
+
+    def _raise(self, *_: Any, **__: Any) -> Any:
+        raise ViewError(self.why)
+
+
 class _View(nn.Module):
     """The base of all modules of views. It refuses whatever would write into shared tensors."""
+
+    _keeping: Keeping | None = None
+    resize_token_embeddings = _Refused(
+        "resize_token_embeddings",
+        "a view shares its embeddings with every other subnet; resize those of supernet.network, or of "
+        "supernet.extract(spec)",
+    )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [*self.parameters(recurse), *self.buffers(recurse)]
@@ -88,12 +175,35 @@ class _View(nn.Module):
             "supernet.extract(spec), or keep supernet.state_dict() and spec.to_json()"
         )
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return that of an ordinary network: copies of what is a slice of the weights of all subnets."""
+        state = super().state_dict(*args, **kwargs)
+        if args or "destination" in kwargs or kwargs.get("keep_vars"):
+            return state  # part of the state_dict of a module around this one, or the tensors themselves
+        copies: dict[Any, Tensor] = {}
+        for name, tensor in state.items():
+            if isinstance(tensor, Tensor) and tensor.nbytes < tensor.untyped_storage().nbytes():
+                place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+                if place not in copies:
+                    copies[place] = tensor.clone(memory_format=torch.contiguous_format)
+                state[name] = copies[place]
+        return state
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, Tensor | nn.Module) or any(name in self.__dict__[d] for d in _DICTS):
+        registry = next((self.__dict__[d] for d in _DICTS if name in self.__dict__[d]), self.__dict__)
+        if registry.get(name, self) is value:
+            return
+        if name == "training" and value and not _forward_runs():
+            self.train()
+        if registry is not self.__dict__ or isinstance(value, Tensor | nn.Module):
             self._unshare()
+        elif self._keeping is not None:
+            self._keeping.end()
         super().__setattr__(name, value)
 
     def _unshare(self) -> None:
+        if self._keeping is not None:
+            self._keeping.end()
         for name in (*_DICTS, "_non_persistent_buffers_set"):
             object.__setattr__(self, name, self.__dict__[name].copy())
 
@@ -106,7 +216,8 @@ def _unsharing(register: str) -> Callable[..., Any]:
         for name in HOOKS:
             if isinstance(self.__dict__[name], _NoHooks):
                 object.__setattr__(self, name, OrderedDict())
-        self._unshare()
+        if not register.endswith("_hook"):
+            self._unshare()
         return getattr(super(_View, self), register)(*args, **kwargs)
 
     return method

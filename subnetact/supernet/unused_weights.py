@@ -85,7 +85,7 @@ def settle_norms_(network: nn.Module, row: SizeRow, x: Any) -> None:
         var = var.clamp(min=0.1 * float(var.mean()) + 1e-6)
         for name, statistic in zip(norm.statistics_names(row), (mean, var), strict=True):
             norm.scatter_(row, norm.get_buffer(name), statistic)
-        bound._buffers.update(running_mean=mean, running_var=var)
+        bound.running_mean, bound.running_var = mean, var
 
     view = shared_view(network, row)
     for path, module in view.named_modules():

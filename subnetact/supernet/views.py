@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
+from functools import partial
 
 from torch import Tensor, nn
 
+from subnetact.operators.view_module import Keeping, keep_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.untraced_changes import NamedView
@@ -31,8 +34,9 @@ class Views:
         return view
 
     def keep(self, spec: SubnetSpec, view: nn.Module, row: NormRow | None, limit: int) -> None:
-        """Keep a view, and evict others beyond the limit."""
+        """Keep a view until somebody changes it, and evict others beyond the limit."""
         self._kept[spec] = view, row
+        keep_(view, Keeping(partial(_drop, weakref.ref(self), spec, weakref.ref(view))))
         while len(self._kept) > limit:
             self._kept.popitem(last=False)
 
@@ -57,3 +61,12 @@ class Views:
             frozen.__dict__.update(tensor.__dict__)
             known = self._frozen[id(tensor)] = tensor, frozen
         return known[1]
+
+
+def _drop(views: weakref.ref[Views], spec: SubnetSpec, view: weakref.ref[nn.Module]) -> None:
+    """Drop one view, if it is still kept."""
+    present = views()
+    if present is not None:
+        with present.lock:
+            if present._kept.get(spec, (None,))[0] is view():
+                present._kept.pop(spec, None)
