@@ -43,8 +43,8 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.card import Card
-from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.load import with_tied_names
+from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
 

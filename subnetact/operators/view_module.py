@@ -66,6 +66,7 @@ class _Registry(dict[str, Any]):
     """The submodules, parameters or buffers of a module of a view that is kept; a write lets it leave."""
 
     __slots__ = ("keeping",)
+    keeping: Keeping
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -85,6 +86,18 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
     setattr(_Registry, _name, _leaving(_name))
 
 
+class _NoEntries(dict[str, Any]):
+    """A registry that many modules share and that therefore has to stay empty."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise ViewError("submodules and tensors are registered as attributes of a module")
+
+    __reduce__ = _Registry.__reduce__
+
+
+_NO_ENTRIES = _NoEntries()
+
+
 def _forward_runs() -> bool:
     """Tell whether the forward of a module is being run by this thread."""
     frame: Any = sys._getframe()
@@ -93,17 +106,22 @@ def _forward_runs() -> bool:
     return frame is not None
 
 
-_CALL: Any = nn.Module._call_impl.__code__  # type: ignore[attr-defined]
+_CALL: Any = nn.Module._call_impl.__code__
 
 
 def keep_(view: nn.Module, keeping: Keeping) -> None:
     """Give the modules of a view registries of their own, and let them tell `keeping` of changes."""
+    put = object.__setattr__
     for module in view.modules():
-        object.__setattr__(module, "_keeping", keeping)
+        known = module.__dict__
+        put(module, "_keeping", keeping)
         for name in _DICTS:
-            registry = _Registry(module.__dict__[name])
-            registry.keeping = keeping
-            object.__setattr__(module, name, registry)
+            if known[name]:
+                registry = _Registry(known[name])
+                registry.keeping = keeping
+                put(module, name, registry)
+            else:
+                put(module, name, _NO_ENTRIES)
 
 
 class _Refused:
@@ -297,16 +315,16 @@ def view_module(
         cls = _reading(cls, packed)
     view: nn.Module = object.__new__(mixed_class(_View, cls))
     given = {"_parameters": parameters, "_buffers": buffers, "_modules": modules, **attributes}
+    put, no_hooks = object.__setattr__, _NO_HOOKS
     # One object.__setattr__ per name, in the template's order, lets the dictionaries of a class share keys.
     for name, value in template.__dict__.items():
-        replacement = given.get(name)
-        if replacement is not None:
-            value = replacement
-        elif name in _NO_HOOKS:
-            value = OrderedDict(value) if value else _NO_HOOKS[name]
+        if name in no_hooks:
+            value = OrderedDict(value) if value else no_hooks[name]
+        elif name in given:
+            value = value if given[name] is None else given[name]
         elif name == "training":
             value = False
-        object.__setattr__(view, name, value)
+        put(view, name, value)
     return view
 
 

@@ -112,7 +112,9 @@ class Generation:
 
     def __init__(self, supernet: Any, views: Views) -> None:
         self.number = next(_numbers)
-        self.weights = Weights(weights_of(supernet.network), Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0))
+        self.weights = Weights(
+            weights_of(supernet.network), Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
+        )
         self.lock = threading.RLock()
         self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
         self._views = views

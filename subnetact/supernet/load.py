@@ -18,7 +18,7 @@ from subnetact.supernet.storage import renew_storage_, tensor_checksums
 __all__ = ["after_outer_load", "before_outer_load", "fitting", "load_", "warn_caller", "with_tied_names"]
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
-"""The prefixes of DataParallel and DistributedDataParallel, of modules around a network, and of `torch.compile`."""
+"""The prefixes of DataParallel and DistributedDataParallel, of wrappers, and of `torch.compile`."""
 _OWN_PACKAGES = ("subnetact", "ofa_adapters", "torch")
 """Packages whose lines a warning does not point to."""
 
@@ -28,7 +28,8 @@ def fitting(state_dict: Any, own: Mapping[str, Any], strict: bool) -> Mapping[st
     if not isinstance(state_dict, Mapping):
         kind = type(state_dict).__name__
         raise CheckpointError(f"state_dict: expected tensors by name, got {kind}; torch.load(path) reads one")
-    named = with_tied_names(_without_prefix(state_dict, own), own)
+    named = _without_prefix(state_dict, own)
+    named = with_tied_names(named, own) if strict else named
     wrong = [
         f"{n} is no tensor"
         if not isinstance(t, Tensor)

@@ -124,6 +124,7 @@ class Supernet(nn.Module):
         >>> y = supernet(x, subnet=supernet.space.smallest())
     """
 
+    network: nn.Module
     cached_views: int = 1024
     origin: dict[str, Any] | None = None
     description: Any = None
@@ -442,15 +443,15 @@ class Supernet(nn.Module):
             >>> supernet = insert_(model, example=x)
             >>> assert supernet.remove() is model
         """
-        network = self._present()
+        elastic = self._present()
         for path, tensor in self.statistics_of_largest().items():
             norm, _, name = path.rpartition(".")
-            network.get_submodule(norm)._buffers[name] = tensor
-        for module in list(network.modules()):
+            elastic.get_submodule(norm)._buffers[name] = tensor
+        for module in list(elastic.modules()):
             template_of(module).training = module.training
             for name, child in module._modules.items():
-                module._modules[name] = template_of(child)
-        network = template_of(network)
+                module._modules[name] = child if child is None else template_of(child)
+        network: nn.Module = template_of(elastic)
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
         self._hold(nn.Module())
@@ -598,7 +599,9 @@ class Supernet(nn.Module):
         There is one per operator and sizes, for all subnets with these sizes. `lowered_bytes` counts those at
         lower precisions.
         """
-        every = sum(packed.nbytes for operator in operators_in(self.network) for packed in operator.packed_copies())
+        every = sum(
+            packed.nbytes for operator in operators_in(self.network) for packed in operator.packed_copies()
+        )
         return every - self.lowered_bytes()
 
     def verify(self, refresh: bool = False) -> tuple[str, ...]:
