@@ -30,13 +30,14 @@ def evaluate(
     """Return the top-1 accuracy of subnets on labelled data.
 
     Args:
-        supernet: the supernet. If subnets are calibrated, its norm table changes; nothing else does.
+        supernet: the supernet. It is afterwards as it was before.
         specs: distinct subnets, one or more.
         batches: pairs (inputs, labels). The inputs are what the network takes: a tensor of shape (N, ...), or
             a tuple or a dictionary of such tensors. The labels are integers of shape (N,). The batches are
             read once for all subnets.
         calibration: inputs, without labels, to calibrate those subnets with that have no statistics of their
-            own. If None, these subnets run on the statistics of the whole supernet, and warn once with
+            own; these statistics are dropped in the end. `calibrate` keeps those of subnets that you chose.
+            If None, these subnets run on the statistics of the whole supernet, and warn once with
             `UncalibratedSubnetWarning`.
         progress: if True, show a progress bar when standard error is a terminal and the work takes
             more than a second.
@@ -59,8 +60,18 @@ def evaluate(
         kind = type(batches).__name__
         raise SpecError(f"evaluate: expected batches (inputs, labels), got {kind}; write [(inputs, labels)]")
     fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
-    if calibration is not None and fresh:
+    if calibration is None or not fresh:
+        return _accuracies(supernet, wanted, batches, progress)
+    try:
         calibrate(supernet, fresh, calibration, progress=progress)
+        return _accuracies(supernet, wanted, batches, progress)
+    finally:
+        supernet.norms.drop(fresh)
+
+
+def _accuracies(
+    supernet: Supernet, wanted: Sequence[SubnetSpec], batches: Iterable[Any], progress: bool
+) -> list[float]:
     device = supernet.device
     views = [supernet.subnet(spec) for spec in wanted]
     right, seen = [0] * len(wanted), 0

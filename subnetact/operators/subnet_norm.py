@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from subnetact.operators.segments import cut
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
+__all__ = ["CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm", "require_finite"]
 
 WEIGHTED_BIASED = "weighted_biased"
 CUMULATIVE_UNBIASED = "cumulative_unbiased"
@@ -22,6 +23,21 @@ CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
 """How calibration averages the statistics of batches (docstring of `subnetact.calibration`)."""
 
 _STATISTICS = ("running_mean", "running_var")
+
+
+def require_finite(subject: str, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Refuse statistics, by the name of their BatchNorm, that are not finite: what is read of them is wrong."""
+    flat = [tensor for pair in statistics.values() for tensor in pair]
+    if not flat or flat[0].is_meta or torch.cat(flat).isfinite().all():
+        return
+    path, mean = next((n, m) for n, (m, v) in statistics.items() if not torch.cat((m, v)).isfinite().all())
+    advice = "check the batches and the weights for NaN"
+    if mean.dtype is torch.float16:
+        advice = (
+            "what is above 65504 overflows there. Keep BatchNorms at float32, after supernet.half() with "
+            "`for norm in supernet.norm_operators().values(): norm.float()`, or use torch.bfloat16"
+        )
+    raise SpecError(f"{subject}: statistics are not finite in {mean.dtype}, first at {path}; {advice}")
 
 
 class SubnetNorm(Operator):
@@ -106,6 +122,12 @@ class SubnetNorm(Operator):
             return own[0], own[1]
         count = self.totals(sizes)[0]
         return mean.data[:count].data, var.data[:count].data
+
+    def in_own_dtype(self, row: SizeRow, measured: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return a `measured` mean and variance as the BatchNorm of the subnet of a size `row` reads them."""
+        dtype: Any = self.get_buffer(self.statistics_names(row)[0]).dtype
+        mean, var = measured
+        return measured if mean.dtype is dtype else (mean.to(dtype), var.to(dtype))
 
     def batches_tracked(self) -> Tensor | None:
         """Return the shared counter of training batches."""

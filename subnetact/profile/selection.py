@@ -232,10 +232,8 @@ def select_subnets(
 
 def _keep_statistics(supernet: Supernet, specs: Sequence[SubnetSpec], path: Path) -> None:
     """Keep the statistics of the selected subnets only; save those that an evaluation has calibrated."""
-    kept = {spec: statistics for spec in specs if (statistics := supernet.norms.get(spec)) is not None}
-    supernet.norms = NormTable(supernet.space.id)
-    supernet.norms.update(kept)
-    if kept:
+    supernet.norms.keep(specs)
+    if len(supernet.norms):
         supernet.norms.save(path)
 
 
