@@ -18,10 +18,11 @@ from subnetact.calibration.progress import Progress
 from subnetact.calibration.run import CalibrationRun
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, StaleWeights, SubnetActError
-from subnetact.operators.subnet_norm import CALIBRATION_RULES, require_finite
+from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, map_tensors, tensors_of
 from subnetact.supernet.generation import Moment
+from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 __all__ = ["CalibrationReport", "calibrate"]
@@ -165,8 +166,7 @@ def calibrate(
         _pass(run, batches, inputs, kept, progress, supernet if check else None, require)
         rows = {spec: run.row(spec) for spec in wanted}
     require()
-    for spec, row in rows.items():
-        require_finite(f"calibration of {spec}", row.pairs())
+    _check_finite(rows)
     kept.save(run)
     with supernet.generation.lock:
         require()
@@ -242,6 +242,16 @@ def _require_same_weights(supernet: Supernet, began: Moment) -> None:
             "calibration: the weights have changed since it began, so its statistics belong to no weights; "
             "nothing was written, calibrate again on the present ones"
         )
+
+
+def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
+    for spec, row in rows.items():
+        if not row.flat.isfinite().all():
+            bad = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
+            raise SpecError(
+                f"calibration of {spec} gave statistics that are not finite, first at {bad[0]}; check the "
+                "batches and the weights for NaN"
+            )
 
 
 def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:

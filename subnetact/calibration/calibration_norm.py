@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from subnetact.errors import SpecError
 from subnetact.files.tensors import tensor_from_json, tensor_to_json
-from subnetact.operators.subnet_norm import CUMULATIVE_UNBIASED, SubnetNorm, require_finite
+from subnetact.operators.subnet_norm import CUMULATIVE_UNBIASED, SubnetNorm
 from subnetact.operators.view_module import mix_in_
 from subnetact.space import SizeRow
 
@@ -24,8 +25,8 @@ class CalibrationNorm:
         self.module: Any = norm.bind(row)
         object.__setattr__(self.module, "collector", self)
         mix_in_(self.module, _CollectingForward)
-        self.own_dtype = norm.shared_statistics(row)[0].dtype
-        self._dtype = torch.promote_types(self.own_dtype, torch.float32)
+        self.readable = partial(norm.readable, row)
+        self._dtype = torch.promote_types(norm.shared_statistics(row)[0].dtype, torch.float32)
         self._unbiased = (rule or norm.rule) == CUMULATIVE_UNBIASED
         self.paused = False
         self.reset()
@@ -92,9 +93,6 @@ class _CollectingForward:
     """The mixin of the module: every batch is collected, and normalised with its own statistics."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        mean, var = self.collector.collect(x)
-        if mean.dtype is not self.collector.own_dtype:
-            mean, var = mean.to(self.collector.own_dtype), var.to(self.collector.own_dtype)
-            require_finite("calibration", {self.collector.norm.path: (mean, var)})
+        mean, var = self.collector.readable(self.collector.collect(x))
         object.__setattr__(self, "_buffers", {**self._buffers, "running_mean": mean, "running_var": var})
         return super().forward(x)  # type: ignore[misc, no-any-return]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from subnetact.errors import SpecError
+from subnetact.errors import InsertError, SpecError
 from subnetact.operators.base import Operator
 from subnetact.operators.segments import cut
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm", "require_finite"]
+__all__ = ["CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
 
 WEIGHTED_BIASED = "weighted_biased"
 CUMULATIVE_UNBIASED = "cumulative_unbiased"
@@ -23,21 +22,6 @@ CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
 """How calibration averages the statistics of batches (docstring of `subnetact.calibration`)."""
 
 _STATISTICS = ("running_mean", "running_var")
-
-
-def require_finite(subject: str, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Refuse statistics, by the name of their BatchNorm, that are not finite: what is read of them is wrong."""
-    flat = [tensor for pair in statistics.values() for tensor in pair]
-    if not flat or flat[0].is_meta or torch.cat(flat).isfinite().all():
-        return
-    path, mean = next((n, m) for n, (m, v) in statistics.items() if not torch.cat((m, v)).isfinite().all())
-    advice = "check the batches and the weights for NaN"
-    if mean.dtype is torch.float16:
-        advice = (
-            "what is above 65504 overflows there. Keep BatchNorms at float32, after supernet.half() with "
-            "`for norm in supernet.norm_operators().values(): norm.float()`, or use torch.bfloat16"
-        )
-    raise SpecError(f"{subject}: statistics are not finite in {mean.dtype}, first at {path}; {advice}")
 
 
 class SubnetNorm(Operator):
@@ -71,6 +55,16 @@ class SubnetNorm(Operator):
     @__class__.setter
     def __class__(self, cls: Any) -> None:
         vars(object)["__class__"].__set__(self, cls)
+
+    @property
+    def num_features(self) -> int:
+        """Refused, because who converts BatchNorms reads it, and would put one of a fixed size here."""
+        raise InsertError(f"{self.path}: a SubnetNorm cannot be converted; convert BatchNorms before insert_")
+
+    def reset_running_stats(self) -> None:
+        """Refused, because who calls it (`update_bn`) would measure the statistics of one subnet only."""
+        call = "subnetact.calibrate(supernet, specs, batches) instead of update_bn"
+        raise InsertError(f"{self.path}: every subnet has statistics of its own; call {call}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (type(self),), self.__getstate__()
@@ -123,11 +117,20 @@ class SubnetNorm(Operator):
         count = self.totals(sizes)[0]
         return mean.data[:count].data, var.data[:count].data
 
-    def in_own_dtype(self, row: SizeRow, measured: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return a `measured` mean and variance as the BatchNorm of the subnet of a size `row` reads them."""
+    def readable(self, row: SizeRow, measured: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return a `measured` mean and variance in the dtype in which the subnet of a size `row` reads them.
+
+        Raises:
+            SpecError: they are not finite at float16, above whose largest number statistics often are.
+        """
         dtype: Any = self.get_buffer(self.statistics_names(row)[0]).dtype
-        mean, var = measured
-        return measured if mean.dtype is dtype else (mean.to(dtype), var.to(dtype))
+        mean, var = measured[0].to(dtype), measured[1].to(dtype)
+        if dtype is torch.float16 and not mean.is_meta and not torch.cat((mean, var)).isfinite().all():
+            raise SpecError(
+                f"{self.path}: its statistics overflow float16, which ends at 65504. Use bfloat16, or keep "
+                "BatchNorms at float32: `for norm in supernet.norm_operators().values(): norm.float()`"
+            )
+        return mean, var
 
     def batches_tracked(self) -> Tensor | None:
         """Return the shared counter of training batches."""

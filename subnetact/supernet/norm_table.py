@@ -158,7 +158,8 @@ class NormTable:
     def _at_home(self, row: NormRow) -> NormRow:
         if self._home is None:
             return row
-        flat = _measured(row.flat, next(filter(torch.is_floating_point, self._home.buffers())))
+        home = next(filter(torch.is_floating_point, self._home.buffers()))
+        flat = row.flat.to(home.device, torch.promote_types(home.dtype, torch.float32))
         return row if flat is row.flat else NormRow(row.channels, flat)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -166,13 +167,8 @@ class NormTable:
 
         A function that rounds to less than float32 moves rows and leaves their values alone.
         """
-
-        def moved(flat: Tensor) -> Tensor:
-            result = function(flat)
-            return result if result.dtype is flat.dtype else _measured(flat, result)
-
         with _CHANGING:
-            self._rows = {spec: row.map(moved) for spec, row in self._rows.items()}
+            self._rows = {spec: row.map(lambda t: _moved(t, function(t))) for spec, row in self._rows.items()}
 
     def drop(self, specs: Iterable[SubnetSpec]) -> None:
         """Remove the statistics rows of subnets, those that have one; engines then refuse these subnets.
@@ -205,14 +201,11 @@ class NormTable:
 
     def _own(self, specs: Iterable[SubnetSpec]) -> set[SubnetSpec]:
         """Return the subnets that rows of `specs` have, which are of the space of the table."""
-        if isinstance(specs, SubnetSpec | str) or not isinstance(specs, Iterable):
-            raise SpecError(f"norms: expected a list of subnets, got {type(specs).__name__}; write [spec]")
-        subnets: list[Any] = list(specs)
+        given: Any = specs
+        subnets = list(given) if isinstance(given, Iterable) else [given]
         for spec in subnets:
-            if not isinstance(spec, SubnetSpec):
-                raise SpecError(
-                    f"norms: expected a SubnetSpec, got {type(spec).__name__}; space.parse reads it"
-                )
+            if not isinstance(given, Iterable) or not isinstance(spec, SubnetSpec):
+                raise SpecError(f"norms: expected a list of specifications, got {given!r}; write [spec]")
             if spec.space != self.space:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
         return {spec.base for spec in subnets}
@@ -288,9 +281,11 @@ class NormTable:
         return table
 
 
-def _measured(flat: Tensor, like: Tensor) -> Tensor:
-    """Return statistics where a tensor is, in its dtype, but at least with the digits of float32."""
-    return flat.to(like.device, torch.promote_types(like.dtype, torch.float32))
+def _moved(flat: Tensor, result: Tensor) -> Tensor:
+    """Return the `result` of moving statistics, with at least the digits of float32."""
+    if result.dtype is flat.dtype:
+        return result
+    return flat.to(result.device, torch.promote_types(result.dtype, torch.float32))
 
 
 def _wrong(row: NormRow) -> str | None:

@@ -29,7 +29,6 @@ from subnetact.operators.base import Operator
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.packed_copy import follow_, registries_of_copies
-from subnetact.operators.subnet_norm import require_finite
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
@@ -191,9 +190,9 @@ class Supernet(nn.Module):
         """The statistics rows of calibrated subnets. Assign another table to use a copy of that table."""
         if self._moving is not None:
             with self._generation.lock:
-                row, self._moving = self._moving, None
-                if row in self._norms.rows.values():  # Training has moved it.
+                if self._moving in self._norms.rows.values():  # Training has moved it.
                     self.adopt_statistics()
+                self._moving = None
         return self._norms
 
     @norms.setter
@@ -407,9 +406,8 @@ class Supernet(nn.Module):
         pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
         for path, norm in self._present().named_modules(remove_duplicate=False):
             if isinstance(norm, SubnetNorm) and norm.path in pairs:
-                own = norm.in_own_dtype(sizes, pairs[norm.path])
-                require_finite("the largest subnet", {norm.path: own} if own is not pairs[norm.path] else {})
-                for name, statistic in zip(norm.statistics_names(sizes), own, strict=True):
+                pair = norm.readable(sizes, pairs[norm.path])
+                for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
                     shared = norm.get_buffer(name)
                     norm.scatter_(sizes, tensor := shared.clone(), statistic)
                     if tensor.is_meta or not torch.equal(tensor, shared):
@@ -825,23 +823,22 @@ class Supernet(nn.Module):
         hooked: bool = True,
     ) -> nn.Module:
         """Bind the network of one subnet; `note` receives the statistics of every BatchNorm in it."""
-        row, noted = self.space.resolve(spec), {} if note is None else note
+        row = self.space.resolve(spec)
         pairs: Mapping[str, tuple[Tensor, Tensor]] | None = None
 
         def bind_norm(norm: SubnetNorm) -> nn.Module:
             if pairs is not None and norm.path not in pairs:
                 raise SpecError(f"the statistics of {spec} lack {norm.path}; calibrate it again")
-            shared = pairs is None
-            mean, var = norm.shared_statistics(row) if shared else norm.in_own_dtype(row, pairs[norm.path])
-            noted[norm.path] = mean, var
+            measured = norm.shared_statistics(row) if pairs is None else pairs[norm.path]
+            mean, var = norm.readable(row, measured)
+            if note is not None:
+                note[norm.path] = mean, var
             return norm.bind_with(row, mean, var, fresh)
 
         # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
         with self._generation.lock, nullcontext() if fresh else outside_modes():
             pairs = None if statistics is None else statistics.pairs()
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
-            if note is None and any(mean.dtype is torch.float16 for mean, _ in noted.values()):
-                require_finite(str(spec), noted)
             if hooked and self.proved is not None:
                 view.register_forward_pre_hook(self.proved.look, with_kwargs=True)
             if hooked and self.on_bind is not None:

@@ -18,7 +18,7 @@ from subnetact.errors import InsertError, TrainingError, UncalibratedSubnetWarni
 from subnetact.insertion.importance import Measure
 from subnetact.insertion.reorder import reorder_
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.load import warn_caller
+from subnetact.supernet.load import warn_of_dropped
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.training.batch_stream import BatchStream, kept_random_states
@@ -243,13 +243,7 @@ def distill_(
         run.go_on(state)
         supernet.eval()
         after = measurement.run()
-    dropped = sum(spec not in supernet.norms for spec in former)
-    if dropped:
-        warn_caller(
-            f"distill_: the BatchNorm statistics of {dropped} subnet(s) belonged to the former weights and are "
-            "dropped; name them in subnets=, or call subnetact.calibrate(supernet, specs, batches)",
-            UncalibratedSubnetWarning,
-        )
+    warn_of_dropped(sum(spec not in supernet.norms for spec in former), "name them in subnets=")
     facts = run.facts
     return DistillationReport(
         subnets=tuple(specs),

@@ -194,9 +194,9 @@ def test_rows_are_dropped_and_kept_by_specs() -> None:
     for change in (made.drop, made.keep):
         with pytest.raises(ForeignSpec, match="the norm table is of space s, got a subnet of other"):
             change([spec(3), foreign])
-        with pytest.raises(SpecError, match=r"got SubnetSpec; write \[spec\]"):
+        with pytest.raises(SpecError, match=r"got SubnetSpec.*; write \[spec\]"):
             change(spec(3))
-        with pytest.raises(SpecError, match="got dict"):
+        with pytest.raises(SpecError, match=r"got \[\{.a.: 3\}"):
             change([{"a": 3}])
     assert set(made) == {spec(3)}
     made.keep([])
