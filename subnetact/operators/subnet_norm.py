@@ -58,11 +58,15 @@ class SubnetNorm(Operator):
 
     @property
     def num_features(self) -> int:
-        """Refused, because who converts BatchNorms reads it, and would put one of a fixed size here."""
+        """Refused with an InsertError: who converts BatchNorms reads it, and puts one of a fixed size here."""
         raise InsertError(f"{self.path}: a SubnetNorm cannot be converted; convert BatchNorms before insert_")
 
     def reset_running_stats(self) -> None:
-        """Refused, because who calls it (`update_bn`) would measure the statistics of one subnet only."""
+        """Refuse what calls it: `update_bn` would measure the statistics of one subnet only.
+
+        Raises:
+            InsertError: always; it says how statistics are measured.
+        """
         call = "subnetact.calibrate(supernet, specs, batches) instead of update_bn"
         raise InsertError(f"{self.path}: every subnet has statistics of its own; call {call}")
 
@@ -123,7 +127,9 @@ class SubnetNorm(Operator):
         Raises:
             SpecError: they are not finite at float16, above whose largest number statistics often are.
         """
-        dtype: Any = self.get_buffer(self.statistics_names(row)[0]).dtype
+        dtype: Any = self._buffers[self.statistics_names(row)[0]].dtype  # type: ignore[union-attr]
+        if measured[0].dtype is dtype is not torch.float16:
+            return measured
         mean, var = measured[0].to(dtype), measured[1].to(dtype)
         if dtype is torch.float16 and not mean.is_meta and not torch.cat((mean, var)).isfinite().all():
             raise SpecError(

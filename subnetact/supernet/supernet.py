@@ -654,7 +654,8 @@ class Supernet(nn.Module):
             folder: a new or empty folder, or one that holds a bundle, which is then replaced; files that
                 others have added to it stay.
             subnets: name -> a specification, or what `space.parse` takes, `per_layer_config` for example. If
-                None, those that the supernet was loaded with, or the smallest and the largest.
+                None, those that the supernet was loaded with, or the smallest and the largest. BatchNorm
+                statistics are written of these and of the largest.
             quality: name of a subnet -> what was measured -> value. `accuracy` is in percent, and what
                 engines that load the bundle serve by.
             source: where the figures of `quality` come from: the data, and how it was measured.
