@@ -133,8 +133,9 @@ class SubnetNorm(Operator):
         mean, var = measured[0].to(dtype), measured[1].to(dtype)
         if dtype is torch.float16 and not mean.is_meta and not torch.cat((mean, var)).isfinite().all():
             raise SpecError(
-                f"{self.path}: its statistics overflow float16, which ends at 65504. Use bfloat16, or keep "
-                "BatchNorms at float32: `for norm in supernet.norm_operators().values(): norm.float()`"
+                f"{self.path}: its statistics are not finite at float16, where what is above 65504 overflows; "
+                "use bfloat16, or keep BatchNorms at float32: "
+                "`for norm in supernet.norm_operators().values(): norm.float()`"
             )
         return mean, var
 
