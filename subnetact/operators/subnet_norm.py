@@ -58,7 +58,7 @@ class SubnetNorm(Operator):
 
     @property
     def num_features(self) -> int:
-        """Refused with an InsertError: who converts BatchNorms reads it, and puts one of a fixed size here."""
+        """Refused with InsertError: who converts BatchNorms reads it, and puts one of a fixed size here."""
         raise InsertError(f"{self.path}: a SubnetNorm cannot be converted; convert BatchNorms before insert_")
 
     def reset_running_stats(self) -> None:
@@ -133,7 +133,7 @@ class SubnetNorm(Operator):
         mean, var = measured[0].to(dtype), measured[1].to(dtype)
         if dtype is torch.float16 and not mean.is_meta and not torch.cat((mean, var)).isfinite().all():
             raise SpecError(
-                f"{self.path}: its statistics are not finite at float16, where what is above 65504 overflows; "
+                f"{self.path}: its statistics are not finite at float16: what is above 65504 overflows; "
                 "use bfloat16, or keep BatchNorms at float32: "
                 "`for norm in supernet.norm_operators().values(): norm.float()`"
             )
