@@ -119,7 +119,7 @@ USES: dict[str, Callable[[Supernet, Any, Path], Any]] = {
 def test_statistics_that_overflow_are_refused_where_they_are_read(use: str, tmp_path: Path) -> None:
     exact = measured(500.0)
     supernet, spec = measured(500.0).half(), exact.space.smallest()
-    with pytest.raises(SpecError, match=r"^1: its statistics are not finite at float16, .* norm\.float\(\)"):
+    with pytest.raises(SpecError, match=r"^1: its statistics are not finite at float16: .* norm\.float\(\)"):
         USES[use](supernet, spec, tmp_path)
     for norm in supernet.norm_operators().values():  # as the message says
         norm.float()
