@@ -193,7 +193,8 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
     generator = torch.Generator().manual_seed(1)
     loader = [(distort(held_out.images, generator), held_out.labels) for _ in range(COPIES)]
-    percent = subnetact.evaluate(supernet, specs, loader, calibration=pool)
+    subnetact.calibrate(supernet, specs, pool)
+    percent = subnetact.evaluate(supernet, specs, loader)
     engine = subnetact.Engine(
         supernet,
         specs,

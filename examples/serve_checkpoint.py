@@ -73,6 +73,7 @@ def main() -> None:
         print(f"{one.accuracy:.1f} %, {one.latency_ms:.1f} million multiply-accumulates: {one.spec}")
 
     specs, accuracies = [one.spec for one in found.front], [one.accuracy for one in found.front]
+    subnetact.calibrate(supernet, specs, [calibration], progress=False)
     engine = subnetact.Engine(supernet, specs, example=image[None], accuracy=accuracies)
     engine.tables["scheduler"] = subnetact.profile_latency(engine, [1, 4, 16], accuracy=accuracies)
     plot_front(engine.tables["scheduler"], args.out / "front.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class CalibrationNorm:
         self.module: Any = norm.bind(row)
         object.__setattr__(self.module, "collector", self)
         mix_in_(self.module, _CollectingForward)
-        self._dtype = norm.shared_statistics(row)[0].dtype
+        self.readable = partial(norm.readable, row)
+        self._dtype = torch.promote_types(norm.shared_statistics(row)[0].dtype, torch.float32)
         self._unbiased = (rule or norm.rule) == CUMULATIVE_UNBIASED
         self.paused = False
         self.reset()
@@ -47,7 +49,7 @@ class CalibrationNorm:
             found, channels = tensor_from_json(average), self.module.num_features
             if found.shape != (2, channels):
                 raise ValueError(f"{self.norm.path} has {channels} channels, not {tuple(found.shape)}")
-            mean, var = found.to(device)
+            mean, var = found.to(device, self._dtype)
             self.average = mean, var
 
     def collect(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +60,7 @@ class CalibrationNorm:
                 f"{self.norm.path}: a batch of shape {tuple(x.shape)} gives {values} values per channel, the "
                 f"{'unbiased ' if self._unbiased else ''}variance needs more; calibrate with larger batches"
             )
-        # Under autocast, x has fewer digits than the statistics, which average many batches.
+        # x may have fewer digits than the statistics, which average many batches.
         mean, var = batch_statistics(x.to(torch.promote_types(x.dtype, self._dtype)))
         if self.paused:
             return mean, var
@@ -75,9 +77,6 @@ class CalibrationNorm:
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the biased variance of every channel of a batch (N, C, ...), each (C,)."""
-    if x.dtype in (torch.float16, torch.bfloat16):  # Squares overflow or vanish in these dtypes.
-        mean, var = batch_statistics(x.float())
-        return mean.to(x.dtype), var.to(x.dtype)
     # Axes are averaged one after another as in OFA: another order ends 1e-5 away from its statistics.
     mean = _mean(x)
     deviation = x - mean
@@ -94,8 +93,6 @@ class _CollectingForward:
     """The mixin of the module: every batch is collected, and normalised with its own statistics."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        mean, var = self.collector.collect(x)
-        if self.weight is not None:
-            mean, var = mean.to(self.weight.dtype), var.to(self.weight.dtype)
+        mean, var = self.collector.readable(self.collector.collect(x))
         object.__setattr__(self, "_buffers", {**self._buffers, "running_mean": mean, "running_var": var})
         return super().forward(x)  # type: ignore[misc, no-any-return]

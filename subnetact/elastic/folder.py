@@ -144,6 +144,7 @@ def save_folder(
             supernet.require_calibrated(require)
             tensors = _copies(supernet.network.state_dict())
             norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
+            norms.keep([*card.subnets.values(), space.largest()])
             shared = _copies(supernet.statistics_of_largest())
         fingerprint = fingerprint_of(space.id, tensors)
         own = {name: tensors[name] for name in shared}
@@ -341,11 +342,10 @@ def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Pat
             f"{folder}: the tensors do not fit the supernet; the first that differs is {differing[0]}; give "
             "the supernet that was saved, made with the same arguments"
         )
-    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    if not own_dtype and len(kinds) == 1:
-        kind = kinds.pop()
-        for kept in supernet.network.state_dict(keep_vars=True).values():
-            if kept.is_floating_point() and kept.dtype != kind:
+    if not own_dtype:
+        for name, kept in supernet.network.state_dict(keep_vars=True).items():
+            kind = tensors[name].dtype
+            if kept.is_floating_point() and kind.is_floating_point and kept.dtype != kind:
                 kept.data = torch.empty_like(kept, dtype=kind)
         own = supernet.network.state_dict()
     for name, tensor in tensors.items():

@@ -60,6 +60,7 @@ def to_triton(
     In the flavour "libtorch" the model is one TorchScript file, and the client chooses the subnet. INPUT__0
     is the batch (B, ...). INPUT__1 names the subnet by its shape (B, id + 1); its values are booleans and do
     not matter. Triton never batches inputs of different shapes, so its dynamic batching never mixes subnets.
+    It warms up every subnet at batch sizes 1 and `max_batch_size` before it serves.
     Ids are positions among the subnets that the engine serves. With `external_scheduler` Triton does not
     batch (`max_batch_size: 0`): clients send whole batches, and INPUT__1 is the id, int64 of shape (1,).
 
@@ -142,6 +143,7 @@ def to_triton(
             lines = ['platform: "pytorch_libtorch"', f"max_batch_size: {size if batched else 0}"]
             if batched:
                 lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} }}")
+                lines += [_warm_up(x, i, count) for i in range(len(chosen)) for count in sorted({1, size})]
         else:
             outputs += [
                 'name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]',
@@ -198,6 +200,16 @@ def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:
         )
     dims = dims if batched else [-1, *dims]
     return f'name: "{name}" data_type: TYPE_{kind} dims: [ {", ".join(map(str, dims))} ]'
+
+
+def _warm_up(x: Tensor, subnet: int, size: int) -> str:
+    """Return a batch of zeros of a `size` for a subnet, which Triton runs before it serves."""
+    seen = {"INPUT__0": (TYPES[x.dtype], list(x.shape[1:])), "INPUT__1": ("BOOL", [subnet + 1])}
+    inputs = " ".join(
+        f'inputs {{ key: "{name}" value: {{ data_type: TYPE_{kind} dims: {dims} zero_data: true }} }}'
+        for name, (kind, dims) in seen.items()
+    )
+    return f'model_warmup [ {{ name: "subnet {subnet}, batch {size}" batch_size: {size} {inputs} }} ]'
 
 
 def _write_python(

@@ -63,8 +63,8 @@ __all__ = ["describe", "insert_"]
 
 SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
-CAPTURING = "transformers.utils.output_capturing"
-"""The home of hooks that a model of transformers gives itself, which only note hidden states if asked to."""
+HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+"""Homes of hooks of transformers, which note hidden states or let outputs require gradients, and no more."""
 LOOSE = "the parameters {} belong to no known layer: use nn.Linear, or describe them with ElasticAttribute"
 UNTRACED = "everything else"
 """The name under which a description says why the graph was not analysed, whatever `only` selects."""
@@ -543,7 +543,6 @@ def _unseen(module: nn.Module) -> str | None:
             "another parametrisation); make that permanent first, with subnetact.insertion.fold_(model)"
         )
     held = (vars(module)[f"_{when}_hooks"] for when in ("forward", "forward_pre", "backward", "backward_pre"))
-    if any(getattr(hook, "__module__", "") != CAPTURING for hooks in held for hook in hooks.values()):
-        adding = "calls that add them, such as gradient_checkpointing_enable(), belong after insert_"
-        return f"has hooks, which subnets would run as well; remove them first; {adding}"
+    if any(getattr(hook, "__module__", "") not in HARMLESS for hooks in held for hook in hooks.values()):
+        return "has hooks, which subnets would run as well; remove them, and register them after insert_"
     return None

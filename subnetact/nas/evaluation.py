@@ -30,13 +30,14 @@ def evaluate(
     """Return the top-1 accuracy of subnets on labelled data.
 
     Args:
-        supernet: the supernet. If subnets are calibrated, its norm table changes; nothing else does.
+        supernet: the supernet. It is afterwards as it was before.
         specs: distinct subnets, one or more.
         batches: pairs (inputs, labels). The inputs are what the network takes: a tensor of shape (N, ...), or
             a tuple or a dictionary of such tensors. The labels are integers of shape (N,). The batches are
             read once for all subnets.
         calibration: inputs, without labels, to calibrate those subnets with that have no statistics of their
-            own. If None, these subnets run on the statistics of the whole supernet, and warn once with
+            own; these statistics are dropped in the end, and `calibrate` makes those that stay. If None,
+            these subnets run on the statistics of the whole supernet, and warn once with
             `UncalibratedSubnetWarning`.
         progress: if True, show a progress bar when standard error is a terminal and the work takes
             more than a second.
@@ -59,24 +60,27 @@ def evaluate(
         kind = type(batches).__name__
         raise SpecError(f"evaluate: expected batches (inputs, labels), got {kind}; write [(inputs, labels)]")
     fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
-    if calibration is not None and fresh:
-        calibrate(supernet, fresh, calibration, progress=progress)
-    device = supernet.device
-    views = [supernet.subnet(spec) for spec in wanted]
-    right, seen = [0] * len(wanted), 0
-    bar = tqdm(
-        batches, f"evaluating {len(wanted)} subnets", disable=not progress or None, leave=None, delay=1
-    )
-    with torch.inference_mode():
-        for batch in bar:
-            x, labels = _pair(batch)
-            x, labels = map_tensors(lambda t: t.to(device), x), labels.to(device)
-            seen += len(labels)
-            for i, view in enumerate(views):
-                right[i] += int((_scores(_output(view, wanted[i], x)).argmax(1) == labels).sum())
-    if not seen:
-        raise SpecError("evaluation needs at least one batch, got none; a generator is read only once")
-    return [100 * count / seen for count in right]
+    try:
+        if calibration is not None and fresh:
+            calibrate(supernet, fresh, calibration, progress=progress)
+        device = supernet.device
+        views = [supernet.subnet(spec) for spec in wanted]
+        right, seen = [0] * len(wanted), 0
+        bar = tqdm(
+            batches, f"evaluating {len(wanted)} subnets", disable=not progress or None, leave=None, delay=1
+        )
+        with torch.inference_mode():
+            for batch in bar:
+                x, labels = _pair(batch)
+                x, labels = map_tensors(lambda t: t.to(device), x), labels.to(device)
+                seen += len(labels)
+                for i, view in enumerate(views):
+                    right[i] += int((_scores(_output(view, wanted[i], x)).argmax(1) == labels).sum())
+        if not seen:
+            raise SpecError("evaluation needs at least one batch, got none; a generator is read only once")
+        return [100 * count / seen for count in right]
+    finally:
+        supernet.norms.drop(fresh)
 
 
 def _pair(batch: Any) -> tuple[Any, Tensor]:

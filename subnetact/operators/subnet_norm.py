@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subnetact.errors import SpecError
+from subnetact.errors import InsertError, SpecError
 from subnetact.operators.base import Operator
 from subnetact.operators.segments import cut
 from subnetact.operators.view_module import view_module
@@ -55,6 +55,20 @@ class SubnetNorm(Operator):
     @__class__.setter
     def __class__(self, cls: Any) -> None:
         vars(object)["__class__"].__set__(self, cls)
+
+    @property
+    def num_features(self) -> int:
+        """Refused with InsertError: who converts BatchNorms reads it, and puts one of a fixed size here."""
+        raise InsertError(f"{self.path}: a SubnetNorm cannot be converted; convert BatchNorms before insert_")
+
+    def reset_running_stats(self) -> None:
+        """Refuse what calls it: `update_bn` would measure the statistics of one subnet only.
+
+        Raises:
+            InsertError: always; it says how statistics are measured.
+        """
+        call = "subnetact.calibrate(supernet, specs, batches) instead of update_bn"
+        raise InsertError(f"{self.path}: every subnet has statistics of its own; call {call}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (type(self),), self.__getstate__()
@@ -106,6 +120,24 @@ class SubnetNorm(Operator):
             return own[0], own[1]
         count = self.totals(sizes)[0]
         return mean.data[:count].data, var.data[:count].data
+
+    def readable(self, row: SizeRow, measured: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return a `measured` mean and variance in the dtype in which the subnet of a size `row` reads them.
+
+        Raises:
+            SpecError: they are not finite at float16, above whose largest number statistics often are.
+        """
+        dtype: Any = self._buffers[self.statistics_names(row)[0]].dtype  # type: ignore[union-attr]
+        if measured[0].dtype is dtype is not torch.float16:
+            return measured
+        mean, var = measured[0].to(dtype), measured[1].to(dtype)
+        if dtype is torch.float16 and not mean.is_meta and not torch.cat((mean, var)).isfinite().all():
+            raise SpecError(
+                f"{self.path}: its statistics are not finite at float16: what is above 65504 overflows; "
+                "use bfloat16, or keep BatchNorms at float32: "
+                "`for norm in supernet.norm_operators().values(): norm.float()`"
+            )
+        return mean, var
 
     def batches_tracked(self) -> Tensor | None:
         """Return the shared counter of training batches."""

@@ -224,19 +224,12 @@ def select_subnets(
         facts = {"subnets_chosen": which, "accuracy_source": wanted.origin}
         known = [None if math.isnan(percent) else percent for percent in percents]
         selection = Selection(wanted.specs, known, facts)
-    _keep_statistics(source.supernet, selection.specs, statistics)
+    source.supernet.norms.keep(selection.specs)
+    if len(source.supernet.norms):  # An evaluation has calibrated them.
+        source.supernet.norms.save(statistics)
     specs = [spec.to_json() for spec in selection.specs]
     journal.append("chosen", specs=specs, accuracy=selection.accuracy, facts=selection.facts)
     return selection
-
-
-def _keep_statistics(supernet: Supernet, specs: Sequence[SubnetSpec], path: Path) -> None:
-    """Keep the statistics of the selected subnets only; save those that an evaluation has calibrated."""
-    kept = {spec: statistics for spec in specs if (statistics := supernet.norms.get(spec)) is not None}
-    supernet.norms = NormTable(supernet.space.id)
-    supernet.norms.update(kept)
-    if kept:
-        supernet.norms.save(path)
 
 
 def _search(

@@ -15,7 +15,10 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
-__all__ = ["after_outer_load", "before_outer_load", "fitting", "load_", "warn_caller", "with_tied_names"]
+__all__ = [
+    "after_outer_load", "before_outer_load", "fitting", "load_", "warn_caller", "warn_of_dropped",
+    "with_tied_names",
+]  # fmt: skip
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of wrappers, and of `torch.compile`."""
@@ -104,7 +107,7 @@ def load_(
         finally:
             in_place = not assign and len(moved) < len({*network.parameters(), *network.buffers()})
             generation.move(same=not (loaded or in_place), in_place=in_place)
-    _warn_of_dropped(dropped, "give norms= those of the new weights, or supernet.norms to keep them")
+    warn_of_dropped(dropped, "give norms= those of the new weights, or supernet.norms to keep them")
     return result
 
 
@@ -117,7 +120,7 @@ def before_outer_load(supernet: Any, *_: Any) -> None:
 def after_outer_load(supernet: Any, _: Any) -> None:
     """Drop the statistics rows of former weights after a module around the supernet was loaded."""
     rows = supernet.__dict__.pop("rows_before_load").keep()
-    _warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
+    warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
 
 
 class _Rows:
@@ -149,10 +152,11 @@ class _Rows:
         return tensor_checksums(t for name, t in weights.items() if not name.endswith("num_batches_tracked"))
 
 
-def _warn_of_dropped(rows: int, instead: str) -> None:
+def warn_of_dropped(rows: int, instead: str) -> None:
+    """Say that the statistics rows of some subnets, if any, are gone, and what keeps them."""
     if rows:
         warn_caller(
-            f"load_state_dict: the BatchNorm statistics of {rows} subnet(s) belonged to the former weights "
+            f"the BatchNorm statistics of {rows} subnet(s) belonged to the former weights "
             f"and are dropped; {instead}, or call subnetact.calibrate(supernet, specs, batches)",
             UncalibratedSubnetWarning,
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,14 +130,12 @@ class NormTable:
 
         Args:
             rows: the rows by subnet. The table keeps them without a copy, unless it is that of a supernet
-                whose BatchNorms are of another dtype or on another device.
+                on another device, or they have other digits than float32, or float64 if its BatchNorms do.
 
         Raises:
             ForeignSpec: a subnet is of another space. The table is then unchanged.
         """
-        for spec in rows:
-            if spec.space != self.space:
-                raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
+        self._own(rows)
         new = {spec.base: self._at_home(row) for spec, row in rows.items()}
         with _CHANGING:
             self._rows = {**self._rows, **new}
@@ -146,7 +145,11 @@ class NormTable:
         return sum(row.nbytes for row in self._rows.values())
 
     def to_like(self, home: nn.Module | None) -> NormTable:
-        """Return a copy whose rows have, now and later, device and dtype of the BatchNorm `home`, if any."""
+        """Return a copy whose rows are, now and later, where the BatchNorm `home` is, if there is one.
+
+        They have its dtype, but at least the digits of float32: its statistics are measurements, and what is
+        rounded or overflows at half precision never comes back.
+        """
         table = NormTable(self.space)
         table._home = home
         table._rows = {spec: table._at_home(row.map(torch.clone)) for spec, row in self._rows.items()}
@@ -155,13 +158,57 @@ class NormTable:
     def _at_home(self, row: NormRow) -> NormRow:
         if self._home is None:
             return row
-        flat = row.flat.to(next(filter(torch.is_floating_point, self._home.buffers())))
+        home = next(filter(torch.is_floating_point, self._home.buffers()))
+        flat = row.flat.to(home.device, torch.promote_types(home.dtype, torch.float32))
         return row if flat is row.flat else NormRow(row.channels, flat)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace the tensor of every row by what `function` makes of it, a copy on a GPU for example."""
+        """Replace the tensor of every row by what `function` makes of it, a copy on a GPU for example.
+
+        A function that rounds to less than float32 moves rows and leaves their values alone.
+        """
         with _CHANGING:
-            self._rows = {spec: row.map(function) for spec, row in self._rows.items()}
+            self._rows = {spec: row.map(lambda t: _moved(t, function(t))) for spec, row in self._rows.items()}
+
+    def drop(self, specs: Iterable[SubnetSpec]) -> None:
+        """Remove the statistics rows of subnets, those that have one; engines then refuse these subnets.
+
+        Args:
+            specs: the subnets. A subnet at a lower precision has the row of the same subnet at float32.
+
+        Raises:
+            ForeignSpec: a subnet is of another space. The table is then unchanged.
+            SpecError: `specs` is no list of specifications.
+
+        Example:
+            >>> supernet.norms.drop([spec for spec in supernet.norms if spec not in served])
+        """
+        gone = self._own(specs)
+        with _CHANGING:
+            self._rows = {spec: row for spec, row in self._rows.items() if spec not in gone}
+
+    def keep(self, specs: Iterable[SubnetSpec]) -> None:
+        """Remove the statistics rows of all subnets but these, as `drop` does.
+
+        Args:
+            specs: the subnets.
+
+        Raises:
+            ForeignSpec: a subnet is of another space. The table is then unchanged.
+            SpecError: `specs` is no list of specifications.
+        """
+        self.drop(self._rows.keys() - self._own(specs))
+
+    def _own(self, specs: Iterable[SubnetSpec]) -> set[SubnetSpec]:
+        """Return the subnets that rows of `specs` have, which are of the space of the table."""
+        given: Any = specs
+        subnets = list(given) if isinstance(given, Iterable) else [given]
+        for spec in subnets:
+            if not isinstance(given, Iterable) or not isinstance(spec, SubnetSpec):
+                raise SpecError(f"norms: expected a list of specifications, got {given!r}; write [spec]")
+            if spec.space != self.space:
+                raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
+        return {spec.base for spec in subnets}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the table as a safetensors file, atomically.
@@ -173,6 +220,7 @@ class NormTable:
 
         Raises:
             MissingFile: the folder of the file does not exist.
+            SpecError: `load` would refuse a row: it has statistics that are not finite, for example.
             WriteError: the file cannot be written.
         """
         stored: dict[str, list[Tensor]] = {}
@@ -180,6 +228,8 @@ class NormTable:
         starts: dict[bytes, int] = {}
         rows = []
         for spec, row in self._rows.items():
+            if wrong := _wrong(row):
+                raise SpecError(f"{path}: the statistics of {spec} {wrong}; calibrate, and save again")
             dtype, own = str(row.flat.dtype).removeprefix("torch."), []
             for pair in row.map(lambda flat: flat.detach().cpu()).pairs().values():
                 both = torch.cat(pair)
@@ -229,6 +279,13 @@ class NormTable:
                         f"{path}: the statistics of {spec} {wrong}; calibrate and save again"
                     )
         return table
+
+
+def _moved(flat: Tensor, result: Tensor) -> Tensor:
+    """Return the `result` of moving statistics, with at least the digits of float32."""
+    if result.dtype is flat.dtype:
+        return result
+    return flat.to(result.device, torch.promote_types(result.dtype, torch.float32))
 
 
 def _wrong(row: NormRow) -> str | None:

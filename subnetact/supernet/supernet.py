@@ -191,9 +191,9 @@ class Supernet(nn.Module):
         """The statistics rows of calibrated subnets. Assign another table to use a copy of that table."""
         if self._moving is not None:
             with self._generation.lock:
-                row, self._moving = self._moving, None
-                if row in self._norms.rows.values():  # Training has moved it.
+                if self._moving in self._norms.rows.values():  # Training has moved it.
                     self.adopt_statistics()
+                self._moving = None
         return self._norms
 
     @norms.setter
@@ -407,7 +407,8 @@ class Supernet(nn.Module):
         pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
         for path, norm in self._present().named_modules(remove_duplicate=False):
             if isinstance(norm, SubnetNorm) and norm.path in pairs:
-                for name, statistic in zip(norm.statistics_names(sizes), pairs[norm.path], strict=True):
+                pair = norm.readable(sizes, pairs[norm.path])
+                for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
                     shared = norm.get_buffer(name)
                     norm.scatter_(sizes, tensor := shared.clone(), statistic)
                     if tensor.is_meta or not torch.equal(tensor, shared):
@@ -655,7 +656,8 @@ class Supernet(nn.Module):
             folder: a new or empty folder, or one that holds a bundle, which is then replaced; files that
                 others have added to it stay.
             subnets: name -> a specification, or what `space.parse` takes, `per_layer_config` for example. If
-                None, those that the supernet was loaded with, or the smallest and the largest.
+                None, those that the supernet was loaded with, or the smallest and the largest. BatchNorm
+                statistics are written of these and of the largest.
             quality: name of a subnet -> what was measured -> value. `accuracy` is in percent, and what
                 engines that load the bundle serve by.
             source: where the figures of `quality` come from: the data, and how it was measured.
@@ -813,7 +815,7 @@ class Supernet(nn.Module):
             raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
 
     def _own(self, table: NormTable) -> NormTable:
-        """Return a copy of a norm table, in the dtype and on the device of the weights."""
+        """Return a copy of a norm table, on the device of the weights."""
         self._require_own(table)
         return table.to_like(next(iter(self.norm_operators().values()), None))
 
@@ -841,7 +843,8 @@ class Supernet(nn.Module):
         def bind_norm(norm: SubnetNorm) -> nn.Module:
             if pairs is not None and norm.path not in pairs:
                 raise SpecError(f"the statistics of {spec} lack {norm.path}; calibrate it again")
-            mean, var = norm.shared_statistics(row) if pairs is None else pairs[norm.path]
+            measured = norm.shared_statistics(row) if pairs is None else pairs[norm.path]
+            mean, var = norm.readable(row, measured)
             if note is not None:
                 note[norm.path] = mean, var
             return norm.bind_with(row, mean, var, fresh)

@@ -23,6 +23,7 @@ __all__ = ["NamedView", "PlainAttributes", "outdated", "stale_weights"]
 NamedView: TypeAlias = tuple[str, nn.Module, NormRow | None]
 """The name of a subnet, its view, and its statistics row if it has one of its own."""
 
+_MEASURED = ("running_mean", "running_var")
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
@@ -60,7 +61,9 @@ def outdated(network: nn.Module, views: Iterable[NamedView]) -> list[str]:
     found = []
     for name, view, row in views:
         own = present if row is None else present | {storage_id(row.flat)}
-        tensors = (*view.named_parameters(), *view.named_buffers())
+        tensors = [*view.named_parameters(), *view.named_buffers()]
+        if row is not None:  # A BatchNorm of half precision has copies of the statistics in its row.
+            tensors = [(n, t) for n, t in tensors if not n.endswith(_MEASURED) or t.dtype is row.flat.dtype]
         moved = [n for n, t in tensors if "packed" not in t.__dict__ and storage_id(t) not in own]
         if moved:
             found.append(f"{name}: {', '.join(moved[:3])} ({len(moved)} in all) moved to other storage")

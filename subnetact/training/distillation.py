@@ -18,6 +18,7 @@ from subnetact.errors import InsertError, TrainingError, UncalibratedSubnetWarni
 from subnetact.insertion.importance import Measure
 from subnetact.insertion.reorder import reorder_
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.load import warn_of_dropped
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.training.batch_stream import BatchStream, kept_random_states
@@ -83,9 +84,8 @@ def distill_(
     Channels, heads and neurons are sorted by importance first. Every step then trains the largest subnet, the
     smallest and some random ones (the sandwich rule), of which one half have about the same relative size
     everywhere. The largest subnet learns from the labels and is the teacher of the others. Where the
-    network has BatchNorm, the measured subnets are calibrated in the end, and so are all that were before;
-    while the training runs, no subnet has statistics of its own, because they would be those of other
-    weights.
+    network has BatchNorm, the measured subnets are calibrated in the end. Statistics of others are dropped
+    with an `UncalibratedSubnetWarning`, because they are those of the former weights.
 
     Args:
         supernet: the supernet.
@@ -106,8 +106,8 @@ def distill_(
             Without labels, subnets learn from the teacher alone. If None, True for classes and values. For
             tokens without labels, the inputs, or their `input_ids`, are the labels: every token but
             the first one is predicted from those before it, unless `attention_mask` is 0 or the label -100.
-        subnets: the subnets that are measured. If None, five from the largest to the smallest. They do not
-            decide what is trained.
+        subnets: the subnets that are measured and calibrated. If None, five from the largest to the smallest.
+            They do not decide what is trained.
         importance: how to sort first; see `reorder_`. "taylor" uses the first `calibration` batches. None for
             a supernet whose narrow subnets were trained before: they would be lost. "auto": what can be
             sorted, by "taylor" for tokens and else by "l1", but nothing in supernets of published families.
@@ -226,7 +226,7 @@ def distill_(
         done = state.load()
         if done is None:
             try:
-                before = measurement.run([])
+                before = measurement.run()
                 order = _sort(supernet, importance, first, meaning)
             except BaseException:
                 supernet.norms = former  # Those that it has now were to measure.
@@ -242,7 +242,8 @@ def distill_(
             module.training = training or module is supernet  # The others are frozen.
         run.go_on(state)
         supernet.eval()
-        after = measurement.run(list(former))
+        after = measurement.run()
+    warn_of_dropped(sum(spec not in supernet.norms for spec in former), "name them in subnets=")
     facts = run.facts
     return DistillationReport(
         subnets=tuple(specs),

@@ -72,10 +72,10 @@ class Measurement:
             ) from error
         return self.task.output(found, x)
 
-    def run(self, calibrated: Sequence[SubnetSpec]) -> list[float]:
-        """Return the metric of every subnet; those that were `calibrated` get statistics again, too."""
+    def run(self) -> list[float]:
+        """Calibrate every subnet, and return its metric."""
         supernet, task, progress = self.supernet, self.task, self.progress
-        calibrate(supernet, [*self.specs, *calibrated], self.inputs, progress=progress)
+        calibrate(supernet, self.specs, self.inputs, progress=progress)
         views = [supernet.subnet(spec) for spec in self.specs]
         meters = [task.meter() for _ in views]
         bar = tqdm(self.held_out, "measuring", disable=not progress or None, leave=False, delay=1)

@@ -64,7 +64,9 @@ def sandwich_step(
         loss: a function of the scores, which are what `output` returns, and the labels. The result is a
             scalar tensor.
         random_subnets: number of random subnets per step.
-        subnets: the subnets to train instead, the teacher first. Use this to shrink progressively.
+        subnets: the subnets to train instead, the teacher first. Use this to shrink progressively. Weights
+            that none of them uses have gradients of zero, and weight decay and momentum move them: train the
+            largest in every step, or take an optimizer without them.
         distillation: share, from 0 to 1, of the distillation in the loss of all subnets but the first; the
             rest is `loss`. It is the cross-entropy with the teacher, without what `loss` ignores (-100).
         class_dim: the dimension of the classes in the scores, which distillation needs: 1 for images of

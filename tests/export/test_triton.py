@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -82,6 +83,32 @@ def test_the_manifest_names_the_served_subnets(
     scripted = torch.jit.load(folder / "1" / "model.pt")
     want = engine(IMAGES, subnet=1)
     assert torch.allclose(scripted(IMAGES, torch.zeros(6, 1, dtype=torch.bool)), want, atol=1e-4)
+
+
+def test_every_subnet_is_warmed_up(
+    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
+) -> None:
+    folder = to_triton(engine, tmp_path, table=table, slo_ms=SLO_MS)
+    lines = (folder / "config.pbtxt").read_text().splitlines()
+    seen = set()
+    for line in filter(lambda line: line.startswith("model_warmup"), lines):
+        assert re.fullmatch(
+            r'model_warmup \[ \{ name: "[^"]+" batch_size: \d+( inputs \{[^}]+\} \})+ \} \]', line
+        )
+        count = int(re.findall(r"batch_size: (\d+)", line)[0])
+        given = re.findall(
+            r'key: "(\w+)" value: \{ data_type: (\w+) dims: (\[[^]]+\]) zero_data: true \}', line
+        )
+        x, code = (torch.zeros(count, *json.loads(dims)) for _, _, dims in given)
+        assert [(name, kind) for name, kind, _ in given] == [
+            ("INPUT__0", "TYPE_FP32"),
+            ("INPUT__1", "TYPE_BOOL"),
+        ]
+        assert torch.jit.load(folder / "1" / "model.pt")(x, code.bool()).shape == (count, 10)
+        seen.add((count, code.shape[1] - 1))
+    assert seen == {(count, subnet) for count in (1, 4) for subnet in engine.ids}
+    whole = to_triton(engine, tmp_path / "whole", external_scheduler=True)
+    assert "model_warmup" not in (whole / "config.pbtxt").read_text()
 
 
 def test_other_models_are_left_alone(

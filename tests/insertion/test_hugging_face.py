@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_decoders import small_decoder
 from torch import nn
 
 import subnetact
@@ -119,3 +120,23 @@ def test_tied_weights_stay_tied_in_an_extracted_subnet() -> None:
     subnet = extracted(supernet, ffn=0.5)
     assert subnet.lm_head.weight is subnet.model.embed_tokens.weight
     assert subnet.lm_head.weight is not supernet.network.lm_head.weight
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("axes", [("ffn",), ("stream", "ffn")])
+def test_a_model_with_gradient_checkpointing_is_elastic(axes: tuple[str, ...]) -> None:
+    """Its embedding lets outputs require gradients, by a hook that stays when checkpointing is disabled."""
+    tokens, gradients = torch.arange(1, 9)[None], []
+    for checkpointing in (False, True):
+        model = small_decoder("LlamaConfig", num_hidden_layers=2, hidden_size=32, intermediate_size=80)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        supernet = subnetact.insert_(model, example=tokens, axes=axes).train()
+        for spec in (supernet.space.largest(), supernet.space.smallest()):
+            supernet(tokens, subnet=spec, use_cache=False).logits.square().mean().backward()
+        gradients.append([p.grad for p in supernet.parameters()])
+        assert len(supernet.subnet(spec).get_input_embeddings()._forward_hooks) == checkpointing
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
+    with pytest.raises(AttributeError, match=r"supernet\.network\.gradient_checkpointing_enable"):
+        supernet.gradient_checkpointing_enable()

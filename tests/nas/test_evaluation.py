@@ -15,6 +15,11 @@ def test_evaluation_counts_right_answers(digits: Supernet) -> None:
     batches = [(torch.randn(n, 1, 16, 16, generator=generator), torch.arange(n) % 10) for n in (20, 7)]
     specs = [digits.space.sample(seed) for seed in (1, 2)]
     found = subnetact.evaluate(digits, specs, batches, calibration=[batches[0][0]])
+    assert not len(digits.norms)
+    subnetact.calibrate(digits, specs[1:], [batches[0][0]])
+    assert subnetact.evaluate(digits, specs, batches, calibration=[batches[0][0]]) == found
+    assert list(digits.norms) == specs[1:]
+    subnetact.calibrate(digits, specs[:1], [batches[0][0]])
     expected = []
     for spec in specs:
         network = digits.extract(spec)
@@ -23,7 +28,6 @@ def test_evaluation_counts_right_answers(digits: Supernet) -> None:
         expected.append(100 * right / 27)
     assert found == pytest.approx(expected)
     assert subnetact.evaluate(digits, specs[1:], batches) == pytest.approx(expected[1:])
-    assert all(digits.calibrated(spec) for spec in specs)
     for wrong in ([], [torch.zeros(2, 1, 16, 16)], [(torch.zeros(2, 1, 16, 16), torch.zeros(3))]):
         with pytest.raises(SpecError, match="batch"):
             subnetact.evaluate(digits, specs, wrong)

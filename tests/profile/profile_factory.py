@@ -11,6 +11,7 @@ from subnetact import (
     Axis,
     SubnetSpace,
     WeightSlice,
+    calibrate,
     insert_,
 )
 from subnetact.digits import new_digits_supernet
@@ -35,7 +36,12 @@ def accuracy(supernet: Supernet) -> Callable[[SubnetSpec], float]:
 def calibrated_accuracy(supernet: Supernet) -> Callable[[SubnetSpec], float]:
     generator = torch.Generator().manual_seed(4)
     loader = [(torch.randn(6, 1, 16, 16, generator=generator), torch.arange(6))]
-    return lambda spec: evaluate(supernet, [spec], loader, calibration=batches())[0]
+
+    def calibrated(spec: SubnetSpec) -> float:
+        calibrate(supernet, [spec], batches(), progress=False)
+        return evaluate(supernet, [spec], loader)[0]
+
+    return calibrated
 
 
 def broken() -> Supernet:

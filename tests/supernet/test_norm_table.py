@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from subnetact.errors import FileFormatError
+from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow, NormTable
 
@@ -111,7 +111,8 @@ def test_the_file_holds_equal_statistics_once_and_round_trips(tmp_path: Path) ->
     assert bytes_in(path) == {"float32": DISTINCT + same.nbytes, "float64": 48}
     loaded.apply(lambda t: t.half())
     loaded.save(path)
-    assert NormTable.load(path).get(spec(0)).flat.dtype == torch.float16
+    for i, expected in enumerate(ROWS):
+        assert equal(NormTable.load(path).get(spec(i)), expected)
 
 
 ONE = {"spec": spec(0).to_json(), "channels": {"n0": 3}, "dtype": "float32", "starts": [0]}
@@ -165,12 +166,38 @@ def test_rows_that_claim_far_more_memory_than_the_file_has_are_refused(
     ],
 )
 def test_statistics_that_no_batch_norm_can_have_are_refused(
-    damage: Callable[[torch.Tensor, torch.Tensor], Any], words: str, tmp_path: Path
+    damage: Callable[[torch.Tensor, torch.Tensor], Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "norms.safetensors"
     whole = {name: damage(*pair) if name == "n1" else pair for name, pair in ROWS[1].items()}
     if "not floating-point" in words:
         whole = {"n1": whole["n1"]}
-    table(ROWS[0], whole).save(path)
+    with pytest.raises(SpecError, match=f"the statistics of a=1 {words}; calibrate, and save again"):
+        table(ROWS[0], whole).save(path)
+    assert not path.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("subnetact.supernet.norm_table._wrong", lambda _: None)
+        table(ROWS[0], whole).save(path)
     with pytest.raises(FileFormatError, match=f"the statistics of a=1 {words}; calibrate and save again"):
         NormTable.load(path)
+
+
+def test_rows_are_dropped_and_kept_by_specs() -> None:
+    made, foreign = table(*ROWS), SubnetSpec("other", (("a", (0,)),))
+    made.drop([spec(1), spec(9)])
+    assert set(made) == {spec(0), spec(2), spec(3)}
+    made.keep([spec(1), spec(3)])
+    assert set(made) == {spec(3)}
+    for change in (made.drop, made.keep):
+        with pytest.raises(ForeignSpec, match="the norm table is of space s, got a subnet of other"):
+            change([spec(3), foreign])
+        with pytest.raises(SpecError, match=r"got SubnetSpec.*; write \[spec\]"):
+            change(spec(3))
+        with pytest.raises(SpecError, match=r"got \[\{.a.: 3\}"):
+            change([{"a": 3}])
+    assert set(made) == {spec(3)}
+    made.keep([])
+    assert not len(made)

@@ -13,6 +13,7 @@ import torch
 from small_families import small_supernet
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from subnetact import calibrate, insert_
 from subnetact.errors import InsertError, TrainingError
@@ -367,6 +368,39 @@ def test_distillation_gives_parts_back_in_their_modes(frozen: tuple[str, ...], e
     for name, tensor in supernet.network.named_buffers():
         if name.rpartition(".")[0] in frozen:
             assert torch.equal(tensor, statistics[name])
+
+
+OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "update_bn": (lambda s: update_bn([X], s), "call subnetact.calibrate"),
+    "update_bn of an average": (lambda s: update_bn([X], AveragedModel(s)), "call subnetact.calibrate"),
+    "torch's SyncBatchNorm": (nn.SyncBatchNorm.convert_sync_batchnorm, "convert BatchNorms before insert_"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_would_replace_or_measure_norms_is_refused(other: str) -> None:
+    function, message = OTHERS[other]
+    supernet = plain_and_elastic(Net())[1]
+    before, modules = supernet.state_dict(), list(supernet.modules())
+    with pytest.raises(InsertError, match=message):
+        function(supernet)
+    after = supernet.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert list(supernet.modules()) == modules
+    assert not supernet.training
+
+
+@pytest.mark.parametrize(
+    "averaged", [AveragedModel, lambda s: AveragedModel(nn.ModuleList([s]), use_buffers=True)]
+)
+def test_an_average_of_the_weights_is_calibrated(averaged: Callable[[Any], AveragedModel]) -> None:
+    supernet = plain_and_elastic(Net())[1]
+    average, spec = averaged(supernet), supernet.space.smallest()
+    average.update_parameters(supernet)
+    inner: Any = next(module for module in average.modules() if isinstance(module, Supernet))
+    calibrate(inner, [spec], [X], progress=False)
+    calibrate(supernet, [spec], [X], progress=False)
+    assert torch.equal(inner(X, subnet=spec), supernet(X, subnet=spec))
 
 
 def test_distillation_trains_what_was_in_evaluation_mode_as_a_whole() -> None:
