@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -72,8 +73,9 @@ class Engine:
             several shapes, for example sequence lengths. If None, the first batch that runs is the example.
         padding: how to pad inputs to the smallest shape of the examples that they fit in: a number if an
             input is one tensor, otherwise a dictionary from the names or positions of the inputs to numbers,
-            for example `{"input_ids": 0, "attention_mask": 0}`. A network that nothing tells of the padding,
-            such as a mask, computes something else then. If None, nothing is padded.
+            for example `{"input_ids": 0, "attention_mask": 0}`. An engine whose network computes something
+            else of padded inputs, because nothing such as a mask tells it of the padding, is refused; with
+            `check=False`, such answers are accepted. If None, nothing is padded.
         device: where to run. If None, the supernet stays where it is.
         memory_budget_mb: MiB that fused programs and graphs may take beyond the weights and the norm table; 0
             means views only. If None, 1.25 times the weights, at most 1024 MiB. If there are graphs, one half
@@ -85,8 +87,9 @@ class Engine:
         compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
             becoming a fused program. If None, nothing is compiled.
         check: whether to run `supernet.check` on every example, once per supernet and shape (about two
-            forward passes per corner of the space), and to refuse outputs that a `Batcher` could not split
-            into samples.
+            forward passes per corner of the space), to refuse outputs that a `Batcher` could not split
+            into samples, and to compare the largest subnet on a short example alone and padded to a longer
+            one (not when an engine is loaded).
 
     Attributes:
         supernet: the supernet.
@@ -100,7 +103,8 @@ class Engine:
     Raises:
         DeviceError: torch cannot use the device.
         EngineError: the budget is no number, negative or infinite, there is no such backend for `compile`,
-            weights are on the meta device or not dense, or the output cannot be split into samples.
+            weights are on the meta device or not dense, the output cannot be split into samples, or padding
+            changes answers.
         InvalidRequest: a subnet does not run on the example.
         InsertError: another subnet of the space does not run on the example, or slices wrong rows; the
             message names the module.
@@ -142,7 +146,7 @@ class Engine:
             fuse=fuse,
             compile=compile,
         )
-        self._open(supernet, config, check)
+        self._open(supernet, config, check, padding=check)
 
     @classmethod
     def from_config(cls, supernet: Supernet, config: EngineConfig) -> Engine:
@@ -167,8 +171,10 @@ class Engine:
         engine._open(supernet, config, None)
         return engine
 
-    def _open(self, supernet: Supernet, config: EngineConfig, check: bool | None) -> None:
-        """Set the engine up; unless `check` is None, after a try of what it is to serve."""
+    def _open(
+        self, supernet: Supernet, config: EngineConfig, check: bool | None, padding: bool = False
+    ) -> None:
+        """Set the engine up; unless `check` is None, after a try of what it is to serve, and of `padding`."""
         config = config.checked(as_supernet(supernet))
         if check is not None and not config.allow_uncalibrated:
             supernet.require_calibrated(config.served)
@@ -183,7 +189,7 @@ class Engine:
         self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
         self._fingerprint: tuple[Moment | None, str] = (None, "")
-        self._shapes = InputShapes(supernet, config.sample, config.padding)
+        self._shapes = InputShapes(supernet, config.sample, config.padding, config.lengths)
         self._stager = Stager(self.device)
         self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing, self._rebinding = RLock(), Lock()
@@ -198,6 +204,8 @@ class Engine:
         self._plan = Plan(supernet, programs, self._bound, lambda: self._shapes.sample, self._never_fuses())
         if check is not None:
             self._try_samples(check)
+        if padding and config.served:
+            self._shapes.require_harmless(max(config.served, key=self._size), self.device)
         self.follow(config)
 
     def _never_fuses(self) -> str:
@@ -209,14 +217,18 @@ class Engine:
         return "" if self._config.fuse else "the engine was made with fuse=False"
 
     def _try_samples(self, check: bool) -> None:
-        space, specs = self.supernet.space, self._config.served
+        specs, rows = self._config.served, []
         for sample in self._shapes.samples if specs else ():
             batch = self._stager.stack([sample], 1)
-            smallest = min(specs, key=lambda spec: sum(space.resolve(spec)))
-            output = try_sample(self.supernet, smallest, batch, sample)
+            output = try_sample(self.supernet, min(specs, key=self._size), batch, sample)
+            with nullcontext() if check else suppress(EngineError):
+                rows += unstack(output, 1, 1)
             if check:
-                unstack(output, 1, 1)
                 self.supernet.check_once(batch)
+        self._shapes.find_lengths(rows)
+
+    def _size(self, spec: SubnetSpec) -> int:
+        return sum(self.supernet.space.resolve(spec))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
@@ -278,6 +290,7 @@ class Engine:
             pinned=self._plan.pinned,
             prepared=self.prepared,
             sample=self._shapes.follow().given,
+            lengths=self._shapes.lengths,
         )
 
     @property
@@ -428,8 +441,8 @@ class Engine:
                 to it; other engines run just the inputs.
 
         Returns:
-            One output per input, on the CPU. If inputs are padded, outputs per token have the length of the
-            shape that the whole batch was padded to.
+            One output per input, on the CPU. If an input was padded, outputs per token or per pixel are cut
+            to its own length, on the axes whose sizes are those of an axis of the examples in every example.
 
         Raises:
             InvalidRequest: there are no inputs, or the network fails on them, and they differ from the
@@ -438,7 +451,7 @@ class Engine:
             RecompileRefused: the engine is compiled and was not prepared for this batch size.
         """
         batch, size = self._staged(inputs, batch_size)
-        return unstack(self(batch, subnet), len(inputs), size)
+        return self._split(inputs, size, self(batch, subnet))
 
     def start(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> BlockRun:
         """Begin to run single inputs as one batch, block by block. A `Batcher` that preempts calls this.
@@ -461,7 +474,11 @@ class Engine:
         """
         batch, size = self._staged(inputs, batch_size)
         batch = laid_out(batch) if isinstance(batch, Tensor) else batch
-        return BlockRun(batch, len(inputs), size, self._blocks_of(self.ready(subnet), batch))
+        return BlockRun(batch, self._blocks_of(self.ready(subnet), batch), partial(self._split, inputs, size))
+
+    def _split(self, inputs: Sequence[Any], size: int, output: Any) -> Sequence[Any]:
+        """Return one output per input, of the input's own length."""
+        return self._shapes.cut(unstack(output, len(inputs), size), inputs)
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> Sequence[Block]:
         bound = self._bound(ready)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -303,7 +304,14 @@ class Description:
     # -- files -------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Return the description as a JSON document, which `from_json` reads."""
+        """Return the description as a JSON document, which `from_json` reads.
+
+        An operator of your own is named by its module and class.
+
+        Raises:
+            InsertError: an operator is not found by that name, because its class was defined inside a
+                function or again, or `from_json` could not read the document.
+        """
         facts = {
             **FORMAT.header,
             "name": self.name,
@@ -313,7 +321,12 @@ class Description:
             "overrides": {module: entry and asdict(entry) for module, entry in self.overrides.items()},
             "vocabulary": self.vocabulary and asdict(self.vocabulary),
         }
-        return json.dumps(facts, indent=1, allow_nan=False, default=lambda operator: operator.__name__)
+        text = json.dumps(facts, indent=1, allow_nan=False, default=_operator_name)
+        try:
+            self.from_json(text)
+        except FileFormatError as error:
+            raise InsertError(f"{self.name}: the description could not be read again: {error}") from error
+        return text
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Description:
@@ -326,7 +339,8 @@ class Description:
             A description equal to the one that was written.
 
         Raises:
-            FileFormatError: the text is not JSON, is another document, or is damaged.
+            FileFormatError: the text is not JSON, is another document, or is damaged; or it names an operator
+                whose class is not imported, which the message says.
         """
         try:
             document = parse_json(text)
@@ -475,8 +489,40 @@ def _decoded(kind: Any, value: Any) -> Any:
     return value
 
 
+def _operator_name(operator: type[Operator]) -> str:
+    """Return the name of an operator in documents: of one from elsewhere, "module:class"."""
+    name = operator.__name__
+    if getattr(operators, name, None) is operator:
+        return name
+    name = f"{operator.__module__}:{operator.__qualname__}"
+    if _imported(name) is not operator:
+        raise InsertError(
+            f"{name}: whoever reads the description would not find this operator, as its module has no such "
+            "class, or another one; define the class once, at the top of a module"
+        )
+    return name
+
+
 def _operator(name: str) -> type[Operator]:
-    found = getattr(operators, name, None)
+    """Return the operator of a name, if it is of this package or its class has been imported."""
+    found = _imported(name) if ":" in name else getattr(operators, name, None)
     if not (isinstance(found, type) and issubclass(found, Operator)):
-        raise InsertError(f"{name!r} is no operator")
+        module, _, path = name.rpartition(":")
+        raise FileFormatError(
+            f"the description: {name!r} is no operator of subnetact, and of no module that is imported; "
+            + (
+                f"import {path} from {module} first"
+                if module
+                else "write it again where the class is imported"
+            )
+        )
+    return found
+
+
+def _imported(name: str) -> Any:
+    """Return what "module:class" names among the modules that are imported, or None; nothing is executed."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
     return found
