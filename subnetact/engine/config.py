@@ -38,7 +38,7 @@ class EngineConfig:
         sample: one input without batch axis, on the CPU, the first of the example or of what ran; a list if
             the engine serves several shapes.
         lengths: for every tensor of an output, the axes that are cut to the length of an axis of the input:
-            axis -> tensors of the input and their axes. None before an engine has found them; no file has it.
+            axis -> tensors of the input and their axes. The engine finds them, and no file has them.
         padding: as in `Engine`, like all that follow.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
         device: where subnets run. If None, the supernet stays where it is.
@@ -53,7 +53,7 @@ class EngineConfig:
     pinned: tuple[int, ...] = ()
     prepared: tuple[int, ...] = ()
     sample: Any = None
-    lengths: Lengths | None = None
+    lengths: Lengths = ()
     padding: Padding = None
     allow_uncalibrated: bool = False
     device: str | torch.device | None = None

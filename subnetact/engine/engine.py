@@ -146,7 +146,9 @@ class Engine:
             fuse=fuse,
             compile=compile,
         )
-        self._open(supernet, config, check, padding=check)
+        self._open(supernet, config, check)
+        if check and padding is not None:
+            self._shapes.require_harmless(self.specs, self.device)
 
     @classmethod
     def from_config(cls, supernet: Supernet, config: EngineConfig) -> Engine:
@@ -171,10 +173,8 @@ class Engine:
         engine._open(supernet, config, None)
         return engine
 
-    def _open(
-        self, supernet: Supernet, config: EngineConfig, check: bool | None, padding: bool = False
-    ) -> None:
-        """Set the engine up; unless `check` is None, after a try of what it is to serve, and of `padding`."""
+    def _open(self, supernet: Supernet, config: EngineConfig, check: bool | None) -> None:
+        """Set the engine up; unless `check` is None, after a try of what it is to serve."""
         config = config.checked(as_supernet(supernet))
         if check is not None and not config.allow_uncalibrated:
             supernet.require_calibrated(config.served)
@@ -189,7 +189,8 @@ class Engine:
         self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
         self._fingerprint: tuple[Moment | None, str] = (None, "")
-        self._shapes = InputShapes(supernet, config.sample, config.padding, config.lengths)
+        self._shapes = InputShapes(supernet, config.sample, config.padding)
+        self._shapes.lengths = config.lengths
         self._stager = Stager(self.device)
         self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing, self._rebinding = RLock(), Lock()
@@ -204,8 +205,6 @@ class Engine:
         self._plan = Plan(supernet, programs, self._bound, lambda: self._shapes.sample, self._never_fuses())
         if check is not None:
             self._try_samples(check)
-        if padding and config.served:
-            self._shapes.require_harmless(max(config.served, key=self._size), self.device)
         self.follow(config)
 
     def _never_fuses(self) -> str:
@@ -217,18 +216,16 @@ class Engine:
         return "" if self._config.fuse else "the engine was made with fuse=False"
 
     def _try_samples(self, check: bool) -> None:
-        specs, rows = self._config.served, []
+        space, specs, rows = self.supernet.space, self._config.served, list[Any]()
         for sample in self._shapes.samples if specs else ():
             batch = self._stager.stack([sample], 1)
-            output = try_sample(self.supernet, min(specs, key=self._size), batch, sample)
+            smallest = min(specs, key=lambda spec: sum(space.resolve(spec)))
+            output = try_sample(self.supernet, smallest, batch, sample)
             with nullcontext() if check else suppress(EngineError):
                 rows += unstack(output, 1, 1)
             if check:
                 self.supernet.check_once(batch)
         self._shapes.find_lengths(rows)
-
-    def _size(self, spec: SubnetSpec) -> int:
-        return sum(self.supernet.space.resolve(spec))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(

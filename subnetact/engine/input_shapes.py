@@ -16,7 +16,7 @@ from subnetact.comparison import ROUNDED, equal
 from subnetact.engine.inputs import check_input, parts_of, samples_of, shapes
 from subnetact.errors import EngineError, InvalidRequest
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.batches import map_tensors, tensors_of
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import in_double
 from subnetact.supernet.sensitivity import other_inputs
@@ -26,18 +26,16 @@ from subnetact.supernet.unused_weights import shared_view
 __all__ = ["InputShapes", "Lengths", "Padding"]
 
 Padding = float | Mapping[str | int, float] | None
-Lengths = list[dict[int, list[tuple[int, int]]]]
+Lengths = Sequence[Mapping[int, Sequence[tuple[int, int]]]]
 """For every tensor of an output: axis -> the tensors of the input, and their axes, that are as long."""
 
 
 class InputShapes:
     """The shapes that an engine serves: `samples`, from the smallest to the largest; at first maybe none."""
 
-    def __init__(
-        self, supernet: Supernet, given: Any, padding: Padding = None, lengths: Lengths | None = None
-    ) -> None:
+    def __init__(self, supernet: Supernet, given: Any, padding: Padding = None) -> None:
         self._supernet = supernet
-        self.lengths = lengths  # None until `find_lengths`
+        self.lengths: Lengths = ()
         self._several = isinstance(given, list)
         self.samples: list[Any] = given if self._several else [] if given is None else [given]
         self._generation, self._dtype = supernet.generation.number, _dtype_of(supernet)
@@ -122,67 +120,48 @@ class InputShapes:
         return [tree_unflatten(list(map(self._pad, own, range(len(own)), wanted)), structure) for own in owns]
 
     def find_lengths(self, outputs: Sequence[Any]) -> None:
-        """Note which axes of the outputs for the samples are as long as an axis of the input, in all of them."""
-        leaves = [tree_flatten(output)[0] for output in outputs]
-        self.lengths = []
-        if not self._padding or len({len(one) for one in leaves}) != 1 or len(leaves) < len(self.samples):
-            return
-        sources: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for position, sizes in enumerate(zip(*self._shapes, strict=True)):
+        """Note which axes of the outputs for all samples are as long as an axis of the samples."""
+        sources: dict[Any, list[tuple[int, int]]] = {}
+        for position, sizes in enumerate(zip(*self._shapes, strict=True) if self._padding else ()):
             for axis, lengths in enumerate(zip(*sizes, strict=True)):
-                if len(set(lengths)) > 1:
-                    sources.setdefault(lengths, []).append((position, axis))
-        for tensors in zip(*leaves, strict=True):
-            sizes = [t.shape if isinstance(t, Tensor) else () for t in tensors]
-            axes = enumerate(zip(*sizes, strict=False))
-            self.lengths.append({axis: sources[lengths] for axis, lengths in axes if lengths in sources})
+                sources.setdefault(lengths, []).append((position, axis))
+        sources = {lengths: axes for lengths, axes in sources.items() if len(set(lengths)) > 1}
+        tensors = zip(*(tree_flatten(output)[0] for output in outputs), strict=False)
+        every = [zip(*(getattr(t, "shape", ()) for t in each), strict=False) for each in tensors]
+        self.lengths = [{i: sources[n] for i, n in enumerate(sizes) if n in sources} for sizes in every]
 
     def cut(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
         """Return the outputs for some inputs, of which those that were padded are as long as they were."""
-        if not self.lengths:
-            return outputs
-        return [self._cut(y, _leaves_like(x, self.samples[0])) for y, x in zip(outputs, inputs, strict=True)]
+        return [*map(self._cut, outputs, inputs)] if any(self.lengths) else outputs
 
-    def _cut(self, output: Any, own: Sequence[Tensor]) -> Any:
-        tensors, structure = tree_flatten(output)
-        for i, axes in enumerate(self.lengths or () if len(tensors) == len(self.lengths or ()) else ()):
+    def _cut(self, output: Any, x: Any) -> Any:
+        own, (tensors, structure) = _leaves_like(x, self.samples[0]), tree_flatten(output)
+        for i, axes in enumerate(self.lengths if len(tensors) == len(self.lengths) else ()):
             for axis, sources in axes.items():
                 length, *others = {own[position].shape[of] for position, of in sources}
-                if (
-                    not others and length < tensors[i].shape[axis]
-                ):  # Otherwise nothing tells which one it has.
+                if not others and length < tensors[i].shape[axis]:  # Other lengths: nothing tells which.
                     tensors[i] = tensors[i].narrow(axis, 0, length).clone()
         return tree_unflatten(tensors, structure)
 
-    def require_harmless(self, spec: SubnetSpec, device: torch.device) -> None:
-        """Refuse padding that changes what a subnet computes of a short sample, on the rows that it has."""
-        own = tree_flatten(self.samples[0])[0] if self._padding else []
-        wanted = (
-            next((shapes for shapes in self._shapes[1:] if self._fit(own, shapes)), None) if own else None
-        )
-        if wanted is None:
-            return
-        network, row = self._supernet.network, self._supernet.space.resolve(spec)
-        view, structure = shared_view(network, row), tree_flatten(self.samples[0])[1]
+    def require_harmless(self, specs: Sequence[SubnetSpec], device: torch.device) -> None:
+        """Refuse padding that changes what the largest subnet computes of a short sample, in its own rows."""
+        network, row = self._supernet.network, max(map(self._supernet.space.resolve, specs), key=sum)
+        view = shared_view(network, row)
         x = map_tensors(lambda t: t[None].to(device), self.samples[0])
-        if not own[0].any():  # Padding with zeros would change nothing then.
+        if not next(tensors_of(x)).any():  # Padding with zeros would change nothing.
             x = next(other_inputs(view, x), x)
-        leaves = [t[0] for t in tree_flatten(x)[0]]
-        padded = [
-            self._pad(t, i, shape)[None] for i, (t, shape) in enumerate(zip(leaves, wanted, strict=True))
-        ]
-        inputs = [x, tree_unflatten(padded, structure)]
-        change = _change([outputs_of(view, batch) for batch in inputs])
-        if change:  # In double precision, no rounding is left.
-            double = in_double(network, row, inputs)
-            change = change if double is None else _change(double[2])
-        if change:
-            raise EngineError(
-                f"padding: it changes the answers of {spec}, by {change:.2g} for an input of {shapes(self.samples[0])} "
-                f"that is padded to {shapes(map_tensors(lambda t: t[0], inputs[1]))}; give the network what tells "
-                "it of the padding, an attention_mask in the example and in padding= (0 where tokens are padded), "
-                "serve one length only, or accept such answers with check=False"
-            )
+        with suppress(InvalidRequest):  # No shape is longer on all axes.
+            short, *_ = self.padded([map_tensors(lambda t: t[0], x), *self.samples[1:2]])
+            inputs = [x, map_tensors(lambda t: t[None], short)]
+            change = _change([outputs_of(view, batch) for batch in inputs])
+            if change and (double := in_double(network, row, inputs)):  # There, no rounding is left.
+                change = _change(double[2])
+            if change:
+                raise EngineError(
+                    f"padding: it changes what is computed of {shapes(self.samples[0])} by {change:.2g}; let the "
+                    "network know, by example= and padding={..., 'attention_mask': 0}, leave out padding=, which "
+                    "refuses other lengths, or accept such answers with check=False"
+                )
 
     def _fit(self, own: Sequence[Any], wanted: Sequence[torch.Size]) -> bool:
         return len(own) == len(wanted) and all(map(self._fits, range(len(own)), own, wanted))
@@ -200,13 +179,12 @@ class InputShapes:
 
 
 def _change(outputs: Sequence[Sequence[Tensor]]) -> float:
-    """Return how far two outputs differ where both have numbers; 0 up to rounding."""
+    """Return how far two outputs differ, beyond rounding, where both have numbers."""
     change = 0.0
-    for tensors in zip(*outputs, strict=True):
-        common = tuple(slice(min(sizes)) for sizes in zip(*(t.shape for t in tensors), strict=True))
-        alone, padded = (t[common] for t in tensors)
-        if not equal(padded, alone, ROUNDED):
-            change = max(change, float((padded.double() - alone.double()).abs().nan_to_num(torch.inf).max()))
+    for alone, padded in zip(*outputs, strict=True):
+        common = tuple(map(slice, map(min, alone.shape, padded.shape)))
+        if not equal(padded[common], alone[common], ROUNDED):
+            change = max(float((padded[common].double() - alone[common].double()).abs().max()), change)
     return change
 
 

@@ -310,7 +310,8 @@ class Description:
 
         Raises:
             InsertError: an operator is not found by that name, because its class was defined inside a
-                function or again, or `from_json` could not read the document.
+                function, or again.
+            FileFormatError: `from_json` could not read the document.
         """
         facts = {
             **FORMAT.header,
@@ -321,11 +322,8 @@ class Description:
             "overrides": {module: entry and asdict(entry) for module, entry in self.overrides.items()},
             "vocabulary": self.vocabulary and asdict(self.vocabulary),
         }
-        text = json.dumps(facts, indent=1, allow_nan=False, default=_operator_name)
-        try:
-            self.from_json(text)
-        except FileFormatError as error:
-            raise InsertError(f"{self.name}: the description could not be read again: {error}") from error
+        text = json.dumps(facts, indent=1, allow_nan=False, default=_name_of)
+        self.from_json(text)  # What could not be read is not written.
         return text
 
     @classmethod
@@ -489,40 +487,31 @@ def _decoded(kind: Any, value: Any) -> Any:
     return value
 
 
-def _operator_name(operator: type[Operator]) -> str:
-    """Return the name of an operator in documents: of one from elsewhere, "module:class"."""
-    name = operator.__name__
-    if getattr(operators, name, None) is operator:
-        return name
-    name = f"{operator.__module__}:{operator.__qualname__}"
-    if _imported(name) is not operator:
-        raise InsertError(
-            f"{name}: whoever reads the description would not find this operator, as its module has no such "
-            "class, or another one; define the class once, at the top of a module"
-        )
-    return name
-
-
-def _operator(name: str) -> type[Operator]:
-    """Return the operator of a name, if it is of this package or its class has been imported."""
-    found = _imported(name) if ":" in name else getattr(operators, name, None)
-    if not (isinstance(found, type) and issubclass(found, Operator)):
-        module, _, path = name.rpartition(":")
-        raise FileFormatError(
-            f"the description: {name!r} is no operator of subnetact, and of no module that is imported; "
-            + (
-                f"import {path} from {module} first"
-                if module
-                else "write it again where the class is imported"
-            )
-        )
+def _named(name: str) -> Any:
+    """Return what a document calls `name`, "module:class" from elsewhere; it imports and runs nothing."""
+    module, _, path = name.rpartition(":")
+    found: Any = sys.modules.get(module) if module else operators
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
     return found
 
 
-def _imported(name: str) -> Any:
-    """Return what "module:class" names among the modules that are imported, or None; nothing is executed."""
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
+def _name_of(operator: type[Operator]) -> str:
+    """Return the name by which whoever reads a document finds an operator."""
+    names = operator.__name__, f"{operator.__module__}:{operator.__qualname__}"
+    for name in names:
+        if _named(name) is operator:
+            return name
+    raise InsertError(
+        f"{names[1]}: no file can name this operator: define it once, at the top of a module that has it"
+    )
+
+
+def _operator(name: str) -> type[Operator]:
+    found = _named(name)
+    if not (isinstance(found, type) and issubclass(found, Operator)):
+        raise FileFormatError(
+            f"the description: {name!r} is no operator of subnetact, nor module:class of one that has been "
+            "imported; import that class before you read the file"
+        )
     return found

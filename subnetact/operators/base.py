@@ -132,9 +132,8 @@ class Operator(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for kind in cls.__dict__.get("slices", ()):
-            former = _SLICERS.setdefault(kind, cls)
-            if (former.__module__, former.__qualname__) == (cls.__module__, cls.__qualname__):
-                _SLICERS[kind] = cls  # The same class, which a notebook defines again.
+            if repr(_SLICERS.setdefault(kind, cls)) == repr(cls):  # A notebook defines a class again.
+                _SLICERS[kind] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse to make an operator of a description, as in `WeightSlice(out="width")`."""
