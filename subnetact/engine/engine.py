@@ -448,7 +448,7 @@ class Engine:
             RecompileRefused: the engine is compiled and was not prepared for this batch size.
         """
         batch, size = self._staged(inputs, batch_size)
-        return self._split(inputs, size, self(batch, subnet))
+        return self._shapes.split(inputs, size, self(batch, subnet))
 
     def start(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> BlockRun:
         """Begin to run single inputs as one batch, block by block. A `Batcher` that preempts calls this.
@@ -471,11 +471,8 @@ class Engine:
         """
         batch, size = self._staged(inputs, batch_size)
         batch = laid_out(batch) if isinstance(batch, Tensor) else batch
-        return BlockRun(batch, self._blocks_of(self.ready(subnet), batch), partial(self._split, inputs, size))
-
-    def _split(self, inputs: Sequence[Any], size: int, output: Any) -> Sequence[Any]:
-        """Return one output per input, of the input's own length."""
-        return self._shapes.cut(unstack(output, len(inputs), size), inputs)
+        split = partial(self._shapes.split, inputs, size)
+        return BlockRun(batch, self._blocks_of(self.ready(subnet), batch), split)
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> Sequence[Block]:
         bound = self._bound(ready)

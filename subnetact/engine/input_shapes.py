@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.comparison import ROUNDED, equal
 from subnetact.engine.inputs import check_input, parts_of, samples_of, shapes
+from subnetact.engine.outputs import unstack
 from subnetact.errors import EngineError, InvalidRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import map_tensors, tensors_of
@@ -130,8 +131,9 @@ class InputShapes:
         every = [zip(*(getattr(t, "shape", ()) for t in each), strict=False) for each in tensors]
         self.lengths = [{i: sources[n] for i, n in enumerate(sizes) if n in sources} for sizes in every]
 
-    def cut(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        """Return the outputs for some inputs, of which those that were padded are as long as they were."""
+    def split(self, inputs: Sequence[Any], size: int, output: Any) -> Sequence[Any]:
+        """Return one output per input of a batch, as long as the input if that was padded."""
+        outputs = unstack(output, len(inputs), size)
         return [*map(self._cut, outputs, inputs)] if any(self.lengths) else outputs
 
     def _cut(self, output: Any, x: Any) -> Any:
@@ -158,9 +160,9 @@ class InputShapes:
                 change = _change(double[2])
             if change:
                 raise EngineError(
-                    f"padding: it changes what is computed of {shapes(self.samples[0])} by {change:.2g}; let the "
-                    "network know, by example= and padding={..., 'attention_mask': 0}, leave out padding=, which "
-                    "refuses other lengths, or accept such answers with check=False"
+                    f"padding: it changes the answer to {shapes(self.samples[0])} by {change:.2g}; tell the "
+                    "network of it (attention_mask in example= and, with 0, in padding=), serve exact shapes "
+                    "(padding=None), or accept such answers (check=False)"
                 )
 
     def _fit(self, own: Sequence[Any], wanted: Sequence[torch.Size]) -> bool:

@@ -511,7 +511,7 @@ def _operator(name: str) -> type[Operator]:
     found = _named(name)
     if not (isinstance(found, type) and issubclass(found, Operator)):
         raise FileFormatError(
-            f"the description: {name!r} is no operator of subnetact, nor module:class of one that has been "
-            "imported; import that class before you read the file"
+            f"the description: damaged, or made with a class that is not imported: there is no operator "
+            f"{name!r}; import the module before the colon, which must have the class, and read again"
         )
     return found
