@@ -503,7 +503,8 @@ def _name_of(operator: type[Operator]) -> str:
         if _named(name) is operator:
             return name
     raise InsertError(
-        f"{names[1]}: no file can name this operator: define it once, at the top of a module that has it"
+        f"{names[1]}: a file cannot name this operator, as another class or none is found there; define it "
+        "once, at the top of a module"
     )
 
 
