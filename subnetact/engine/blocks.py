@@ -17,7 +17,6 @@ from torch import Tensor, fx
 from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.graph_function import graph_function
-from subnetact.engine.outputs import unstack
 from subnetact.engine.ready_subnet import Bound
 from subnetact.operators import LayerSelect
 from subnetact.spec import SubnetSpec
@@ -33,13 +32,12 @@ Block = Callable[[Any], Any]
 class BlockRun:
     """A batch on its way through the blocks of a subnet; it shares nothing with other runs."""
 
-    def __init__(self, batch: Any, count: int, size: int, blocks: Sequence[Block]) -> None:
+    def __init__(self, batch: Any, blocks: Sequence[Block], split: Callable[[Any], Sequence[Any]]) -> None:
         self.blocks = len(blocks)
         self.position = 0  # how many of them have run
         self._state = batch
-        self._count = count
-        self._size = size
         self._calls = blocks
+        self._split = split
 
     def step(self, blocks: int = 1) -> bool:
         """Run the next blocks; return whether all have run."""
@@ -51,7 +49,7 @@ class BlockRun:
 
     def outputs(self) -> Sequence[Any]:
         """Return one output per input, on the CPU, as `Engine.run` does; all blocks must have run."""
-        return unstack(self._state, self._count, self._size)
+        return self._split(self._state)
 
 
 class SubnetBlocks:

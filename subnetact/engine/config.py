@@ -14,7 +14,7 @@ import torch
 
 from subnetact.device import find_device
 from subnetact.engine.budget import budget_bytes
-from subnetact.engine.input_shapes import Padding
+from subnetact.engine.input_shapes import Lengths, Padding
 from subnetact.engine.inputs import sample_from_json, sample_to_json
 from subnetact.errors import EngineError, SpecError
 from subnetact.latency.arrays import warn_of_fractions
@@ -37,6 +37,8 @@ class EngineConfig:
         prepared: the batch sizes of the last call of `Engine.prepare`.
         sample: one input without batch axis, on the CPU, the first of the example or of what ran; a list if
             the engine serves several shapes.
+        lengths: for every tensor of an output, the axes that are cut to the length of an axis of the input:
+            axis -> tensors of the input and their axes. The engine finds them, and no file has them.
         padding: as in `Engine`, like all that follow.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
         device: where subnets run. If None, the supernet stays where it is.
@@ -51,6 +53,7 @@ class EngineConfig:
     pinned: tuple[int, ...] = ()
     prepared: tuple[int, ...] = ()
     sample: Any = None
+    lengths: Lengths = ()
     padding: Padding = None
     allow_uncalibrated: bool = False
     device: str | torch.device | None = None

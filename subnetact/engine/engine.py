@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -72,8 +73,9 @@ class Engine:
             several shapes, for example sequence lengths. If None, the first batch that runs is the example.
         padding: how to pad inputs to the smallest shape of the examples that they fit in: a number if an
             input is one tensor, otherwise a dictionary from the names or positions of the inputs to numbers,
-            for example `{"input_ids": 0, "attention_mask": 0}`. A network that nothing tells of the padding,
-            such as a mask, computes something else then. If None, nothing is padded.
+            for example `{"input_ids": 0, "attention_mask": 0}`. An engine whose network computes something
+            else of padded inputs, because nothing such as a mask tells it of the padding, is refused; with
+            `check=False`, such answers are accepted. If None, nothing is padded.
         device: where to run. If None, the supernet stays where it is.
         memory_budget_mb: MiB that fused programs and graphs may take beyond the weights and the norm table; 0
             means views only. If None, 1.25 times the weights, at most 1024 MiB. If there are graphs, one half
@@ -85,8 +87,9 @@ class Engine:
         compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
             becoming a fused program. If None, nothing is compiled.
         check: whether to run `supernet.check` on every example, once per supernet and shape (about two
-            forward passes per corner of the space), and to refuse outputs that a `Batcher` could not split
-            into samples.
+            forward passes per corner of the space), to refuse outputs that a `Batcher` could not split
+            into samples, and to compare the largest subnet on a short example alone and padded to a longer
+            one (not when an engine is loaded).
 
     Attributes:
         supernet: the supernet.
@@ -100,7 +103,8 @@ class Engine:
     Raises:
         DeviceError: torch cannot use the device.
         EngineError: the budget is no number, negative or infinite, there is no such backend for `compile`,
-            weights are on the meta device or not dense, or the output cannot be split into samples.
+            weights are on the meta device or not dense, the output cannot be split into samples, or padding
+            changes answers.
         InvalidRequest: a subnet does not run on the example.
         InsertError: another subnet of the space does not run on the example, or slices wrong rows; the
             message names the module.
@@ -143,6 +147,8 @@ class Engine:
             compile=compile,
         )
         self._open(supernet, config, check)
+        if check and padding is not None:
+            self._shapes.require_harmless(self.specs, self.device)
 
     @classmethod
     def from_config(cls, supernet: Supernet, config: EngineConfig) -> Engine:
@@ -184,6 +190,7 @@ class Engine:
         self.tables: dict[str, LatencyTable] = {}
         self._fingerprint: tuple[Moment | None, str] = (None, "")
         self._shapes = InputShapes(supernet, config.sample, config.padding)
+        self._shapes.lengths = config.lengths
         self._stager = Stager(self.device)
         self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing, self._rebinding = RLock(), Lock()
@@ -209,14 +216,16 @@ class Engine:
         return "" if self._config.fuse else "the engine was made with fuse=False"
 
     def _try_samples(self, check: bool) -> None:
-        space, specs = self.supernet.space, self._config.served
+        space, specs, rows = self.supernet.space, self._config.served, list[Any]()
         for sample in self._shapes.samples if specs else ():
             batch = self._stager.stack([sample], 1)
             smallest = min(specs, key=lambda spec: sum(space.resolve(spec)))
             output = try_sample(self.supernet, smallest, batch, sample)
+            with nullcontext() if check else suppress(EngineError):
+                rows += unstack(output, 1, 1)
             if check:
-                unstack(output, 1, 1)
                 self.supernet.check_once(batch)
+        self._shapes.find_lengths(rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
@@ -278,6 +287,7 @@ class Engine:
             pinned=self._plan.pinned,
             prepared=self.prepared,
             sample=self._shapes.follow().given,
+            lengths=self._shapes.lengths,
         )
 
     @property
@@ -428,8 +438,8 @@ class Engine:
                 to it; other engines run just the inputs.
 
         Returns:
-            One output per input, on the CPU. If inputs are padded, outputs per token have the length of the
-            shape that the whole batch was padded to.
+            One output per input, on the CPU. If an input was padded, outputs per token or per pixel are cut
+            to its own length, on the axes whose sizes are those of an axis of the examples in every example.
 
         Raises:
             InvalidRequest: there are no inputs, or the network fails on them, and they differ from the
@@ -438,7 +448,7 @@ class Engine:
             RecompileRefused: the engine is compiled and was not prepared for this batch size.
         """
         batch, size = self._staged(inputs, batch_size)
-        return unstack(self(batch, subnet), len(inputs), size)
+        return self._shapes.split(inputs, size, self(batch, subnet))
 
     def start(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> BlockRun:
         """Begin to run single inputs as one batch, block by block. A `Batcher` that preempts calls this.
@@ -461,7 +471,8 @@ class Engine:
         """
         batch, size = self._staged(inputs, batch_size)
         batch = laid_out(batch) if isinstance(batch, Tensor) else batch
-        return BlockRun(batch, len(inputs), size, self._blocks_of(self.ready(subnet), batch))
+        split = partial(self._shapes.split, inputs, size)
+        return BlockRun(batch, self._blocks_of(self.ready(subnet), batch), split)
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> Sequence[Block]:
         bound = self._bound(ready)

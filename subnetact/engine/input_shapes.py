@@ -12,14 +12,23 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from subnetact.comparison import ROUNDED, equal
 from subnetact.engine.inputs import check_input, parts_of, samples_of, shapes
+from subnetact.engine.outputs import unstack
 from subnetact.errors import EngineError, InvalidRequest
-from subnetact.supernet.batches import map_tensors
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import map_tensors, tensors_of
+from subnetact.supernet.module_outputs import outputs_of
+from subnetact.supernet.proof import in_double
+from subnetact.supernet.sensitivity import other_inputs
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import shared_view
 
-__all__ = ["InputShapes", "Padding"]
+__all__ = ["InputShapes", "Lengths", "Padding"]
 
 Padding = float | Mapping[str | int, float] | None
+Lengths = Sequence[Mapping[int, Sequence[tuple[int, int]]]]
+"""For every tensor of an output: axis -> the tensors of the input, and their axes, that are as long."""
 
 
 class InputShapes:
@@ -27,6 +36,7 @@ class InputShapes:
 
     def __init__(self, supernet: Supernet, given: Any, padding: Padding = None) -> None:
         self._supernet = supernet
+        self.lengths: Lengths = ()
         self._several = isinstance(given, list)
         self.samples: list[Any] = given if self._several else [] if given is None else [given]
         self._generation, self._dtype = supernet.generation.number, _dtype_of(supernet)
@@ -110,6 +120,51 @@ class InputShapes:
         structure = tree_flatten(self.samples[0])[1]
         return [tree_unflatten(list(map(self._pad, own, range(len(own)), wanted)), structure) for own in owns]
 
+    def find_lengths(self, outputs: Sequence[Any]) -> None:
+        """Note which axes of the outputs for all samples are as long as an axis of the samples."""
+        sources: dict[Any, list[tuple[int, int]]] = {}
+        for position, sizes in enumerate(zip(*self._shapes, strict=True) if self._padding else ()):
+            for axis, lengths in enumerate(zip(*sizes, strict=True)):
+                sources.setdefault(lengths, []).append((position, axis))
+        sources = {lengths: axes for lengths, axes in sources.items() if len(set(lengths)) > 1}
+        tensors = zip(*(tree_flatten(output)[0] for output in outputs), strict=False)
+        every = [zip(*(getattr(t, "shape", ()) for t in each), strict=False) for each in tensors]
+        self.lengths = [{i: sources[n] for i, n in enumerate(sizes) if n in sources} for sizes in every]
+
+    def split(self, inputs: Sequence[Any], size: int, output: Any) -> Sequence[Any]:
+        """Return one output per input of a batch, as long as the input if that was padded."""
+        outputs = unstack(output, len(inputs), size)
+        return [*map(self._cut, outputs, inputs)] if any(self.lengths) else outputs
+
+    def _cut(self, output: Any, x: Any) -> Any:
+        own, (tensors, structure) = _leaves_like(x, self.samples[0]), tree_flatten(output)
+        for i, axes in enumerate(self.lengths if len(tensors) == len(self.lengths) else ()):
+            for axis, sources in axes.items():
+                length, *others = {own[position].shape[of] for position, of in sources}
+                if not others and length < tensors[i].shape[axis]:  # Other lengths: nothing tells which.
+                    tensors[i] = tensors[i].narrow(axis, 0, length).clone()
+        return tree_unflatten(tensors, structure)
+
+    def require_harmless(self, specs: Sequence[SubnetSpec], device: torch.device) -> None:
+        """Refuse padding that changes what the largest subnet computes of a short sample, in its own rows."""
+        network, row = self._supernet.network, max(map(self._supernet.space.resolve, specs), key=sum)
+        view = shared_view(network, row)
+        x = map_tensors(lambda t: t[None].to(device), self.samples[0])
+        if not next(tensors_of(x)).any():  # Padding with zeros would change nothing.
+            x = next(other_inputs(view, x), x)
+        with suppress(InvalidRequest):  # No shape is longer on all axes.
+            short, *_ = self.padded([map_tensors(lambda t: t[0], x), *self.samples[1:2]])
+            inputs = [x, map_tensors(lambda t: t[None], short)]
+            change = _change([outputs_of(view, batch) for batch in inputs])
+            if change and (double := in_double(network, row, inputs)):  # There, no rounding is left.
+                change = _change(double[2])
+            if change:
+                raise EngineError(
+                    f"padding: it changes the answer to {shapes(self.samples[0])} by {change:.2g}; tell the "
+                    "network of it (attention_mask in example= and, with 0, in padding=), serve exact shapes "
+                    "(padding=None), or accept such answers (check=False)"
+                )
+
     def _fit(self, own: Sequence[Any], wanted: Sequence[torch.Size]) -> bool:
         return len(own) == len(wanted) and all(map(self._fits, range(len(own)), own, wanted))
 
@@ -123,6 +178,16 @@ class InputShapes:
             return x
         missing = [most - size for size, most in zip(x.shape, shape, strict=True)]
         return F.pad(x, [n for size in reversed(missing) for n in (0, size)], value=self._padding[position])
+
+
+def _change(outputs: Sequence[Sequence[Tensor]]) -> float:
+    """Return how far two outputs differ, beyond rounding, where both have numbers."""
+    change = 0.0
+    for alone, padded in zip(*outputs, strict=False):
+        common = tuple(map(slice, map(min, alone.shape, padded.shape)))
+        if not equal(padded[common], alone[common], ROUNDED):
+            change = max(float((padded[common].double() - alone[common].double()).abs().max()), change)
+    return change
 
 
 def _leaves_like(x: Any, sample: Any) -> list[Any]:

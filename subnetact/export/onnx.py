@@ -39,7 +39,9 @@ def to_onnx(
     engine, a dictionary, or `input_0`, `input_1`, ... for a tuple. Several outputs have the keys of the
     network's dictionary of tensors as names, or `output_0`, `output_1`, ... The exporter folds BatchNorm
     into convolutions, so outputs equal the supernet's up to rounding. The layers of int8 subnets have
-    int8 weights and quantise their inputs in the file, as the subnet does (`MatMulInteger`).
+    int8 weights and quantise their inputs in the file, as the subnet does (`MatMulInteger`). All axes but
+    the first are those of the engine's example, of the largest one if there are several (`ExportWarning`),
+    and nothing is padded.
 
     Args:
         engine: the engine with the subnets and the example input.
@@ -68,11 +70,13 @@ def to_onnx(
             program = subnet.traced(dynamic_batch=True)
             traced = program.module()
             subnet.require_equal(traced, "torch.export")
+            inputs = _inputs(subnet.x)
             with quiet(), subnet.blamed("torch.onnx"):
                 made: Any = torch.onnx.export(
                     program,
                     (),
-                    input_names=_inputs(subnet.x),
+                    input_names=inputs,
+                    dynamic_shapes={name: {0: "batch"} for name in inputs},  # what the axis is called
                     output_names=_names(call_with(traced, subnet.x)),
                     dynamo=True,
                     verbose=False,

@@ -38,7 +38,8 @@ def to_exported_programs(
 
     `load_exported` reads the directory. The programs contain no weights: `weights.pt` holds those of all
     subnets, each once. Every program is run and compared with the supernet before anything is written to
-    `directory`.
+    `directory`. They take batches of any size; all other axes are those of the engine's example, of the
+    largest one if there are several (`ExportWarning`), and nothing is padded.
 
     Args:
         engine: the engine with the subnets and the example input, which may be a tensor, or a flat tuple or

@@ -21,8 +21,8 @@ from subnetact.comparison import ROUNDED, Tolerance, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.config import EngineConfig
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like
-from subnetact.errors import ExportError, first_line
+from subnetact.engine.inputs import batch_like, shapes
+from subnetact.errors import ExportError, ExportWarning, first_line
 from subnetact.files.documents import FolderFormat
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
@@ -137,6 +137,12 @@ def writing_folder(
     facts: Mapping[str, Any],
 ) -> Iterator[Path]:
     """Yield an empty folder; then add the index, with the configuration of what is exported, and place it."""
+    if len(engine.samples) > 1:
+        warnings.warn(
+            f"export: it takes inputs of shape {shapes(engine.sample)} only, and pads nothing; pad before",
+            ExportWarning,
+            stacklevel=6,
+        )
     accuracy = dict(zip(engine.specs, engine.accuracy, strict=True))
     allow = engine.config.allow_uncalibrated
     percents = [accuracy.get(spec) for spec in specs]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -303,7 +304,15 @@ class Description:
     # -- files -------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Return the description as a JSON document, which `from_json` reads."""
+        """Return the description as a JSON document, which `from_json` reads.
+
+        An operator of your own is named by its module and class.
+
+        Raises:
+            InsertError: an operator is not found by that name, because its class was defined inside a
+                function, or again.
+            FileFormatError: `from_json` could not read the document.
+        """
         facts = {
             **FORMAT.header,
             "name": self.name,
@@ -313,7 +322,9 @@ class Description:
             "overrides": {module: entry and asdict(entry) for module, entry in self.overrides.items()},
             "vocabulary": self.vocabulary and asdict(self.vocabulary),
         }
-        return json.dumps(facts, indent=1, allow_nan=False, default=lambda operator: operator.__name__)
+        text = json.dumps(facts, indent=1, allow_nan=False, default=_name_of)
+        self.from_json(text)  # What could not be read is not written.
+        return text
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Description:
@@ -326,7 +337,8 @@ class Description:
             A description equal to the one that was written.
 
         Raises:
-            FileFormatError: the text is not JSON, is another document, or is damaged.
+            FileFormatError: the text is not JSON, is another document, or is damaged; or it names an operator
+                whose class is not imported, which the message says.
         """
         try:
             document = parse_json(text)
@@ -475,8 +487,32 @@ def _decoded(kind: Any, value: Any) -> Any:
     return value
 
 
+def _named(name: str) -> Any:
+    """Return what a document calls `name`, "module:class" from elsewhere; it imports and runs nothing."""
+    module, _, path = name.rpartition(":")
+    found: Any = sys.modules.get(module) if module else operators
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found
+
+
+def _name_of(operator: type[Operator]) -> str:
+    """Return the name by which whoever reads a document finds an operator."""
+    names = operator.__name__, f"{operator.__module__}:{operator.__qualname__}"
+    for name in names:
+        if _named(name) is operator:
+            return name
+    raise InsertError(
+        f"{names[1]}: a file cannot name this operator, as another class or none is found there; define it "
+        "once, at the top of a module"
+    )
+
+
 def _operator(name: str) -> type[Operator]:
-    found = getattr(operators, name, None)
+    found = _named(name)
     if not (isinstance(found, type) and issubclass(found, Operator)):
-        raise InsertError(f"{name!r} is no operator")
+        raise FileFormatError(
+            f"the description: damaged, or made with a class that is not imported: there is no operator "
+            f"{name!r}; import the module before the colon, which must have the class, and read again"
+        )
     return found

@@ -25,6 +25,7 @@ no obstacle then, because only views run.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -61,6 +62,7 @@ from subnetact.supernet.unused_weights import private_copy
 
 __all__ = ["describe", "insert_"]
 
+_log = logging.getLogger(__name__)
 SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
 HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
@@ -205,7 +207,9 @@ def insert_(
         supernet = _inserted(model, description, elastic)
         try:
             for x in examples:
-                supernet.check(x)
+                report = supernet.check(x)
+                if report.not_compared:
+                    _log.warning("insert_: %s", report)
         except SubnetActError:
             supernet.remove()  # This gives the model back.
             raise

@@ -32,9 +32,11 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool = False,  # noqa: ARG002  # a hint that the mask, which is applied anyway, is causal
+        is_causal: bool = False,  # a hint that the mask, which is applied anyway, is causal
     ) -> tuple[Tensor, Tensor | None]:
         """Compute what `nn.MultiheadAttention` does, with the heads of the subnet, also in masks of heads."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch does
         if query.is_nested:  # `nn.TransformerEncoder` leaves out what is padded.
             x, lengths = query.to_padded_tensor(0.0), [len(row) for row in query.unbind()]
             kept = torch.arange(x.shape[1], device=x.device) < torch.tensor(lengths, device=x.device)[:, None]

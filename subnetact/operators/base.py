@@ -13,8 +13,11 @@ the slicing rule, and little is left to say:
     axes = {"weight": ("out",), "bias": ("out",)}
     register_layer(nn.Bilinear, LayerTraits("bilinear", axes, sizes={"out": "out_features"}))
 
-`BilinearSlice.on(out="width")` describes such a layer for `insert_`. Where the table does not say it all, an
-operator overrides methods of the contract below. Everything that `tensors` and `attributes` return must
+`BilinearSlice.on(out="width")` describes such a layer for `insert_`, and `describe` finds it by its kind. The
+first operator of a kind stays the one that `describe` uses: a later class that names "linear" in `slices`
+changes no other model, and is chosen with `Description.override`. Files name an own operator by its module
+and class, which must be imported before they are read. Where the table does not say it all, an operator
+overrides methods of the contract below. Everything that `tensors` and `attributes` return must
 depend on `sizes` alone, because subnets of equal sizes share their tensors, and training needs gradients
 through `tensors`. The forward is that of the template's class, or of `self.__dict__["_shell"]` if it is set.
 
@@ -107,7 +110,10 @@ class Operator(nn.Module):
     """The names of the parts that a description may name. If empty, the template decides which are legal."""
 
     slices: ClassVar[tuple[str, ...]] = ()
-    """The kinds of layers (`LayerTraits.kind`) that this operator slices if a description names no other."""
+    """The kinds of layers (`LayerTraits.kind`) that this operator slices if a description names no other.
+
+    A kind that another operator slices already keeps it; then a description has to name this one.
+    """
 
     segmented: ClassVar[tuple[str, ...]] = ()
     """Those of `parts` that a description may give as `Segments`."""
@@ -128,7 +134,9 @@ class Operator(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _SLICERS.update(dict.fromkeys(cls.__dict__.get("slices", ()), cls))
+        for kind in cls.__dict__.get("slices", ()):
+            if repr(_SLICERS.setdefault(kind, cls)) == repr(cls):  # A notebook defines a class again.
+                _SLICERS[kind] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse to make an operator of a description, as in `WeightSlice(out="width")`."""

@@ -193,7 +193,8 @@ def _rows(app: Any, inputs: Sequence[RequestTensor], raw: Raw) -> list[Any]:
     parts = {part.name: part for part in app.signature.parts}
     if sorted(entry.name for entry in inputs) != sorted(parts):
         raise InvalidRequest(f"inputs: give one tensor for each of {', '.join(parts)}")
-    most, rows = app.limits.rows, inputs[0].shape[0] if inputs[0].shape else 0
+    most = min(app.limits.rows, getattr(app.batcher, "max_queue", app.limits.rows))  # more could never wait
+    rows = inputs[0].shape[0] if inputs[0].shape else 0
     tensors: dict[str, Tensor] = {}
     for entry in inputs:
         part, dtype = parts[entry.name], TORCH[entry.datatype]

@@ -94,7 +94,7 @@ def test_the_smallest_shape_that_fits_runs() -> None:
     space = SubnetSpace("lengths", [Axis.uniform("w", ["all"], [1, 2])], lambda v: {"w": v["w"][0]})
     supernet = insert_(Lengths().eval(), space, {"scale": WeightSlice.on(out="w")})
     examples = [torch.zeros(1, n) for n in (8, 2, 4)]
-    engine = Engine(supernet, [space.largest()], example=examples, padding=0)
+    engine = Engine(supernet, [space.largest()], example=examples, padding=0, check=False)
     assert [len(x) for x in engine.samples] == [2, 4, 8]
     for lengths, padded in (((1, 2), 2), ((2, 3), 4), ((1, 5, 2), 8)):
         outputs = engine.run(0, [torch.ones(n) for n in lengths], 4)
@@ -144,6 +144,110 @@ def test_a_table_per_shape(supernet: Supernet) -> None:
     assert profile_latency(engine, [1], min_time_ms=1.0).stamp["input_shape"]["input_ids"] == [9]
     with pytest.raises(TableError, match="shape"):
         profile_latency(engine, [1], shape=2)
+
+
+class Tagger(nn.Module):
+    """Scores per token, and their mean, of tokens that look at all others that the mask leaves."""
+
+    def __init__(self, masked: bool = True, pooled: bool = False) -> None:
+        super().__init__()
+        self.masked, self.pooled = masked, pooled
+        self.table, self.inner, self.score = nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 9)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        mask = mask[:, :, None] if self.masked else torch.ones_like(mask)[:, :, None]
+        x = self.table(ids)
+        x = x + (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+        scores = self.score(self.inner(x).relu())
+        # Nine classes, as many as the longer example has tokens: an axis that only coincides.
+        pooled = scores.mean(1) if self.pooled else (scores * mask).sum(1)
+        return {"scores": scores, "turned": scores.transpose(1, 2), "pooled": pooled}
+
+
+def tagger(**options: bool) -> Supernet:
+    torch.manual_seed(0)
+    space = SubnetSpace("tags", [Axis.uniform("w", ["all"], [8, 16])], lambda v: {"w": v["w"][0]})
+    elastic = {"inner": WeightSlice.on(out="w"), "score": WeightSlice.on(in_="w")}
+    return insert_(Tagger(**options).eval(), space, elastic)
+
+
+def tagged(length: int) -> dict[str, Tensor]:
+    return {"ids": torch.arange(1, length + 1), "mask": torch.ones(length, dtype=torch.long)}
+
+
+TAGGED = [{name: t[None] for name, t in tagged(n).items()} for n in (4, 9)]
+
+
+@pytest.mark.parametrize(
+    ("options", "padding", "harmless"),
+    [
+        ({}, {"ids": 0, "mask": 0}, True),
+        ({}, {"ids": 7, "mask": 0}, True),
+        ({}, {"ids": 0, "mask": 1}, False),
+        ({"masked": False}, {"ids": 0, "mask": 0}, False),
+        ({"pooled": True}, {"ids": 0, "mask": 0}, False),
+    ],
+)
+def test_padding_that_changes_answers_is_refused(
+    options: dict[str, bool], padding: dict[str, int], harmless: bool
+) -> None:
+    supernet = tagger(**options)
+    specs = list(supernet.space.enumerate())
+    if not harmless:
+        with pytest.raises(EngineError, match=r"padding: it changes .*attention_mask.*check=False"):
+            Engine(supernet, specs, example=TAGGED, padding=padding)
+    engine = Engine(supernet, specs, example=TAGGED, padding=padding, check=harmless)
+    assert Engine(supernet, specs, example=TAGGED).run(0, [tagged(4)], 1)[0]["scores"].shape == (4, 9)
+    for chosen in ([2], [2, 7], [4, 9], [1, 9, 3]):
+        outputs = engine.run(1, [tagged(n) for n in chosen], len(chosen))
+        for length, output in zip(chosen, outputs, strict=True):
+            assert [tuple(t.shape) for t in output.values()] == [(length, 9), (9, length), (9,)]
+            alone = supernet(**{n: t[None] for n, t in tagged(length).items()}, subnet=specs[1])
+            for name in output if harmless else ():
+                torch.testing.assert_close(output[name], alone[name][0], rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize(("large", "ambiguous"), [((8, 12), False), ((8, 8), True)])
+def test_images_of_two_sizes_are_cut_to_their_own(large: tuple[int, int], ambiguous: bool) -> None:
+    """Padding changes the pixels at the border, so `check=False` accepts it; 1x1 kernels change nothing."""
+    space = SubnetSpace("maps", [Axis.uniform("w", ["all"], [4, 8])], lambda v: {"w": v["w"][0]})
+    elastic = {"0": WeightSlice.on(out="w"), "2": WeightSlice.on(in_="w")}
+    examples = [torch.zeros(1, 3, 6, 6), torch.zeros(1, 3, *large)]
+    for kernel in (1, 3):
+        layers = [
+            nn.Conv2d(3, 8, kernel, padding=kernel // 2),
+            nn.ReLU(),
+            nn.Conv2d(8, 2, kernel, padding=kernel // 2),
+        ]
+        supernet = insert_(nn.Sequential(*layers).eval(), space, elastic)
+        if kernel == 3:
+            with pytest.raises(EngineError, match="padding"):
+                Engine(supernet, [space.largest()], example=examples, padding=0)
+        engine = Engine(supernet, [space.largest()], example=examples, padding=0, check=kernel == 1)
+        for size in ((5, 5), (4, 6)):
+            x, run = torch.rand(3, *size), engine.start(0, [torch.rand(3, *size)], 1)
+            run.step(run.blocks)
+            # Of two axes that grow alike, nothing tells which one an axis of the output follows.
+            shape = (2, 6, 6) if ambiguous and size[0] != size[1] else (2, *size)
+            assert engine.run(0, [x], 1)[0].shape == run.outputs()[0].shape == shape
+            if kernel == 1:
+                expected = supernet(x[None], subnet=space.largest())[0]
+                torch.testing.assert_close(engine.run(0, [x], 1)[0][:, : size[0], : size[1]], expected)
+
+
+def test_workers_batchers_and_bundles_cut_outputs_too(tmp_path: Path) -> None:
+    supernet = tagger()
+    specs = list(supernet.space.enumerate())
+    engine = Engine(supernet, specs, example=TAGGED, padding={"ids": 0, "mask": 0}, accuracy=[70.0, 80.0])
+    sent = Engine.from_config(supernet, engine.config)  # as worker processes get it
+    engine.save(tmp_path / "bundle")
+    loaded = Engine.load(tmp_path / "bundle", supernet=tagger())
+    for one in (sent, loaded):
+        assert [y["scores"].shape for y in one.run(0, [tagged(2), tagged(7)], 2)] == [(2, 9), (7, 9)]
+    tables = [profile_latency(engine, [1, 4], min_time_ms=1.0, shape=i) for i in range(2)]
+    with Batcher(engine, policy=Fixed(tables[-1], 1), table=tables, slo_ms=10_000.0) as batcher:
+        futures = [(n, batcher.submit(tagged(n), 10_000.0)) for n in (3, 9, 5, 1)]
+        assert all(future.result(60).output["scores"].shape == (n, 9) for n, future in futures)
 
 
 def test_bundles_keep_the_shapes(supernet: Supernet, tmp_path: Path) -> None:

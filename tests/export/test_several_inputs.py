@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ofa_adapters import load
 from subnetact import Axis, Engine, SubnetSpace, WeightSlice, insert_
-from subnetact.errors import ExportError, InvalidRequest
+from subnetact.errors import ExportError, ExportWarning, InvalidRequest
 from subnetact.export import (
     ExportedEngine,
     load_exported,
@@ -124,3 +124,21 @@ def test_torchscript_takes_the_engine_as_it_is(engine: Engine, tmp_path: Path) -
 def test_triton_says_where_to_go(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"to_torchscript or to_onnx .* or serve the Engine"):
         to_triton(engine, tmp_path, name="bert")
+
+
+def test_an_export_of_several_lengths_says_that_it_takes_one(engine: Engine, tmp_path: Path) -> None:
+    example = {name: part[:1] for name, part in small_inputs("dynabert").items()}
+    shorter = {name: part[:, :5] for name, part in example.items()}
+    padding = dict.fromkeys(example, 0)
+    several = Engine(engine.supernet, engine.specs, example=[shorter, example], padding=padding)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    for write in (to_exported_programs, to_onnx):
+        with pytest.warns(ExportWarning, match="pads nothing") as caught:
+            write(several, tmp_path / write.__name__, subnets=engine.specs[:1], progress=False)
+        assert [str(one.filename) for one in caught] == [__file__]
+    file = tmp_path / "to_onnx" / "subnet-0.onnx"
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    length = example["input_ids"].shape[1]
+    assert {tuple(one.shape) for one in session.get_inputs()} == {("batch", length)}
+    with pytest.raises(InvalidRequest):
+        load_exported(tmp_path / "to_exported_programs", trusted=True)(shorter, subnet=0)

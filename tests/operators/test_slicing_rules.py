@@ -401,6 +401,16 @@ def test_attention_weights_are_those_of_the_kept_heads() -> None:
     torch.testing.assert_close(view.weights[-1], full.weights[0][:, :2])
 
 
+def test_a_causal_hint_without_a_mask_is_refused_as_torch_does() -> None:
+    full = randomised(Attending(True))
+    elastic = {"attention": AttentionSlice.on(out="h"), "attention.out_proj": WeightSlice.on(in_="h")}
+    supernet = supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])
+    for network in (full, supernet.subnet(supernet.space.spec(h=8))):
+        network.options = {"need_weights": False, "is_causal": True}
+        with pytest.raises(RuntimeError, match="Need attn_mask"):
+            network(torch.randn(2, 5, 12))
+
+
 def test_attention_with_narrower_inputs_is_a_smaller_attention() -> None:
     full = randomised(Attending(True))
     elastic = {

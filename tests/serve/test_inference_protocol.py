@@ -172,6 +172,23 @@ def test_json_of_every_datatype_is_what_it_says(gated, post, datatype, values):
     asyncio.run(main())
 
 
+def test_more_rows_than_can_ever_wait_are_told_so(gated, post):
+    """They would fill the queue by themselves, so a client that retries later would never succeed."""
+    entry = {"name": "input", "shape": [5, 4], "datatype": "FP32", "data": [0.5] * 20}
+
+    async def main():
+        with gated(max_queue=4) as (app, runner, _):
+            runner.gate.set()
+            for rows, expected in ((5, 400), (4, 200)):
+                asked = {**entry, "shape": [rows, 4], "data": [0.5] * 4 * rows}
+                raw = json.dumps({"inputs": [asked]}).encode()
+                status, _, body = await post(app, None, path="/v2/models/model/infer", raw=raw)
+                assert status == expected, body
+                assert status == 200 or b"N from 1 to 4" in body
+
+    asyncio.run(main())
+
+
 def test_data_beside_raw_bytes_are_refused(server):
     entry = {**GOOD, "parameters": {"binary_data_size": 1024}}
     status, answer = infer(server, {"inputs": [entry]}, bytes(1024))

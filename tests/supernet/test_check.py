@@ -350,3 +350,39 @@ def test_kernel_matrices_that_are_the_identity_are_used_weights() -> None:
     network = nn.Sequential(KernelConv2d(4, [3, 5, 7], matrices=True))  # its matrices begin as the identity
     elastic = {"0": ElasticKernel.on(channels="c", kernel="k")}
     insert_(network, space, elastic).eval().check(torch.randn(1, 4, 9, 9))
+
+
+class LastRows(WeightSlice):
+    """A wrong rule: it takes the last rows instead of the first."""
+
+    def sliced(self, sizes: tuple[int, ...], given: Any) -> dict[str, Tensor | None]:
+        return {name: None if t is None else t[t.shape[0] - sizes[0] :] for name, t in given.items()}
+
+
+class FusedGate(nn.Module):
+    """Returns features; gate and value are the halves of one layer, of which a prefix is no subnet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.layer(x).chunk(2, -1)
+        return gate.sigmoid() * value
+
+
+@pytest.mark.parametrize(
+    ("network", "elastic"),
+    [
+        (FusedGate(), {"layer": WeightSlice.on(out="w")}),
+        (nn.Sequential(nn.Linear(6, 16), nn.ReLU()), {"0": LastRows.on(out="w")}),
+    ],
+)
+def test_a_subnet_whose_outputs_have_other_shapes_does_not_count_as_compared(
+    network: nn.Module, elastic: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    supernet = insert_(network.eval(), space_of(w=[8, 16]), elastic, example=torch.randn(3, 6))
+    assert "not compared with the original" in caplog.text
+    report = supernet.check(torch.randn(3, 6))
+    assert report.compared == ()
+    assert "other shapes" in report.not_compared[supernet.space.smallest()]

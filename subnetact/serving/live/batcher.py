@@ -193,6 +193,7 @@ class Batcher(ClosedOnExit):
             shares=shares,
             is_there=(lambda worker: bool(self._runners[worker].is_ready)) if in_processes else None,
         )
+        self.max_queue = max_queue
         self._log: DecisionLog | None = None
         self._runners: Sequence[Any] = runners
         with ExitStack() as opened:  # what is open already is closed if a process does not start
