@@ -12,13 +12,16 @@ from torch import nn
 
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.errors import StaleWeights
-from subnetact.operators.tensor_version import changes_of, tensor_version
+from subnetact.operators.tensor_version import tensor_version
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
+from subnetact.supernet.forward_state import STATE, watched_buffers
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Bound", "ReadySubnet"]
+__all__ = ["OWN_BUFFERS", "Bound", "ReadySubnet"]
+
+OWN_BUFFERS = "its forward changes its own buffers"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +54,11 @@ class Bound:
             return generation.number, generation.moment()
         return generation.number, generation.moment()[:3], tensor_version(row.flat)
 
+    def require_constant(self) -> None:
+        """Raise TypeError if the network's own forward is known to change buffers."""
+        if any(STATE in vars(module) for module in self.view.modules()):
+            raise TypeError(OWN_BUFFERS)
+
     def changes_itself(self, x: Any) -> bool:
         """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""
         try:
@@ -61,11 +69,11 @@ class Bound:
             for module in view.modules():  # Other threads write into the buffers of the view itself.
                 own = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
                 object.__setattr__(module, "_buffers", own)
-        buffers = list(view.buffers())
-        before = changes_of(buffers)
+        written = watched_buffers(view)
         with torch.inference_mode(), suppress(Exception):
             call_with(view, x)
-        return changes_of(buffers) != before
+        self.supernet.note_state(names := written())
+        return bool(names)
 
 
 class ReadySubnet:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import StaleWeights
 from subnetact.supernet.bind import operators_in
+from subnetact.supernet.forward_state import state_of
 from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.untraced_changes import NamedView, PlainAttributes, outdated
 from subnetact.supernet.views import Views
@@ -128,6 +129,10 @@ class Generation:
         """Return the moment of the present weights. It takes about 40 ns per parameter."""
         return self.weights.moment()
 
+    def look(self) -> None:
+        """Let the next call look whether modules or tensors were replaced, or moved to other storage."""
+        self._replacements.writes += 1
+
     def notice_replacements(self) -> bool:
         """Move on if modules or tensors were replaced; True while `functional_call` puts its own there."""
         if self._replacements.writes == self._noticed:
@@ -170,10 +175,13 @@ class Generation:
             return Witness(self, self.number, self.moment())
 
     def outdated(self, views: Iterable[NamedView]) -> list[str]:
-        """Return which views, packed copies and plain attributes do not match the network, one line each."""
+        """Return which views, packed copies and plain attributes do not match the network, and which tensors
+        of it have moved, one line each.
+        """
         with self.lock:
             supernet = self._present()
-            return outdated(supernet, views) + self._attributes.changed(supernet)
+            moved = [f"{name} moved to other storage" for name in self._replacements.moved(supernet)]
+            return outdated(supernet, views) + moved + self._attributes.changed(supernet)
 
     def begin_exchange(self) -> None:
         """Close the weights, and drop copies of them, which must not follow half an exchange; then `move`."""
@@ -184,6 +192,7 @@ class Generation:
         """Let views be taken again: of the `same` weights in other places, or of others, also `in_place`."""
         with self.lock, self._views.lock:
             supernet, former = self._present(), self.weights
+            self._replacements.renew_operators(supernet)
             former.close(changed=in_place)
             moment = former.moment()
             if not same:
@@ -210,14 +219,16 @@ class Generation:
 
 
 def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of a network, with its buffers but for counters, and the BatchNorm statistics."""
+    """Return the weights of a network and the BatchNorm statistics; counters and state are neither."""
     weights: dict[int, Tensor] = {id(parameter): parameter for parameter in network.parameters()}
     statistics: dict[int, Tensor] = {}
-    for path, buffer in network.named_buffers():
-        if path.rpartition(".")[2].startswith(_STATISTICS):
-            statistics[id(buffer)] = buffer
-        elif not is_counter(buffer):
-            weights[id(buffer)] = buffer
+    for module in network.modules():
+        state = state_of(module)
+        for name, buffer in module._buffers.items():
+            if name.startswith(_STATISTICS) and buffer is not None:
+                statistics[id(buffer)] = buffer
+            elif buffer is not None and not (name in state or is_counter(buffer)):
+                weights[id(buffer)] = buffer
     return list(weights.values()), list(statistics.values())
 
 

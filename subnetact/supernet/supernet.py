@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, private_buffers
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
+from subnetact.supernet.forward_state import STATE, note_state_
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_caller
 from subnetact.supernet.norm_table import NormRow, NormTable
@@ -74,6 +76,7 @@ def as_supernet(value: object) -> Supernet:
             "ofa_adapters.load(family, checkpoint) make one"
         )
     value._present()
+    value.look()
     return value
 
 
@@ -422,12 +425,32 @@ class Supernet(nn.Module):
         its own, and `save_pretrained(folder, only=spec)` writes it for its library.
         """
         spec = self.space.check(spec)
+        self.look()
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             network = owned(self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)).eval()
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network))
             return network
+
+    def look(self) -> None:
+        """Follow changes that were made behind the back of the supernet: other modules, and other storage.
+
+        Everything that takes long calls this method, and the next call after `supernet.network` was read. A
+        layer of the same class and sizes that was put into the place of an elastic one is sliced in the same
+        way, as a new head.
+
+        Raises:
+            InsertError: what was put into the place of an elastic layer cannot be sliced in the same way.
+        """
+        self._generation.look()
+        self._generation.notice_replacements()
+
+    def note_state(self, names: Collection[str]) -> None:
+        """Note that a forward writes the buffers with these `names`, of which every view then has its own."""
+        with self._generation.lock:
+            if note_state_(self._present(), names):
+                self._generation.move(same=True)
 
     def remove(self) -> nn.Module:
         """Put every module that an operator replaced back into its place, and return the ordinary network.
@@ -452,6 +475,8 @@ class Supernet(nn.Module):
                     child.template.training = child.training
                     module._modules[name] = child.template
         network = self.network
+        for module in network.modules():
+            vars(module).pop(STATE, None)
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
         self.network = nn.Module()
@@ -487,7 +512,9 @@ class Supernet(nn.Module):
         Example:
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
-        report = check(self._present(), self.space, x, compare, thorough)
+        self.look()
+        report, written = check(self._present(), self.space, x, compare, thorough)
+        self.note_state(written)
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
         if self.precision is not None:
@@ -683,6 +710,7 @@ class Supernet(nn.Module):
         import subnetact
 
         package: Any = subnetact
+        self.look()
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
             package.save_cut_out(self, folder, card, only, example, shard_bytes)
@@ -692,6 +720,8 @@ class Supernet(nn.Module):
     # -- nn.Module --------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
+        if name == "network" and not _within_package() and "_generation" in self.__dict__:
+            self._generation.look()  # Whoever has the network may change it.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -705,6 +735,13 @@ class Supernet(nn.Module):
                 f"supernet.subnet(spec).{name}; the full one is supernet.network.{name}"
             )
         return value
+
+    def train(self, mode: bool = True) -> Supernet:
+        """Put the network into training mode, or out of it, after a `look` at it; `mode` is as in torch."""
+        if self._modules["network"].__class__ is not nn.Module:
+            self.look()
+        super().train(mode)
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return that of the network, with the statistics of the largest subnet; `norms.save` saves all."""
@@ -785,12 +822,13 @@ class Supernet(nn.Module):
 
     def _present(self) -> nn.Module:
         """Return the network, unless it was given back."""
-        if type(self.network) is nn.Module:
+        network = self._modules["network"]
+        if network is None or type(network) is nn.Module:
             raise InsertError(
                 "the operators of this supernet were removed; call insert_ again, or use the network that "
                 "remove() returned"
             )
-        return self.network
+        return network
 
     def _require_own(self, table: NormTable) -> None:
         given: Any = table
@@ -851,6 +889,11 @@ class Supernet(nn.Module):
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
             )
+
+
+def _within_package() -> bool:
+    """Tell whether the code of this package calls the caller of this function."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("subnetact.")
 
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
