@@ -43,7 +43,6 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.card import Card
-from subnetact.supernet.forward_state import state_names
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
@@ -160,7 +159,7 @@ def save_folder(
             },
             "statistics": NORMS,
             "shared_statistics": SHARED if own else None,
-            "state": state_names(network),
+            "state": sorted(supernet.state),
             "tables": files,
             "engine": engine,
             "fingerprint": fingerprint,
@@ -295,7 +294,7 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         card = Card.read(document, partial(_read_spec, space))
         found = extra(document | {"card": card}, space, norms, supernet)
         supernet.card = card
-        supernet.note_state(set(document.get("state", ())))
+        supernet.note_state(document.get("state", ()))
     return supernet, tables, found, norms, tensors, precision if enabled is None else None
 
 

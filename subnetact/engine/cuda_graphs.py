@@ -20,7 +20,7 @@ from torch import Tensor
 from subnetact.device import ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.inputs import laid_out
-from subnetact.engine.ready_subnet import OWN_BUFFERS, Bound
+from subnetact.engine.ready_subnet import Bound
 
 __all__ = ["Captured", "CudaGraphs", "Graphs", "graph_backend"]
 
@@ -102,13 +102,12 @@ class Graphs:
             return None
         self.budget.free(key)
         try:
-            bound.require_constant()
             captured = self._backend.capture(call, padded)
             output: Any = captured.output
             if not isinstance(output, Tensor) or output.shape[:1] != (size,):
                 raise TypeError("the output is not one tensor of the batch's size")
-            if bound.moment() != moment and bound.changes_itself(padded):
-                raise TypeError(OWN_BUFFERS)
+            if (bound.supernet.state or bound.moment() != moment) and bound.changes_itself(padded):
+                raise TypeError("its forward changes its own buffers")
         except Exception as error:
             if not ran_out_of_memory(error):  # Otherwise the next call tries again.
                 self._failed.add(key)

@@ -43,7 +43,7 @@ from subnetact.engine.budget import Budget
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.inputs import batch_like, laid_out
 from subnetact.engine.packed_linear import can_pack_linear, packing_pays
-from subnetact.engine.ready_subnet import OWN_BUFFERS, Bound, ReadySubnet
+from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.errors import StaleWeights, SubnetActError, first_line
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.lowered_weight import LowConv
@@ -282,7 +282,6 @@ class Plan:
         """Make a program, or say why there is none; None if the weights changed while it was made."""
         moment, sums, why = bound.moment(), tensor_checksums(_read_by(bound)), ""
         try:
-            bound.require_constant()
             program = self._checked(subnet.spec, bound)
         except StaleWeights:
             raise
@@ -290,10 +289,10 @@ class Plan:
             why = first_line(error)
             if ran_out_of_memory(error):
                 return _Reason(f"memory was short: {why}")
-        if bound.moment() != moment or not bound.current:
+        if self._supernet.state or bound.moment() != moment or not bound.current:
             if not bound.changes_itself(self._probe()):
                 return None
-            why, moment = OWN_BUFFERS, bound.moment()
+            why, moment = "its forward changes its own buffers", bound.moment()
         if why:
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True

@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from subnetact.engine.fast_conv import use_fast_convs_
-from subnetact.errors import StaleWeights
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
-from subnetact.supernet.forward_state import STATE, watched_buffers
+from subnetact.supernet.forward_state import watched_buffers
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import shared_view
 
-__all__ = ["OWN_BUFFERS", "Bound", "ReadySubnet"]
-
-OWN_BUFFERS = "its forward changes its own buffers"
+__all__ = ["Bound", "ReadySubnet"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,21 +52,10 @@ class Bound:
             return generation.number, generation.moment()
         return generation.number, generation.moment()[:3], tensor_version(row.flat)
 
-    def require_constant(self) -> None:
-        """Raise TypeError if the network's own forward is known to change buffers."""
-        if any(STATE in vars(module) for module in self.view.modules()):
-            raise TypeError(OWN_BUFFERS)
-
     def changes_itself(self, x: Any) -> bool:
         """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""
-        try:
-            view, _ = self.supernet.private_view(self.spec)
-        except StaleWeights:
-            return False  # During `functional_call`; the next call asks again.
-        with torch.inference_mode(False), torch.no_grad():
-            for module in view.modules():  # Other threads write into the buffers of the view itself.
-                own = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
-                object.__setattr__(module, "_buffers", own)
+        space, network = self.supernet.space, self.supernet.network
+        view = shared_view(network, space.resolve(self.spec))  # Other threads write into the view itself.
         written = watched_buffers(view)
         with torch.inference_mode(), suppress(Exception):
             call_with(view, x)

@@ -24,7 +24,6 @@ from subnetact.generation.phases import CacheKinds
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest
 from subnetact.insertion.key_value_cache import cache_relation, empty_pages, switch
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.forward_state import state_names
 from subnetact.supernet.generation import is_counter
 from subnetact.supernet.supernet import Supernet
 
@@ -139,8 +138,7 @@ class ElasticDecoder(nn.Module):
         generation, former = self._supernet[0].generation, self._moment
         if generation.number != self._number or generation.moment() != self._moment:
             self._take_views()
-        changed = self._moment != former or self._has_state
-        if changed:
+        if changed := self._moment != former or self._has_state:
             self._empty(cache)
         return changed
 
@@ -152,8 +150,7 @@ class ElasticDecoder(nn.Module):
                 f"generation: the weights are {network.dtype} on {network.device} now, the key-value cache "
                 f"is {self.dtype} on {self.device}; make another Generator"
             )
-        state = map(network.get_buffer, state_names(network))
-        self._has_state = not all(map(is_counter, state))
+        self._has_state = not all(is_counter(network.get_buffer(name)) for name in supernet.state)
         with supernet.generation.lock:
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
             self._views = [supernet.subnet(spec) for spec in self._subnets]

@@ -12,7 +12,6 @@ from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
-from subnetact.supernet.forward_state import STATE
 
 __all__ = ["OF_LAYERS", "bind", "bind_module", "each_tensor", "operators_in", "private_buffers"]
 
@@ -33,10 +32,7 @@ def bind(
     trainable: bool = False,
     frozen: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
-    """Return the network of one subnet; `norm` makes its BatchNorms, `frozen` what no operator slices.
-
-    With `frozen`, the state of its forward is its own.
-    """
+    """Return the network of one subnet; `norm` makes its BatchNorms, `frozen` what no operator slices."""
     done: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module | None) -> nn.Module | None:
@@ -48,12 +44,6 @@ def bind(
         return done.get(id(module))
 
     visit(network)
-    if frozen is not None:
-        own = private_buffers()
-        for view in done.values():
-            if state := vars(view).get(STATE):
-                buffers: dict[str, Any] = {n: b for n, b in view._buffers.items() if n in state}
-                object.__setattr__(view, "_buffers", {**view._buffers, **each_tensor(buffers, own)})
     return done[id(network)]
 
 

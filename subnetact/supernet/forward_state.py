@@ -1,4 +1,4 @@
-"""The state of a forward: buffers that it writes itself, such as a mask that grows or a count of its calls.
+"""The state of a forward: buffers that it writes itself, such as a count of its calls, or frequencies.
 
 They are no weights: every view has its own, which begins as the network's is when the view is made.
 """
@@ -9,52 +9,23 @@ from collections.abc import Callable, Collection
 
 from torch import nn
 
-from subnetact.operators.base import template_of
 from subnetact.operators.tensor_version import tensor_version
+from subnetact.supernet.bind import private_buffers
 
-__all__ = ["STATE", "note_state_", "state_names", "state_of", "watched_buffers"]
-
-STATE = "_state_of_forward"
-"""The attribute of a module with the names of its buffers that are state."""
+__all__ = ["own_state_", "watched_buffers"]
 
 
-def state_of(module: nn.Module) -> Collection[str]:
-    """Return the names of those buffers of a module that are state."""
-    names: Collection[str] = vars(template_of(module)).get(STATE, ())
-    return names
-
-
-def state_names(network: nn.Module) -> list[str]:
-    """Return the names, in a network, of all buffers that are state."""
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, module in network.named_modules(remove_duplicate=False)
-        for name in sorted(state_of(module))
-    ]
-
-
-def note_state_(network: nn.Module, names: Collection[str]) -> bool:
-    """Note that buffers with these names are state; tell whether this was not known of one of them."""
-    before = state_names(network)
-    for path, module in network.named_modules(remove_duplicate=False):
-        written = {name for name in module._buffers if f"{path}.{name}".lstrip(".") in names}
-        if written:
-            vars(template_of(module))[STATE] = frozenset(written.union(state_of(module)))
-    return state_names(network) != before
+def own_state_(view: nn.Module, names: Collection[str]) -> None:
+    """Give a view copies of the buffers with these names, where it has them."""
+    modules, own = dict(view.named_modules() if names else ()), private_buffers()
+    for path, _, name in (name.rpartition(".") for name in names):
+        buffers = modules[path]._buffers if path in modules else {}
+        if buffers.get(name) is not None:
+            object.__setattr__(modules[path], "_buffers", {**buffers, name: own(buffers[name])})
 
 
 def watched_buffers(network: nn.Module) -> Callable[[], list[str]]:
-    """Return a function that names the buffers of a network that were written or replaced since now."""
+    """Return a function that names the buffers of a network that were written since now."""
     buffers = dict(network.named_buffers(remove_duplicate=False))
     versions = {name: tensor_version(buffer) for name, buffer in buffers.items()}
-
-    def written() -> list[str]:
-        present = dict(network.named_buffers(remove_duplicate=False))
-        return [
-            name
-            for name, buffer in buffers.items()
-            if not hasattr(buffer, "packed")  # These follow the weights.
-            and (present.get(name) is not buffer or tensor_version(buffer) != versions[name])
-        ]
-
-    return written
+    return lambda: [name for name, buffer in buffers.items() if tensor_version(buffer) != versions[name]]

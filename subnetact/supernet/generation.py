@@ -13,7 +13,7 @@ import itertools
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from subnetact.errors import StaleWeights
 from subnetact.supernet.bind import operators_in
-from subnetact.supernet.forward_state import state_of
 from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.untraced_changes import NamedView, PlainAttributes, outdated
 from subnetact.supernet.views import Views
@@ -78,9 +77,9 @@ class Weights:
         """Note that a BatchNorm will write its statistics, which torch does not count."""
         self._start = self._start._replace(statistics=self._start.statistics + 1)
 
-    def of_copy(self, network: nn.Module) -> Weights:
-        """Return the weights of a network that was extracted just now."""
-        return Weights(weights_of(network), self.moment(), carried=True)
+    def of_copy(self, network: nn.Module, state: Collection[str]) -> Weights:
+        """Return the weights of a network that was extracted just now, with the names of its state."""
+        return Weights(weights_of(network, state), self.moment(), carried=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         tensors: Any = self._tensors if self._carried else ([], [])
@@ -111,9 +110,10 @@ class Witness(NamedTuple):
 class Generation:
     """Tells whether weights have changed, by a `number` that grows, and drops views of exchanged ones."""
 
-    def __init__(self, supernet: nn.Module, views: Views) -> None:
+    def __init__(self, supernet: Any, views: Views) -> None:
         self.number = next(_numbers)
-        self.weights = Weights(weights_of(supernet), Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0))
+        first = Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
+        self.weights = Weights(weights_of(supernet.network, supernet.state), first)
         self.lock = threading.RLock()
         self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
         self._views = views
@@ -131,7 +131,7 @@ class Generation:
 
     def look(self) -> None:
         """Let the next call look whether modules or tensors were replaced, or moved to other storage."""
-        self._replacements.writes += 1
+        self._noticed = -1
 
     def notice_replacements(self) -> bool:
         """Move on if modules or tensors were replaced; True while `functional_call` puts its own there."""
@@ -175,12 +175,10 @@ class Generation:
             return Witness(self, self.number, self.moment())
 
     def outdated(self, views: Iterable[NamedView]) -> list[str]:
-        """Return which views, packed copies and plain attributes do not match the network, and which tensors
-        of it have moved, one line each.
-        """
+        """Return which views, packed copies and plain attributes do not match the network, one line each."""
         with self.lock:
             supernet = self._present()
-            moved = [f"{name} moved to other storage" for name in self._replacements.moved(supernet)]
+            moved = ["parameters or buffers moved to other storage"] * self._replacements.replaced(supernet)
             return outdated(supernet, views) + moved + self._attributes.changed(supernet)
 
     def begin_exchange(self) -> None:
@@ -192,12 +190,11 @@ class Generation:
         """Let views be taken again: of the `same` weights in other places, or of others, also `in_place`."""
         with self.lock, self._views.lock:
             supernet, former = self._present(), self.weights
-            self._replacements.renew_operators(supernet)
             former.close(changed=in_place)
             moment = former.moment()
             if not same:
                 moment = Moment(moment.owner, secrets.token_hex(8), 0, 0)
-            self.weights = Weights(weights_of(supernet), moment)
+            self.weights = Weights(weights_of(supernet.network, supernet.state), moment)
             self.number = next(_numbers)
             self._views.clear()
             self.drop_copies()
@@ -207,7 +204,7 @@ class Generation:
         """Watch the network no longer."""
         self._replacements.release()
 
-    def _present(self) -> nn.Module:
+    def _present(self) -> Any:
         supernet = self._supernet()
         assert supernet is not None
         return supernet
@@ -218,17 +215,15 @@ class Generation:
             operator.forget()
 
 
-def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of a network and the BatchNorm statistics; counters and state are neither."""
+def weights_of(network: nn.Module, state: Collection[str]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights of a network and the BatchNorm statistics; counters and the `state` are neither."""
     weights: dict[int, Tensor] = {id(parameter): parameter for parameter in network.parameters()}
     statistics: dict[int, Tensor] = {}
-    for module in network.modules():
-        state = state_of(module)
-        for name, buffer in module._buffers.items():
-            if name.startswith(_STATISTICS) and buffer is not None:
-                statistics[id(buffer)] = buffer
-            elif buffer is not None and not (name in state or is_counter(buffer)):
-                weights[id(buffer)] = buffer
+    for path, buffer in network.named_buffers():
+        if path.rpartition(".")[2].startswith(_STATISTICS):
+            statistics[id(buffer)] = buffer
+        elif not (path in state or is_counter(buffer)):
+            weights[id(buffer)] = buffer
     return list(weights.values()), list(statistics.values())
 
 

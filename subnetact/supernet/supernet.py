@@ -38,7 +38,7 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, private_buffers
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
-from subnetact.supernet.forward_state import STATE, note_state_
+from subnetact.supernet.forward_state import own_state_
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_caller
 from subnetact.supernet.norm_table import NormRow, NormTable
@@ -76,7 +76,7 @@ def as_supernet(value: object) -> Supernet:
             "ofa_adapters.load(family, checkpoint) make one"
         )
     value._present()
-    value.look()
+    value._generation.look()
     return value
 
 
@@ -115,6 +115,8 @@ class Supernet(nn.Module):
         precision: the arguments of `enable_precision`. If None, all subnets are float32.
         card: the named subnets, their quality, and the licence, which bundles keep.
         proved: the forms of the inputs for which subnets were proved; None if these are not known.
+        state: the names of the buffers that the forward writes itself, as far as examples and checks showed;
+            they are no weights, and every view has its own.
         on_bind: called with the supernet, every new view or extracted network, its subnet and the weights
             that it reads, before anybody uses it. Key-value caches are guarded by it.
 
@@ -132,6 +134,7 @@ class Supernet(nn.Module):
     precision: PrecisionSettings | None = None
     card: Card = Card()
     proved: ProvedInputs | None = None
+    state: frozenset[str] = frozenset()
     on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
     _moving: NormRow | None = None
     """The row of the largest subnet from which training has moved the shared statistics on since."""
@@ -425,31 +428,20 @@ class Supernet(nn.Module):
         its own, and `save_pretrained(folder, only=spec)` writes it for its library.
         """
         spec = self.space.check(spec)
-        self.look()
+        self._generation.look()
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             network = owned(self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)).eval()
             if self.on_bind is not None:
-                self.on_bind(self, network, spec, self.generation.weights.of_copy(network))
+                self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
             return network
-
-    def look(self) -> None:
-        """Follow changes that were made behind the back of the supernet: other modules, and other storage.
-
-        Everything that takes long calls this method, and the next call after `supernet.network` was read. A
-        layer of the same class and sizes that was put into the place of an elastic one is sliced in the same
-        way, as a new head.
-
-        Raises:
-            InsertError: what was put into the place of an elastic layer cannot be sliced in the same way.
-        """
-        self._generation.look()
-        self._generation.notice_replacements()
 
     def note_state(self, names: Collection[str]) -> None:
         """Note that a forward writes the buffers with these `names`, of which every view then has its own."""
+        buffers = (name for name, _ in self._present().named_buffers(remove_duplicate=False))
         with self._generation.lock:
-            if note_state_(self._present(), names):
+            known, self.state = self.state, self.state.union(name for name in buffers if name in names)
+            if self.state != known:
                 self._generation.move(same=True)
 
     def remove(self) -> nn.Module:
@@ -475,8 +467,6 @@ class Supernet(nn.Module):
                     child.template.training = child.training
                     module._modules[name] = child.template
         network = self.network
-        for module in network.modules():
-            vars(module).pop(STATE, None)
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
         self.network = nn.Module()
@@ -512,7 +502,7 @@ class Supernet(nn.Module):
         Example:
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
-        self.look()
+        self._generation.look()
         report, written = check(self._present(), self.space, x, compare, thorough)
         self.note_state(written)
         if self.proved is not None:
@@ -641,7 +631,7 @@ class Supernet(nn.Module):
         Raises:
             StaleWeights: something was found, and `refresh` is False.
         """
-        found = self._generation.outdated(self._views.listed())
+        found = self.generation.outdated(self._views.listed())
         if found and refresh:
             self.refresh()
         elif found:
@@ -710,7 +700,7 @@ class Supernet(nn.Module):
         import subnetact
 
         package: Any = subnetact
-        self.look()
+        self._generation.look()
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
             package.save_cut_out(self, folder, card, only, example, shard_bytes)
@@ -720,7 +710,8 @@ class Supernet(nn.Module):
     # -- nn.Module --------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name == "network" and not _within_package() and "_generation" in self.__dict__:
+        caller = sys._getframe(1).f_globals if name == "network" else {"__name__": __name__}
+        if not str(caller.get("__name__")).startswith("subnetact.") and "_generation" in self.__dict__:
             self._generation.look()  # Whoever has the network may change it.
         try:
             return super().__getattr__(name)
@@ -737,11 +728,9 @@ class Supernet(nn.Module):
         return value
 
     def train(self, mode: bool = True) -> Supernet:
-        """Put the network into training mode, or out of it, after a `look` at it; `mode` is as in torch."""
-        if self._modules["network"].__class__ is not nn.Module:
-            self.look()
-        super().train(mode)
-        return self
+        """Put the network into training mode, or out of it; `mode` is as in torch."""
+        self._generation.look()
+        return super().train(mode)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return that of the network, with the statistics of the largest subnet; `norms.save` saves all."""
@@ -875,6 +864,7 @@ class Supernet(nn.Module):
         with self._generation.lock, nullcontext() if fresh else outside_modes():
             pairs = None if statistics is None else statistics.pairs()
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
+            own_state_(view, () if fresh else self.state)
             if hooked and self.proved is not None:
                 view.register_forward_pre_hook(self.proved.look, with_kwargs=True)
             if hooked and self.on_bind is not None:
@@ -889,11 +879,6 @@ class Supernet(nn.Module):
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
             )
-
-
-def _within_package() -> bool:
-    """Tell whether the code of this package calls the caller of this function."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("subnetact.")
 
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
