@@ -65,9 +65,9 @@ def _successor(former: Any, entry: Any) -> Any:
     """
     if not isinstance(former, nn.Module) or not isinstance(entry, nn.Module):
         return entry
-    kept = {*entry.modules(), *(m for m in former.modules() if template_of(m) is entry)}
-    lost = [m for m in former.modules() if isinstance(m, Operator) and m.dims and m not in kept]
-    if not lost or next(entry.parameters(), None) is None:
+    lost = [m for m in former.modules() if isinstance(m, Operator) and m.dims and m.template is not entry]
+    moved = any(isinstance(module, Operator) for module in entry.modules())
+    if not lost or moved or next(entry.parameters(), None) is None:
         return entry
     if isinstance(former, Operator) and (operator := former.on_another(entry)) is not None:
         return operator

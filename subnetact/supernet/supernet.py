@@ -604,10 +604,11 @@ class Supernet(nn.Module):
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 
-        These are changes through `parameter.data`, `parameter.set_` or NumPy, in tensors that were made in
-        inference mode, and of plain attributes of modules (`supernet.network.scale = 2.0`). `verify` finds
-        them where a copy or a view no longer matches; key-value caches and adopted statistics learn of them
-        from this method only.
+        These are changes through `parameter.data` or NumPy, in tensors that were made in inference mode, and
+        of plain attributes of modules (`supernet.network.scale = 2.0`). `verify` finds them where a copy or a
+        view no longer matches; key-value caches and adopted statistics learn of them from this method only.
+        Other modules and other storage (`parameter.data = other`, `parameter.set_`) are noticed after
+        `network` was read, and by whatever takes long.
         """
         self._generation.move(in_place=True)
 

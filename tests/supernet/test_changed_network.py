@@ -166,6 +166,9 @@ def test_what_needs_no_slices_is_put_in_and_taken_out_freely() -> None:
     close(supernet(X, subnet=small), reference(plain, X))
     network.fc = network.fc[1]
     assert isinstance(network.fc, Operator)
+    network.block.insert(0, nn.Identity())
+    network.block[0], network.block[1] = network.block[1], network.block[0]
+    close(supernet(X, subnet=small), reference(plain, X))
     network.fc = nn.Identity()
     assert supernet(X, subnet=small).shape == (4, 8)
     network.block = nn.Identity()
