@@ -54,8 +54,8 @@ class Bound:
 
     def changes_itself(self, x: Any) -> bool:
         """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""
-        space, network = self.supernet.space, self.supernet.network
-        view = shared_view(network, space.resolve(self.spec))  # Other threads write into the view itself.
+        # Other threads write into the view itself.
+        view = shared_view(self.supernet.network, self.supernet.space.resolve(self.spec))
         written = watched_buffers(view)
         with torch.inference_mode(), suppress(Exception):
             call_with(view, x)

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -202,9 +201,9 @@ def view_module(
 
 def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
     """Return a module with a forward of its own where a tool has bound one to the `former` module."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, MethodType) and forward.__self__ is former:
-        object.__setattr__(module, "forward", MethodType(forward.__func__, module))
+    forward: Any = vars(module).get("forward")
+    if getattr(forward, "__self__", None) is former:
+        object.__setattr__(module, "forward", forward.__func__.__get__(module))
     return module
 
 

@@ -143,7 +143,6 @@ def check(
                     f"check: {what}; let every layer return one tensor, which the next layer gets as it is, "
                     "never skip these layers, or accept it with compare=False"
                 )
-    state = written()
     x = visible(view, x)
     inputs, hidden = [x], dict[int, str]()
     if thorough and compare and narrow:
@@ -171,7 +170,7 @@ def check(
                 raise InsertError(f"check: {_FAULTS[finding.kind].format(**facts)}")
             not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
     compared = tuple(spec for spec in narrow if spec not in not_compared)
-    return CheckReport((full, *narrow), compared, not_compared), state
+    return CheckReport((full, *narrow), compared, not_compared), written()
 
 
 def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any) -> bool:

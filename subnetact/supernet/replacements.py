@@ -83,8 +83,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self.writes = 0
-        self._members: list[Callable[[], Any]] = []
-        self._places: list[Any] = []
+        self._members: list[tuple[Callable[[], Any], Any]] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def note(self, network: nn.Module) -> None:
@@ -98,8 +97,7 @@ class Replacements:
                         if owner.__dict__[name] is entries:
                             object.__setattr__(owner, name, watched)
                             self._watched.add(owner)
-        members = _members(network)
-        self._members, self._places = [*map(weakref.ref, members)], [*map(_place, members)]
+        self._members = [(weakref.ref(entry), _place(entry)) for entry in _members(network)]
 
     def release(self) -> None:
         """Watch nothing any longer: all modules, also those replaced since, get ordinary registries again."""
@@ -114,8 +112,10 @@ class Replacements:
         has them on other storage.
         """
         present = _members(network)
-        same = [id(known()) for known in self._members] == [*map(id, present)]
-        return not same or self._places != [*map(_place, present)]
+        return len(present) != len(self._members) or any(
+            known() is not entry or place != _place(entry)
+            for (known, place), entry in zip(self._members, present, strict=True)
+        )
 
 
 def substituted(network: nn.Module) -> bool:

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike
-from types import FrameType
 from typing import Any
 
 import torch
@@ -712,8 +711,9 @@ class Supernet(nn.Module):
     # -- nn.Module --------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name == "network" and not _is_own(sys._getframe(1)) and "_generation" in self.__dict__:
-            self._generation.look()  # Whoever has the network may change it.
+        caller = sys._getframe(1).f_globals.get("__name__", "") if name == "network" else __name__
+        if not caller.startswith("subnetact."):  # Whoever has the network may change it.
+            self._generation.look()
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -880,11 +880,6 @@ class Supernet(nn.Module):
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
             )
-
-
-def _is_own(caller: FrameType) -> bool:
-    """Tell whether a caller belongs to this package, which tells itself what it changes."""
-    return str(caller.f_globals.get("__name__")).startswith("subnetact.")
 
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
