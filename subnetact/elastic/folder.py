@@ -161,6 +161,7 @@ def save_folder(
             },
             "statistics": NORMS,
             "shared_statistics": SHARED if own else None,
+            "state": sorted(supernet.state),
             "tables": files,
             "engine": engine,
             "fingerprint": fingerprint,
@@ -295,6 +296,7 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         card = Card.read(document, partial(_read_spec, space))
         found = extra(document | {"card": card}, space, norms, supernet)
         supernet.card = card
+        supernet.note_state(document.get("state", ()))
     return supernet, tables, found, norms, tensors, precision if enabled is None else None
 
 

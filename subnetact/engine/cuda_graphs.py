@@ -106,7 +106,7 @@ class Graphs:
             output: Any = captured.output
             if not isinstance(output, Tensor) or output.shape[:1] != (size,):
                 raise TypeError("the output is not one tensor of the batch's size")
-            if bound.moment() != moment and bound.changes_itself(padded):
+            if (bound.supernet.state or bound.moment() != moment) and bound.changes_itself(padded):
                 raise TypeError("its forward changes its own buffers")
         except Exception as error:
             if not ran_out_of_memory(error):  # Otherwise the next call tries again.

@@ -674,9 +674,7 @@ class Engine:
         found = list(self.supernet.verify(refresh=True)) if refresh else []
         current = [s.bound for _, s in sorted(self._served.items()) if s.bound and s.bound.current]
         # Whether a view is current is asked again under the lock: other threads may load weights meanwhile.
-        found += self.supernet.generation.outdated(
-            (str(b.spec), b.view, b.statistics_row) for b in current if b.current
-        )
+        found += self.supernet.generation.outdated((str(b.spec), b.view) for b in current if b.current)
         stale = self._plan.stale()
         found += [f"{self.ready(i)}: the fused program was made of other weights" for i in stale]
         if refresh:

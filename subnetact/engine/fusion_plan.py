@@ -289,7 +289,7 @@ class Plan:
             why = first_line(error)
             if ran_out_of_memory(error):
                 return _Reason(f"memory was short: {why}")
-        if bound.moment() != moment or not bound.current:
+        if self._supernet.state or bound.moment() != moment or not bound.current:
             if not bound.changes_itself(self._probe()):
                 return None
             why, moment = "its forward changes its own buffers", bound.moment()

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from subnetact.engine.fast_conv import use_fast_convs_
-from subnetact.errors import StaleWeights
-from subnetact.operators.tensor_version import changes_of, tensor_version
+from subnetact.operators.tensor_version import tensor_version
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
+from subnetact.supernet.forward_state import watched_buffers
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import shared_view
 
 __all__ = ["Bound", "ReadySubnet"]
 
@@ -53,19 +54,13 @@ class Bound:
 
     def changes_itself(self, x: Any) -> bool:
         """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""
-        try:
-            view, _ = self.supernet.private_view(self.spec)
-        except StaleWeights:
-            return False  # During `functional_call`; the next call asks again.
-        with torch.inference_mode(False), torch.no_grad():
-            for module in view.modules():  # Other threads write into the buffers of the view itself.
-                own = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
-                object.__setattr__(module, "_buffers", own)
-        buffers = list(view.buffers())
-        before = changes_of(buffers)
+        # Other threads write into the view itself.
+        view = shared_view(self.supernet.network, self.supernet.space.resolve(self.spec))
+        written = watched_buffers(view)
         with torch.inference_mode(), suppress(Exception):
             call_with(view, x)
-        return changes_of(buffers) != before
+        self.supernet.note_state(names := written())
+        return bool(names)
 
 
 class ReadySubnet:

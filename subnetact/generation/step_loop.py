@@ -24,6 +24,7 @@ from subnetact.generation.phases import CacheKinds
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest
 from subnetact.insertion.key_value_cache import cache_relation, empty_pages, switch
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.generation import is_counter
 from subnetact.supernet.supernet import Supernet
 
 try:
@@ -130,13 +131,16 @@ class ElasticDecoder(nn.Module):
         cache.update = widened
 
     def follow(self, cache: Any) -> bool:
-        """Take the views again and return True if the weights have changed; the cache is then of no use."""
+        """Take the views again if the weights have changed; return True if the cache is of no use any more.
+
+        It is of no use where every forward writes what its keys depend on, such as their frequencies.
+        """
         generation, former = self._supernet[0].generation, self._moment
         if generation.number != self._number or generation.moment() != self._moment:
             self._take_views()
-        if self._moment != former:
+        if changed := self._moment != former or self._has_state:
             self._empty(cache)
-        return self._moment != former
+        return changed
 
     def _take_views(self) -> None:
         supernet = self._supernet[0]
@@ -146,6 +150,7 @@ class ElasticDecoder(nn.Module):
                 f"generation: the weights are {network.dtype} on {network.device} now, the key-value cache "
                 f"is {self.dtype} on {self.device}; make another Generator"
             )
+        self._has_state = not all(is_counter(network.get_buffer(name)) for name in supernet.state)
         with supernet.generation.lock:
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
             self._views = [supernet.subnet(spec) for spec in self._subnets]

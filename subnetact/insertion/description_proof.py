@@ -20,6 +20,7 @@ from subnetact.insertion.description import Description
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.failure import summary
+from subnetact.supernet.forward_state import watched_buffers
 from subnetact.supernet.module_outputs import outputs_and_calls, outputs_of
 from subnetact.supernet.proof import TIES, as_double, in_double, prove
 from subnetact.supernet.proved_inputs import ProvedInputs
@@ -77,6 +78,7 @@ class Proof:
     def failure(self) -> tuple[str, dict[str, str]] | None:
         """Return what is wrong, and why by group and stage, or none of these if the largest subnet is."""
         view = shared_view(self.network, self.largest)
+        written = watched_buffers(view)
         for x, expected in zip(self.inputs, self.expected, strict=True):
             try:
                 full, calls = outputs_and_calls(self.network, view, x)
@@ -89,6 +91,7 @@ class Proof:
             variants = [v for v in smaller(x) if self._calls_alike(view, v, calls)]
             self.few.append(variants[0] if variants else x)
             self.proved.forms |= set(map(self.proved.form, [x, *variants]))
+        self.proved.state = written()
         smallest, *others = subnet_cover(self.network, self.space)
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
         failure = self._tried([smallest]) or self._tried([every_block], self.few)

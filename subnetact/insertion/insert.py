@@ -234,6 +234,7 @@ def insert_(
         description = _proved(model, description, examples, expected, leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
     supernet.proved = description.proved
+    supernet.note_state(description.proved.state if description.proved else ())
     forget_(supernet.network)
     supernet.description = description
     if supernet.norm_operators():

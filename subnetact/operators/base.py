@@ -460,6 +460,22 @@ class Operator(nn.Module):
             f"or take the subnet's own module, supernet.subnet(spec).get_submodule({self.path!r})"
         )
 
+    def on_another(self, module: nn.Module) -> Operator | None:
+        """Return an operator that slices another `module` in the same way, or None if its sizes are others.
+
+        Raises:
+            InsertError: the operator does not support the settings of the module.
+        """
+        if type(module) is type(self.template):
+            operator = type(self)(module, self.path, self.dims, *([self.segments] if self.segments else []))
+            if all(operator.full(part) == self.full(part) for part in self.dims if part in self.parts):
+                operator.check()
+                vars(operator).update(
+                    {n: v for n, v in vars(self).items() if n in ("packs", "precision_dim", "placed")}
+                )
+                return operator
+        return None
+
     def extra_repr(self) -> str:
         """Return the template and the elastic parts, for the printed network."""
         return f"{self.template!r}, elastic: {', '.join(self.dims)}"

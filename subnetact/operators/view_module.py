@@ -325,7 +325,15 @@ def view_module(
         elif name == "training":
             value = False
         put(view, name, value)
-    return view
+    return _rebound(view, template)
+
+
+def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
+    """Return a module with a forward of its own where a tool has bound one to the `former` module."""
+    forward: Any = vars(module).get("forward")
+    if getattr(forward, "__self__", None) is former:
+        object.__setattr__(module, "forward", forward.__func__.__get__(module))
+    return module
 
 
 def owned(view: nn.Module) -> nn.Module:
@@ -339,7 +347,7 @@ def _own(view: nn.Module, done: dict[int, nn.Module], tensors: dict[Any, Any]) -
     module: nn.Module = object.__new__(module_class(view))
     done[id(view)] = module
     module.__dict__.update(view.__dict__)
-    module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in HOOKS})
+    _rebound(module, view).__dict__.update({name: OrderedDict(view.__dict__[name]) for name in HOOKS})
     module._non_persistent_buffers_set = set(view._non_persistent_buffers_set)
 
     def copied(tensor: Any, trains: bool) -> Any:

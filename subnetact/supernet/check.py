@@ -20,6 +20,7 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input, tensors_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import summary
+from subnetact.supernet.forward_state import watched_buffers
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import in_double, prove
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, visible
@@ -113,13 +114,17 @@ def check_precisions(
 @torch.no_grad()
 def check(
     network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True, thorough: bool = True
-) -> CheckReport:
-    """Run subnets of a space, as `Supernet.check` says; only its corners if the check is not `thorough`."""
+) -> tuple[CheckReport, list[str]]:
+    """Run subnets of a space, as `Supernet.check` says; only its corners if the check is not `thorough`.
+
+    Return the names of the buffers that the forward writes as well.
+    """
     if any(isinstance(tensor, Tensor) and not tensor.numel() for tensor in tensors_of(x)):
         raise SpecError("check: the batch has a tensor without values, which shows nothing; give one input")
     full, *narrow = corners(space)
     largest = space.resolve(full)
     view = shared_view(network, largest)
+    written = watched_buffers(view)
     # A skipped layer is an identity in its place, unless it is one branch of a switch.
     stacks = [m for m in network.modules() if isinstance(m, LayerSelect) and not isinstance(m, ModuleSwitch)]
     chains = {s: Chain(s.path, view.get_submodule(s.path)._modules) for s in stacks if compare}
@@ -165,7 +170,7 @@ def check(
                 raise InsertError(f"check: {_FAULTS[finding.kind].format(**facts)}")
             not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
     compared = tuple(spec for spec in narrow if spec not in not_compared)
-    return CheckReport((full, *narrow), compared, not_compared)
+    return CheckReport((full, *narrow), compared, not_compared), written()
 
 
 def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any) -> bool:

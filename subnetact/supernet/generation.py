@@ -13,7 +13,7 @@ import itertools
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -77,9 +77,9 @@ class Weights:
         """Note that a BatchNorm will write its statistics, which torch does not count."""
         self._start = self._start._replace(statistics=self._start.statistics + 1)
 
-    def of_copy(self, network: nn.Module) -> Weights:
-        """Return the weights of a network that was extracted just now."""
-        return Weights(weights_of(network), self.moment(), carried=True)
+    def of_copy(self, network: nn.Module, state: Collection[str]) -> Weights:
+        """Return the weights of a network that was extracted just now, with the names of its state."""
+        return Weights(weights_of(network, state), self.moment(), carried=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         tensors: Any = self._tensors if self._carried else ([], [])
@@ -112,9 +112,8 @@ class Generation:
 
     def __init__(self, supernet: Any, views: Views) -> None:
         self.number = next(_numbers)
-        self.weights = Weights(
-            weights_of(supernet.network), Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
-        )
+        first = Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
+        self.weights = Weights(weights_of(supernet.network, supernet.state), first)
         self.lock = threading.RLock()
         self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
         self._views = views
@@ -129,6 +128,10 @@ class Generation:
     def moment(self) -> Moment:
         """Return the moment of the present weights. It takes about 40 ns per parameter."""
         return self.weights.moment()
+
+    def look(self) -> None:
+        """Let the next call look whether modules or tensors were replaced, or moved to other storage."""
+        self._noticed = -1
 
     def notice_replacements(self) -> bool:
         """Move on if modules or tensors were replaced; True while `functional_call` puts its own there."""
@@ -175,7 +178,8 @@ class Generation:
         """Return which views, packed copies and plain attributes do not match the network, one line each."""
         with self.lock:
             network = self._present()
-            return outdated(network, views) + self._attributes.changed(network)
+            moved = ["parameters or buffers moved to other storage"] * self._replacements.replaced(network)
+            return outdated(network, views) + moved + self._attributes.changed(network)
 
     def begin_exchange(self) -> None:
         """Close the weights, and drop copies of them, which must not follow half an exchange; then `move`."""
@@ -190,7 +194,8 @@ class Generation:
             moment = former.moment()
             if not same:
                 moment = Moment(moment.owner, secrets.token_hex(8), 0, 0)
-            self.weights = Weights(weights_of(self._present()), moment)
+            state = self._supernet().state  # type: ignore[union-attr]
+            self.weights = Weights(weights_of(self._present(), state), moment)
             self.number = next(_numbers)
             self._views.clear()
             self.drop_copies()
@@ -210,14 +215,14 @@ class Generation:
             operator.forget()
 
 
-def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of a network, with its buffers but for counters, and the BatchNorm statistics."""
+def weights_of(network: nn.Module, state: Collection[str]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights of a network and the BatchNorm statistics; counters and the `state` are neither."""
     weights: dict[int, Tensor] = {id(parameter): parameter for parameter in network.parameters()}
     statistics: dict[int, Tensor] = {}
     for path, buffer in network.named_buffers():
         if path.rpartition(".")[2].startswith(_STATISTICS):
             statistics[id(buffer)] = buffer
-        elif not is_counter(buffer):
+        elif not (path in state or is_counter(buffer)):
             weights[id(buffer)] = buffer
     return list(weights.values()), list(statistics.values())
 

@@ -32,6 +32,7 @@ class ProvedInputs:
         names = inspect.signature(template_of(network).forward).parameters
         self.names = [*names, *map(str, range(1, MOST_UNNAMED))]  # of `*args`, too
         self.forms: set[Hashable] = set()
+        self.state: list[str] = []  # the buffers that the forward wrote
         self.warned = False
 
     def form(self, x: Any) -> tuple[Any, bool]:

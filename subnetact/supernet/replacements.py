@@ -1,7 +1,10 @@
 """Replacements: notices modules, parameters and buffers of a network that are replaced by others.
 
 `network.fc = nn.Linear(...)`, `del network.fc` and `torch.func.functional_call` write into the registries of
-`nn.Module`, which torch does not count. Here they do, so that one number is compared per call.
+`nn.Module`, which torch does not count. Here they do, so that one number is compared per call. Whoever takes
+the network out of its supernet counts as well, because `parameter.data = ...` writes nothing that counts.
+
+A layer that is put into the place of an elastic one becomes elastic in the same way, or is refused.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from subnetact.operators.base import template_of
+from subnetact.errors import InsertError
+from subnetact.operators.base import Operator, template_of
 
 __all__ = ["Replacements", "substituted"]
 
@@ -36,6 +41,8 @@ def _counting(name: str) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
     def write(self: _Registry, *args: Any, **kwargs: Any) -> Any:
+        if name == "__setitem__":
+            args = args[0], _successor(self.get(args[0]), args[1])
         self.count.writes += 1
         try:
             return plain(self, *args, **kwargs)
@@ -50,12 +57,33 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
     setattr(_Registry, _name, _counting(_name))
 
 
+def _successor(former: Any, entry: Any) -> Any:
+    """Return what goes into the place of a former entry; on a new layer, the operator of an elastic one.
+
+    Raises:
+        InsertError: the operator does not fit there.
+    """
+    if not isinstance(former, nn.Module) or not isinstance(entry, nn.Module):
+        return entry
+    lost = [m for m in former.modules() if isinstance(m, Operator) and m.dims and m.template is not entry]
+    moved = any(isinstance(module, Operator) for module in entry.modules())
+    if not lost or moved or next(entry.parameters(), None) is None:
+        return entry
+    if isinstance(former, Operator) and (operator := former.on_another(entry)) is not None:
+        return operator
+    raise InsertError(
+        f"{lost[0].path} is an elastic {type(lost[0].template).__name__} ({lost[0].extra_repr()}), and this "
+        f"{type(entry).__name__} cannot be sliced in its place; put a layer of the same class and sizes "
+        "there, or take the network with supernet.remove(), change it, and call insert_ again"
+    )
+
+
 class Replacements:
     """Counts the `writes` into the registries of a network, and remembers what the registries held."""
 
     def __init__(self) -> None:
         self.writes = 0
-        self._members: list[Callable[[], Any]] = []
+        self._members: list[tuple[Callable[[], Any], Any]] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def note(self, network: nn.Module, holder: Any) -> None:
@@ -72,7 +100,7 @@ class Replacements:
                         if owner.__dict__[name] is entries:
                             object.__setattr__(owner, name, watched)
                             self._watched.add(owner)
-        self._members = [weakref.ref(entry) for entry in _members(network)]
+        self._members = [(weakref.ref(entry), _place(entry)) for entry in _members(network)]
 
     def release(self) -> None:
         """Watch nothing any longer: all modules, also those replaced since, get ordinary registries again."""
@@ -83,10 +111,13 @@ class Replacements:
                     object.__setattr__(module, name, dict(entries))
 
     def replaced(self, network: nn.Module) -> bool:
-        """Tell whether a network has other modules, parameters or buffers now than at the last `note`."""
+        """Tell whether a network has other modules, parameters or buffers now than at the last `note`, or
+        has them on other storage.
+        """
         present = _members(network)
         return len(present) != len(self._members) or any(
-            known() is not entry for known, entry in zip(self._members, present, strict=True)
+            known() is not entry or place != _place(entry)
+            for (known, place), entry in zip(self._members, present, strict=True)
         )
 
 
@@ -94,6 +125,12 @@ def substituted(network: nn.Module) -> bool:
     """Tell whether plain tensors stand in for parameters, as while `functional_call` runs."""
     parameters = (p for module in network.modules() for p in module._parameters.values())
     return any(p is not None and not isinstance(p, nn.Parameter) for p in parameters)
+
+
+def _place(entry: Any) -> Any:
+    """Return where an ordinary tensor is in memory, or None."""
+    plain = type(entry) in (Tensor, nn.Parameter) and entry.layout == torch.strided
+    return (entry.data_ptr(), entry.shape, entry.stride()) if plain else None
 
 
 def _members(network: nn.Module) -> list[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, private_buffers
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
+from subnetact.supernet.forward_state import own_state_
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_caller
 from subnetact.supernet.norm_table import NormRow, NormTable
@@ -74,6 +76,7 @@ def as_supernet(value: object) -> Supernet:
             "ofa_adapters.load(family, checkpoint) make one"
         )
     value._present()
+    value._generation.look()
     return value
 
 
@@ -113,6 +116,8 @@ class Supernet(nn.Module):
         precision: the arguments of `enable_precision`. If None, all subnets are float32.
         card: the named subnets, their quality, and the licence, which bundles keep.
         proved: the forms of the inputs for which subnets were proved; None if these are not known.
+        state: the names of the buffers that the forward writes itself, as far as examples and checks showed;
+            they are no weights, and every view has its own.
         on_bind: called with the supernet, every new view or extracted network, its subnet and the weights
             that it reads, before anybody uses it. Key-value caches are guarded by it.
 
@@ -124,13 +129,13 @@ class Supernet(nn.Module):
         >>> y = supernet(x, subnet=supernet.space.smallest())
     """
 
-    network: nn.Module
     cached_views: int = 1024
     origin: dict[str, Any] | None = None
     description: Any = None
     precision: PrecisionSettings | None = None
     card: Card = Card()
     proved: ProvedInputs | None = None
+    state: frozenset[str] = frozenset()
     on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
     _moving: NormRow | None = None
     """The row of the largest subnet from which training has moved the shared statistics on since."""
@@ -185,6 +190,13 @@ class Supernet(nn.Module):
         self._views = Views()
         self._generation = Generation(self, self._views)
         self._original = self._generation.moment() if state["_original"] else None
+
+    @property
+    def network(self) -> Any:
+        """The network with operators in it; whoever has it may change it, which the next call notices."""
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("subnetact."):
+            self._generation.look()
+        return self.__dict__["_network"]
 
     @property
     def norms(self) -> NormTable:
@@ -424,12 +436,21 @@ class Supernet(nn.Module):
         its own, and `save_pretrained(folder, only=spec)` writes it for its library.
         """
         spec = self.space.check(spec)
+        self._generation.look()
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             network = owned(self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)).eval()
             if self.on_bind is not None:
-                self.on_bind(self, network, spec, self.generation.weights.of_copy(network))
+                self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
             return network
+
+    def note_state(self, names: Collection[str]) -> None:
+        """Note that a forward writes the buffers with these `names`, of which every view then has its own."""
+        buffers = (name for name, _ in self._present().named_buffers(remove_duplicate=False))
+        with self._generation.lock:
+            known, self.state = self.state, self.state.union(name for name in buffers if name in names)
+            if self.state != known:
+                self._generation.move(same=True)
 
     def remove(self) -> nn.Module:
         """Put every module that an operator replaced back into its place, and return the ordinary network.
@@ -488,7 +509,9 @@ class Supernet(nn.Module):
         Example:
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
-        report = check(self._present(), self.space, x, compare, thorough)
+        self._generation.look()
+        report, written = check(self._present(), self.space, x, compare, thorough)
+        self.note_state(written)
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
         if self.precision is not None:
@@ -587,10 +610,11 @@ class Supernet(nn.Module):
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 
-        These are changes through `parameter.data`, `parameter.set_` or NumPy, in tensors that were made in
-        inference mode, and of plain attributes of modules (`supernet.network.scale = 2.0`). `verify` finds
-        them where a copy or a view no longer matches; key-value caches and adopted statistics learn of them
-        from this method only.
+        These are changes through `parameter.data` or NumPy, in tensors that were made in inference mode, and
+        of plain attributes of modules (`supernet.network.scale = 2.0`). `verify` finds them where a copy or a
+        view no longer matches; key-value caches and adopted statistics learn of them from this method only.
+        Other modules and other storage (`parameter.data = other`, `parameter.set_`) are noticed after
+        `network` was read, and by whatever takes long.
         """
         self._generation.move(in_place=True)
 
@@ -617,7 +641,7 @@ class Supernet(nn.Module):
         Raises:
             StaleWeights: something was found, and `refresh` is False.
         """
-        found = self._generation.outdated(self._views.listed())
+        found = self.generation.outdated(self._views.listed())
         if found and refresh:
             self.refresh()
         elif found:
@@ -687,6 +711,7 @@ class Supernet(nn.Module):
         import subnetact
 
         package: Any = subnetact
+        self._generation.look()
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
             package.save_cut_out(self, folder, card, only, example, shard_bytes)
@@ -702,12 +727,15 @@ class Supernet(nn.Module):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        network = self.__dict__.get("_network")
+        if "_generation" in self.__dict__:  # Whoever has a part of the network may change it.
+            self._generation.look()
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("__") or not hasattr(self.__dict__.get("network"), name):
+            if name.startswith("__") or not hasattr(network, name):
                 raise
-        return getattr(self.network, name)
+        return getattr(network, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return that of the network, with the statistics of the largest subnet; `norms.save` saves all."""
@@ -772,7 +800,8 @@ class Supernet(nn.Module):
                 self._generation.move(same=True)
 
     def train(self, mode: bool = True) -> Supernet:
-        """Put the network into training mode, or out of it."""
+        """Put the network into training mode, or out of it; `mode` is as in torch."""
+        self._generation.look()
         self.network.train(mode)
         self.training = mode
         return self
@@ -783,7 +812,7 @@ class Supernet(nn.Module):
             before = [storage_id(tensor) for tensor in self.tensors()]
             self._generation.drop_copies()
             try:
-                self.network._apply(fn, recurse)  # type: ignore[no-untyped-call]
+                self.network._apply(fn, recurse)
                 self._norms.apply(fn)
             finally:
                 self._generation.move(same=before == [storage_id(tensor) for tensor in self.tensors()])
@@ -796,16 +825,17 @@ class Supernet(nn.Module):
         """Take the tensors and submodules of a network over, under the names that they have there."""
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
             self.__dict__[name] = network.__dict__[name]
-        self.__dict__["network"] = network  # past the registration of nn.Module
+        self.__dict__["_network"] = network  # past the registration of nn.Module
 
     def _present(self) -> nn.Module:
         """Return the network, unless it was given back."""
-        if type(self.network) is nn.Module:
+        network: nn.Module = self.__dict__["_network"]
+        if type(network) is nn.Module:
             raise InsertError(
                 "the operators of this supernet were removed; call insert_ again, or use the network that "
                 "remove() returned"
             )
-        return self.network
+        return network
 
     def _require_own(self, table: NormTable) -> None:
         given: Any = table
@@ -853,6 +883,7 @@ class Supernet(nn.Module):
         with self._generation.lock, nullcontext() if fresh else outside_modes():
             pairs = None if statistics is None else statistics.pairs()
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
+            own_state_(view, () if fresh else self.state)
             if hooked and self.proved is not None:
                 view.register_forward_pre_hook(self.proved.look, with_kwargs=True)
             if hooked and self.on_bind is not None:

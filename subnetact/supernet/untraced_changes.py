@@ -16,14 +16,12 @@ from subnetact.errors import StaleWeights
 from subnetact.operators.base import template_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.bind import operators_in
-from subnetact.supernet.norm_table import NormRow
 
 __all__ = ["NamedView", "PlainAttributes", "outdated", "stale_weights"]
 
-NamedView: TypeAlias = tuple[str, nn.Module, NormRow | None]
-"""The name of a subnet, its view, and its statistics row if it has one of its own."""
+NamedView: TypeAlias = tuple[str, nn.Module]
+"""The name of a subnet, and its view."""
 
-_MEASURED = ("running_mean", "running_var")
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
@@ -57,14 +55,11 @@ def _same(one: Any, other: Any) -> bool:
 
 def outdated(network: nn.Module, views: Iterable[NamedView]) -> list[str]:
     """Return which views and packed copies do not match the weights of a network now, one line each."""
-    present = {storage_id(t) for t in (*network.parameters(), *network.buffers())}
+    present = {storage_id(parameter) for parameter in network.parameters()}
     found = []
-    for name, view, row in views:
-        own = present if row is None else present | {storage_id(row.flat)}
-        tensors = [*view.named_parameters(), *view.named_buffers()]
-        if row is not None:  # A BatchNorm of half precision has copies of the statistics in its row.
-            tensors = [(n, t) for n, t in tensors if not n.endswith(_MEASURED) or t.dtype is row.flat.dtype]
-        moved = [n for n, t in tensors if "packed" not in t.__dict__ and storage_id(t) not in own]
+    for name, view in views:
+        tensors = view.named_parameters()
+        moved = [n for n, t in tensors if "packed" not in t.__dict__ and storage_id(t) not in present]
         if moved:
             found.append(f"{name}: {', '.join(moved[:3])} ({len(moved)} in all) moved to other storage")
     for operator in operators_in(network):

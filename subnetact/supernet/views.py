@@ -46,9 +46,9 @@ class Views:
         self._frozen.clear()
 
     def listed(self) -> list[NamedView]:
-        """Return the name, the view and the statistics row of every subnet."""
+        """Return the name and the view of every subnet."""
         with self.lock:
-            return [(str(spec), view, row) for spec, (view, row) in self._kept.items()]
+            return [(str(spec), view) for spec, (view, _) in self._kept.items()]
 
     def frozen(self, tensor: Tensor) -> Tensor:
         """Return a frozen tensor on the storage of a parameter or buffer, one for all views."""

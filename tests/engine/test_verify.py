@@ -127,7 +127,7 @@ def test_changes_that_are_followed_are_no_findings() -> None:
         engine(X, i), supernet(X, subnet=spec)
     assert engine.verify() == supernet.verify() == ()
     supernet.load_state_dict({name: t * 1.1 for name, t in supernet.state_dict().items()})
-    supernet.network[1] = nn.Conv2d(4, 2, 1)
+    supernet.network[1] = nn.Conv2d(4, 4, 1)
     assert engine.verify() == supernet.verify() == ()
 
 

@@ -37,6 +37,7 @@ from subnetact.operators import ElasticKernel, KernelConv2d, tensor_version
 from subnetact.operators.packed_copy import PackedCopy
 from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import SubnetSpec
+from subnetact.supernet import replacements
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
@@ -603,7 +604,8 @@ def sums_of_counters(patch: pytest.MonkeyPatch) -> None:
 
 
 def mapped_without_refresh(patch: pytest.MonkeyPatch) -> None:
-    """Mapped weights are exchanged beneath views and engines, which keep the former ones."""
+    """Mapped weights are exchanged beneath views and engines, which keep the former ones; nobody looks."""
+    patch.setattr(replacements, "_place", lambda _: None)
     fill = bundles._fill
 
     def old(supernet: Supernet, *args: Any) -> None:

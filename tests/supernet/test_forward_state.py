@@ -1,0 +1,234 @@
+"""Buffers that a forward writes are its state: every view has its own, and they are no weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generation_tables import step_table
+from small_decoders import small_decoder
+from torch import Tensor, nn
+
+import subnetact
+from subnetact.generation import Generator
+from subnetact.supernet.supernet import Supernet
+
+pytest.importorskip("torch_kirigami")
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UnprovedInputWarning")
+WIDTH = 8
+SHORT = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+LONG = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(2)) + 3
+IDS = torch.arange(3, 9).view(1, 6)
+LONG_IDS = torch.arange(3, 43).view(1, 40)
+
+
+class Stateful(nn.Module):
+    """Two layers with an elastic width between them, around which subclasses keep a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x).relu())
+
+
+class Centred(Stateful):
+    """Writes the mean of its input before its layers, and reads it afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.centre.copy_(x.detach().mean(0))
+        return self.inner(x) - self.centre
+
+
+class Counting(Stateful):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x)
+
+
+class Masked(Stateful):
+    """Has a mask for as many rows as it has seen, which is no part of its state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.mask):
+            self.mask = torch.tril(torch.ones(len(x), len(x)))
+        return self.mask[: len(x), : len(x)] @ self.inner(x)
+
+
+class Tied(Stateful):
+    """Writes a buffer through one module and reads it through another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer, self.reader = nn.Identity(), nn.Identity()
+        self.writer.register_buffer("of", torch.zeros(WIDTH))
+        self.reader.register_buffer("of", self.writer.of)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.writer.of.copy_(x.detach().amax(0))
+        return self.inner(x) * self.reader.of
+
+
+NETWORKS = {
+    Centred: {"centre"},
+    Counting: {"calls"},
+    Masked: set[str](),  # What is assigned to a view is the view's alone.
+    Tied: {"writer.of", "reader.of"},
+}
+KINDS = pytest.mark.parametrize("kind", [Centred, Masked, Tied])
+"""The networks whose answers do not depend on how often they were called."""
+
+
+def inserted(kind: type[Stateful]) -> tuple[Supernet, nn.Module]:
+    """Return a supernet, and an ordinary copy of its network that has not run."""
+    torch.manual_seed(0)
+    network = kind().eval()
+    plain = copy.deepcopy(network)
+    return subnetact.insert_(network, example=SHORT), plain
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_state_is_found_and_is_no_weight(kind: type[Stateful]) -> None:
+    supernet, plain = inserted(kind)
+    assert supernet.state == NETWORKS[kind]
+    assert supernet.state_dict().keys() == plain.state_dict().keys()
+    moment, number = supernet.generation.moment(), supernet.generation.number
+    kept = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+    for spec in (supernet.space.smallest(), supernet.space.largest()):
+        for x in (SHORT, LONG, SHORT):
+            supernet(x, subnet=spec)
+    assert (moment, number) == (supernet.generation.moment(), supernet.generation.number)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in supernet.state_dict().items())
+    assert supernet.verify() == ()
+
+
+@KINDS
+def test_the_largest_subnet_goes_through_the_states_of_the_original(kind: type[Stateful]) -> None:
+    supernet, plain = inserted(kind)
+    view = supernet.subnet(supernet.space.largest())
+    for x in (SHORT, LONG, SHORT):
+        torch.testing.assert_close(view(x), plain(x), rtol=1e-5, atol=5e-5)
+
+
+@KINDS
+@pytest.mark.parametrize("made", ["inserted", "copied", "read", "by hand"])
+def test_a_view_that_runs_while_another_one_does_leaves_it_alone(
+    kind: type[Stateful], made: str, tmp_path: Path
+) -> None:
+    supernet, plain = inserted(kind)
+    if made == "copied":
+        supernet = copy.deepcopy(supernet)
+    elif made == "read":
+        supernet.save_pretrained(tmp_path)
+        supernet = subnetact.from_pretrained(tmp_path, model=plain)  # type: ignore[assignment]
+    elif made == "by hand":
+        description = supernet.description
+        supernet = subnetact.insert_(plain, description.space, description.elastic, example=SHORT)
+    small, large = (supernet.subnet(s) for s in (supernet.space.smallest(), supernet.space.largest()))
+    alone = supernet.extract(supernet.space.smallest())(SHORT)
+
+    def meanwhile(*_: Any) -> None:
+        large(LONG)
+
+    small.get_submodule("wide").register_forward_pre_hook(meanwhile)  # between its write and its read
+    torch.testing.assert_close(small(SHORT), alone, rtol=1e-5, atol=5e-5)
+
+
+def test_views_count_their_own_calls() -> None:
+    supernet, plain = inserted(Counting)
+    small, large = (supernet.subnet(s) for s in (supernet.space.smallest(), supernet.space.largest()))
+    began = large.get_buffer("calls").clone()
+    for _ in range(3):
+        large(SHORT)
+    assert int(large.get_buffer("calls") - began) == 3
+    assert torch.equal(small.get_buffer("calls"), began)
+    assert supernet.remove().state_dict().keys() == plain.state_dict().keys()
+
+
+def test_an_engine_runs_a_network_with_a_state_as_a_view_and_shows_it_by_its_check() -> None:
+    supernet, _ = inserted(Centred)
+    by_hand = subnetact.insert_(Centred().eval(), supernet.space, dict(supernet.description.elastic))
+    assert not by_hand.state
+    engine = subnetact.Engine(by_hand, [by_hand.space.smallest()], example=SHORT[:1])
+    assert by_hand.state == {"centre"}
+    assert engine.pin(0).reason == "its forward changes its own buffers"
+    for x in (SHORT, LONG, SHORT):
+        torch.testing.assert_close(engine(x, 0), by_hand.extract(by_hand.space.smallest())(x))
+
+
+# -- rotary embeddings of long contexts --------------------------------------------------------------------
+
+ROTARY: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": (
+        "Phi3Config",
+        {
+            "tie_word_embeddings": False,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.0],
+                "long_factor": [2.0, 3.0],
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "dynamic": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        },
+    ),
+}
+
+
+def decoder(kind: str) -> nn.Module:
+    pytest.importorskip("transformers")
+    config, settings = ROTARY[kind]
+    return small_decoder(config, num_hidden_layers=2, **settings)
+
+
+def tokens(model: Any) -> list[int]:
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    found: list[int] = model.generate(IDS, **options)[0, IDS.shape[1] :].tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_rotary_embeddings_of_long_contexts_are_those_of_the_original(kind: str) -> None:
+    supernet = subnetact.insert_(decoder(kind), example=LONG_IDS[:, :6], axes=("ffn",))
+    small, large = supernet.space.smallest(), supernet.space.largest()
+    view, plain = supernet.subnet(large), decoder(kind)
+    for ids in (LONG_IDS, IDS, LONG_IDS):
+        expected = plain(ids, use_cache=False).logits
+        torch.testing.assert_close(view(ids, use_cache=False).logits, expected, rtol=1e-5, atol=5e-5)
+    for _ in range(2):  # Past the length at which the frequencies change, and from the beginning again.
+        assert tokens(view) == tokens(supernet.extract(large)) == tokens(decoder(kind))
+    assert tokens(supernet.subnet(small)) == tokens(supernet.extract(small))
+
+
+def test_a_generator_forgets_keys_of_other_frequencies() -> None:
+    supernet = subnetact.insert_(decoder("longrope"), example=IDS, axes=("ffn",))
+    spec = supernet.space.largest()
+    with Generator(supernet, [spec], step_table([str(spec)], (50.0,)), token_ms=1e6) as generator:
+        answer = generator.submit(IDS[0].tolist(), max_new_tokens=20, first_ms=1e6).result(60.0)
+    assert list(answer.tokens) == tokens(decoder("longrope"))
