@@ -152,9 +152,18 @@ def trainer_step(model: Any, door: Door) -> Any:
 
     rows = [{"input_ids": door.inputs[0], "labels": door.inputs[0]}] * 2
     arguments = TrainingArguments(
-        str(door.folder()), max_steps=1, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
-        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, logging_strategy="no",
-    )  # fmt: skip
+        str(door.folder()),
+        max_steps=1,
+        save_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_strategy="no",
+    )
     Trainer(model=model, args=arguments, train_dataset=rows).train()
     model.eval()
 
