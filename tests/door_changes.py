@@ -53,9 +53,42 @@ def double_of_a_parent(model: Any, door: Door) -> Any:
     nn.ModuleDict({"part": model}).double()
 
 
+def double_by_swapping(model: Any, door: Door) -> Any:
+    """Convert with the switch of torch that exchanges the tensors beneath the parameters."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def double_by_overwriting(model: Any, door: Door) -> Any:
+    """Convert with the switch of torch that makes new parameters."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def double_a_copy(model: Any, door: Door) -> Any:
+    return copy.deepcopy(model).double()
+
+
 def train_mode(model: Any, door: Door) -> Any:
     with torch.no_grad():
         return [door.run(model.train()), door.run(model.eval())]
+
+
+def assign_training(model: Any, door: Door) -> Any:
+    """Set the mode as an attribute, as recipes for some layers do, and run."""
+    for module in body(model).modules():
+        module.training = True
+    with torch.no_grad():
+        output = door.run(model)
+    for module in body(model).modules():
+        module.training = False
+    return output
 
 
 def eval_mode(model: Any, door: Door) -> Any:
@@ -147,6 +180,33 @@ def optimizer_step(model: Any, door: Door) -> Any:
     model.eval()
 
 
+def freeze_and_train(model: Any, door: Door) -> Any:
+    body(model).get_submodule(door.kind.linear).requires_grad_(False)
+    optimizer_step(model, door)
+
+
+def gradient_hooks(model: Any, door: Door) -> Any:
+    """Let each parameter be trained as soon as its gradient is there."""
+
+    def step(parameter: Any) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    door.run(model.train()).pow(2).mean().backward()
+    model.eval()
+
+
+def replace_tensors(model: Any, door: Door) -> Any:
+    """Put new tensors into the places of the former ones, one by one, as loaders of large models do."""
+    from accelerate.utils import set_module_tensor_to_device
+
+    for name, tensor in model.state_dict().items():
+        set_module_tensor_to_device(model, name, "cpu", value=tensor * 0.5)
+
+
 def trainer_step(model: Any, door: Door) -> Any:
     from transformers import Trainer, TrainingArguments
 
@@ -226,6 +286,28 @@ def scaled_layer(model: Any, door: Door) -> Any:
     parent, _, name = door.kind.inner.rpartition(".")
     inner = body(model).get_submodule(door.kind.inner)
     setattr(body(model).get_submodule(parent), name, nn.Sequential(inner, nn.Tanh()))
+
+
+def set_submodule(model: Any, door: Door) -> Any:
+    model.set_submodule(door.kind.head, nn.Identity())
+
+
+def write_modules(model: Any, door: Door) -> Any:
+    """Write into the dictionary of submodules."""
+    body(model)._modules[door.kind.head] = nn.Identity()
+
+
+class Louder:
+    """Doubles what a layer computes."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2  # type: ignore[misc]
+
+
+def swap_class(model: Any, door: Door) -> Any:
+    """Give a layer another class in place, as sharding and quantising do."""
+    head = body(model).get_submodule(door.kind.head)
+    head.__class__ = type("Louder", (Louder, type(head)), {})
 
 
 def delete_module(model: Any, door: Door) -> Any:
@@ -400,6 +482,13 @@ def fully_shard(model: Any, door: Door) -> Any:
 
 
 # -- settings --
+
+
+def change_setting(model: Any, door: Door) -> Any:
+    """Change a number that a forward reads."""
+    body(model).model.layers[0].self_attn.scaling *= 3
+    if isinstance(model, Supernet):
+        model.refresh()
 
 
 def set_attention(model: Any, door: Door) -> Any:

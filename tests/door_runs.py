@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import threading
 import warnings
@@ -20,6 +21,14 @@ def call_by_name(model: Any, door: Door) -> Any:
     mask = torch.ones_like(door.inputs)
     output = model(input_ids=door.inputs, attention_mask=mask, output_hidden_states=True)
     return [output.logits, *output.hidden_states]
+
+
+def call_with_labels(model: Any, door: Door) -> Any:
+    return [model(door.inputs, labels=door.inputs).loss, model(door.inputs, return_dict=False)[0]]
+
+
+def signature(model: Any, door: Door) -> Any:
+    return list(inspect.signature(model.forward).parameters)
 
 
 def autocast(model: Any, door: Door) -> Any:
@@ -118,6 +127,17 @@ def accelerate_prepare(model: Any, door: Door) -> Any:
     accelerator.unwrap_model(prepared).eval()
 
 
+def prepare_at_lower_precision(model: Any, door: Door) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with torch.no_grad():
+        return door.run(prepared)
+
+
 def generate(model: Any, door: Door) -> Any:
     return model.generate(door.inputs, max_new_tokens=4, do_sample=False)
 
@@ -144,6 +164,22 @@ def pipeline(model: Any, door: Door) -> Any:
 def functional_call(model: Any, door: Door) -> Any:
     halved = {name: tensor * 0.5 for name, tensor in model.state_dict().items()}
     return [torch.func.functional_call(model, halved, (door.inputs,), {}), door.run(model)]
+
+
+def functional_call_meanwhile(model: Any, door: Door) -> Any:
+    """Run another subnet while a functional call is on its way, as another thread may."""
+    seen: list[bool] = []
+    before = compute(door.supernet, door.inputs, subnet=door.middle)
+
+    def look(*_: Any) -> None:
+        seen.append(torch.equal(compute(door.supernet, door.inputs, subnet=door.middle), before))
+
+    handle = model.register_forward_pre_hook(look)
+    halved = {name: tensor * 0.5 for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        torch.func.functional_call(model, halved, (door.inputs,))
+    handle.remove()
+    return seen
 
 
 def functional_gradient(model: Any, door: Door) -> Any:
@@ -199,6 +235,10 @@ def device_and_dtype(model: Any, door: Door) -> Any:
 
 def isinstance_of_its_class(model: Any, door: Door) -> Any:
     return isinstance(model, type(door.original))
+
+
+def exact_class(model: Any, door: Door) -> Any:
+    return [type(module) is type(door.original.get_submodule(name)) for name, module in model.named_modules()]
 
 
 def number_of_features(model: Any, door: Door) -> Any:
