@@ -106,8 +106,8 @@ class Door:
 
     @cached_property
     def engine(self) -> Engine:
-        """An engine of the small, the large and the middle subnet."""
-        return Engine(self.supernet, self.specs, example=self.inputs[:1], check=False)
+        """An engine of the small and the large subnet."""
+        return Engine(self.supernet, [self.small, self.large], example=self.inputs[:1], check=False)
 
     def cut(self, full: nn.Module, spec: SubnetSpec | None = None) -> nn.Module:
         """Return the ordinary model of a subnet, the small one if None, cut out of an ordinary full model."""
@@ -187,13 +187,18 @@ class Door:
             return self.engine
         return self.supernet.subnet(self.small) if column == "view" else self.supernet.extract(self.small)
 
+    def outputs(self) -> dict[str, Any]:
+        """Return what all subnets compute."""
+        with torch.no_grad():
+            return {str(spec): compute(self.supernet, self.inputs, subnet=spec) for spec in self.specs}
+
+    def served(self) -> list[Any]:
+        """Return what the engine computes, for the small and the large subnet."""
+        return [compute(self.engine, self.inputs, subnet=i) for i in (0, 1)]
+
     def answers(self) -> dict[str, Any]:
         """Return what everybody else sees of the supernet: answers, names, shapes, modes and settings."""
-        with torch.no_grad():
-            found: dict[str, Any] = {
-                str(s): compute(self.supernet, self.inputs, subnet=s) for s in self.specs
-            }
-            found |= {f"engine {i}": compute(self.engine, self.inputs, subnet=i) for i in range(3)}
+        found: dict[str, Any] = {**self.outputs(), "engine": self.served()}
         network = self.supernet.network
         found["tensors"] = {n: (tuple(t.shape), t.requires_grad) for n, t in self.supernet.named_parameters()}
         found["modes"] = {n: m.training for n, m in self.supernet.named_modules()}

@@ -401,12 +401,6 @@ def onnx(model: Any, door: Door) -> Any:
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: door.inputs.numpy()})[0])
 
 
-def compiled(model: Any, door: Door) -> Any:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        return door.run(torch.compile(model, backend="eager"))
-
-
 def compiled_in_place(model: Any, door: Door) -> Any:
     torch._dynamo.reset()
     model.compile(backend="eager")
@@ -414,9 +408,9 @@ def compiled_in_place(model: Any, door: Door) -> Any:
         return door.run(model)
 
 
-def compiled_twice(model: Any, door: Door) -> Any:
-    """Compile two models, and tell of each whether its graphs ran."""
-    counts = []
+def compiled(model: Any, door: Door) -> Any:
+    """Compile two models, and tell of each what it computes and whether its graphs ran."""
+    results = []
     torch._dynamo.reset()
     for each in (model, copy.deepcopy(model)):
         ran: list[Any] = []
@@ -425,9 +419,8 @@ def compiled_twice(model: Any, door: Door) -> Any:
             return lambda *args: (ran.append(1), graph(*args))[1]
 
         with torch.no_grad():
-            door.run(torch.compile(each, backend=backend))
-        counts.append(bool(ran))
-    return counts
+            results.append([door.run(torch.compile(each, backend=backend)), bool(ran)])
+    return results
 
 
 def fake_tensors(model: Any, door: Door) -> Any:
