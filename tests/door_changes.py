@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import torch
-from door_models import Door, body
+from door_models import Door, body, compute
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -310,6 +310,27 @@ def swap_class(model: Any, door: Door) -> Any:
     head.__class__ = type("Louder", (Louder, type(head)), {})
 
 
+def exchange_tensors(model: Any, door: Door) -> Any:
+    """Exchange a parameter with another tensor beneath its name."""
+    weight = body(model).get_submodule(door.kind.head).weight
+    other = nn.Parameter(torch.full_like(weight, 0.1), requires_grad=weight.requires_grad)
+    torch.utils.swap_tensors(weight, other)
+
+
+def remove_last_layer(model: Any, door: Door) -> Any:
+    """Leave out the last layer that the model has."""
+    layers = model.model.layers
+    last = max(i for i, layer in enumerate(layers) if list(layer.parameters()))
+    del layers[last:]
+    model.config.num_hidden_layers = last
+
+
+def set_input_size(model: Any, door: Door) -> Any:
+    model.set_input_size(img_size=48)
+    with torch.no_grad():
+        return compute(model, torch.ones(1, 3, 48, 48))
+
+
 def delete_module(model: Any, door: Door) -> Any:
     delattr(body(model), door.kind.head)
     return hasattr(body(model), door.kind.head)
@@ -482,6 +503,15 @@ def fully_shard(model: Any, door: Door) -> Any:
 
 
 # -- settings --
+
+
+def change_epsilon(model: Any, door: Door) -> Any:
+    """Change a setting of all norms."""
+    for module in body(model).modules():
+        if hasattr(module, "eps"):
+            module.eps = 1.0
+    if isinstance(model, Supernet):
+        model.refresh()
 
 
 def change_setting(model: Any, door: Door) -> Any:

@@ -194,7 +194,7 @@ TABLE = [
     row(changes.trainer_step, "tied", SAME, SHARES, SAME),
     row(changes.averaged_model, "llama", SAME, SAME, SAME),
     row(changes.timm_average, "resnet", SAME, SAME, SAME),
-    row(changes.update_bn, "resnet", NOT, SHARES, SAME),
+    row(changes.update_bn, "resnet", or_refused(SubnetActError, "calibrate"), SHARES, SAME),
     # modules
     row(changes.new_head, "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row(changes.new_head, "vit", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
@@ -226,6 +226,9 @@ TABLE = [
     row(changes.resize_token_embeddings, "llama", INSERT_AGAIN, OR_SHARES, SAME, FOLLOWS),
     row(changes.resize_token_embeddings, "tied", INSERT_AGAIN, OR_SHARES, SAME, FOLLOWS),
     row(changes.set_input_embeddings, "llama", INSERT_AGAIN, OR_SHARES, SAME, FOLLOWS),
+    row(changes.exchange_tensors, "vit", or_refused(RuntimeError, "swap"), OR_SHARES, SAME),
+    row(changes.remove_last_layer, "llama", NOT, NOT, SAME),
+    row(changes.set_input_size, "vit", NOT, OR_SHARES, SAME, after=False),
     row(changes.tie_weights, "tied", SAME, OR_SHARES, SAME, FOLLOWS),
     row(changes.prune_one, "llama", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row(changes.prune_and_remove, "llama", SAME, OR_SHARES, SAME, FOLLOWS),
@@ -237,13 +240,14 @@ TABLE = [
     row(changes.old_spectral_norm, "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row(changes.quantize_dynamic, "llama", NOT, NOT, SAME),
     row(changes.quantize_by_torchao, "llama", NOT, OR_SHARES, SAME, needs="torchao"),
-    row(changes.convert_sync_batchnorm, "resnet", NOT, OR_SHARES, SAME, cut=False),
-    row(changes.freeze_batch_norm, "resnet", NOT, OR_SHARES, SAME, cut=False),
+    row(changes.convert_sync_batchnorm, "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
+    row(changes.freeze_batch_norm, "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row(changes.fuse_conv_bn, "resnet", NOT, OR_SHARES, SAME, cut=False),
     row(changes.offload, "llama", NOT, OR_SHARES, SAME, needs="accelerate"),
     row(changes.low_rank_adapters, "llama", NOT, OR_SHARES, SAME, needs="peft"),
     row(changes.fully_shard, "llama", or_refused(SubnetActError, "shard"), FOREIGN, SAME, after=False),
     # settings
+    row(changes.change_epsilon, "vit", SAME, OR_SHARES, SAME),
     row(changes.change_setting, "llama", SAME, OR_SHARES, SAME),
     row(changes.set_attention, "llama", NOT, OR_SHARES, SAME),
     row(changes.set_configuration, "llama", NOT, SAME, SAME),
@@ -335,8 +339,11 @@ FAILS = {
     "names of the state_dict do not resolve on a supernet": """
         distributed_state_dict-llama-supernet names_of_state_resolve-llama-supernet
         names_of_state_resolve-vit-supernet names_of_parameters_are_of_the_state-llama-supernet
-        functional_call-resnet-supernet functional_call-vit-supernet functional_gradient-llama-supernet
-        ensemble-vit-supernet replace_tensors-llama-supernet replace_tensors-llama-engine
+        replace_tensors-llama-supernet replace_tensors-llama-engine functional_call-resnet-supernet
+        functional_call-vit-supernet functional_gradient-llama-supernet ensemble-vit-supernet
+    """,
+    "a reset of a view's norms writes the statistics of all subnets": """
+        update_bn-resnet-supernet
     """,
     "storage that was exchanged is not noticed": """
         assign_data-llama-supernet assign_data-llama-engine vector_to_parameters-llama-supernet
@@ -348,19 +355,22 @@ FAILS = {
     """,
     "settings are shared with the supernet": """
         trainer_step-llama-view trainer_step-llama-extract trainer_step-tied-view trainer_step-tied-extract
-        resize_token_embeddings-llama-extract resize_token_embeddings-tied-extract
-        set_configuration-llama-view set_configuration-llama-extract set_feature_info-resnet-view
-        set_feature_info-resnet-extract set_attention-llama-view set_attention-llama-extract
+        resize_token_embeddings-llama-extract resize_token_embeddings-tied-extract set_attention-llama-view
+        set_attention-llama-extract set_configuration-llama-view set_configuration-llama-extract
+        set_feature_info-resnet-view set_feature_info-resnet-extract remove_last_layer-llama-extract
     """,
     "an operator does not read through to its template": """
         new_head-resnet-supernet new_head-vit-supernet new_head_on_itself-resnet-supernet
         reset_classifier-vit-supernet set_checkpointing-vit-supernet set_checkpointing-vit-engine
-        weight_decay_names-vit-supernet layer_features-vit-supernet
+        weight_decay_names-vit-supernet layer_features-vit-supernet change_epsilon-vit-supernet
     """,
     "a subnet does not say its sizes": """
         reset_classifier-resnet-extract reset_classifier-vit-extract number_of_features-resnet-view
         number_of_features-resnet-extract number_of_features-vit-view number_of_features-vit-extract
         configuration_of_sizes-llama-view configuration_of_sizes-llama-extract
+    """,
+    "a BatchNorm of a supernet is found by its class, and lacks what one has": """
+        convert_sync_batchnorm-resnet-supernet freeze_batch_norm-resnet-supernet
     """,
     "a changed elastic layer is not refused in words that help": """
         reset_classifier-resnet-supernet prune_one-llama-supernet prune_and_remove-llama-supernet
@@ -377,7 +387,7 @@ FAILS = {
         assign_training-resnet-view
     """,
     "registries of parameters are shared, and written past the methods of a module": """
-        old_weight_norm-llama-view offload-llama-view replace_tensors-llama-view
+        replace_tensors-llama-view old_weight_norm-llama-view offload-llama-view
         functional_call_meanwhile-llama-view
     """,
     "a hook that is put on the network after a view was bound does not run in it": """
@@ -388,14 +398,15 @@ FAILS = {
     """,
     "a view that its holder changes stays everybody's": """
         new_head-resnet-view new_head-vit-view new_head_on_itself-resnet-view identity_head-resnet-view
-        scaled_layer-resnet-view delete_module-llama-view delete_bias-resnet-view
-        reset_classifier-resnet-view reset_classifier-vit-view assign_parameter-vit-view
-        assign_weight-llama-view assign_weight-vit-view write_registry-llama-view wrap_forward-llama-view
-        resize_token_embeddings-llama-view resize_token_embeddings-tied-view set_input_embeddings-llama-view
-        prune_one-llama-view prune_and_remove-llama-view register_parametrization-llama-view
-        weight_norm-llama-view freeze_batch_norm-resnet-view changing_hook-resnet-view
-        set_submodule-resnet-view write_modules-resnet-view swap_class-llama-view change_setting-llama-view
-        prepare_at_lower_precision-llama-view
+        scaled_layer-resnet-view set_submodule-resnet-view write_modules-resnet-view swap_class-llama-view
+        delete_module-llama-view delete_bias-resnet-view reset_classifier-resnet-view
+        reset_classifier-vit-view assign_parameter-vit-view assign_weight-llama-view assign_weight-vit-view
+        write_registry-llama-view wrap_forward-llama-view resize_token_embeddings-llama-view
+        resize_token_embeddings-tied-view set_input_embeddings-llama-view prune_one-llama-view
+        prune_and_remove-llama-view register_parametrization-llama-view weight_norm-llama-view
+        freeze_batch_norm-resnet-view change_setting-llama-view prepare_at_lower_precision-llama-view
+        changing_hook-resnet-view quantize_by_torchao-llama-view low_rank_adapters-llama-view
+        exchange_tensors-vit-view set_input_size-vit-view change_epsilon-vit-view
     """,
 }
 
