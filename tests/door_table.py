@@ -1,4 +1,4 @@
-"""The table of doors: for every act of others' tools, what a supernet, a view, an extract and an engine do."""
+"""The table of doors: what a supernet, a view, an extract and an engine do under acts of others' tools."""
 
 from __future__ import annotations
 

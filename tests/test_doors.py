@@ -1,7 +1,7 @@
 """Others' tools do to a supernet, a view, an extract and an engine what the table of doors says.
 
 Every cell is run. Whatever is done to a view or an extract, everybody else's answers stay as they were, and
-cached views and engines still follow the weights. `door_table.FAILS` lists the cells that are not yet as they should be.
+cached views and engines still follow the weights.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from torch import nn
 
 pytest.importorskip("timm")
 pytest.importorskip("transformers")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif("not hasattr(__import__('os'), 'fork')"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the tools
 
 
 def cells() -> Iterator[Any]:
