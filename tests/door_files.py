@@ -194,6 +194,19 @@ def state_of_a_parent(model: Any, door: Door) -> Any:
     return other
 
 
+def state_of_a_parent_hides_nothing(model: Any, door: Door) -> Any:
+    return saved_tensor_hides_nothing(nn.ModuleDict({"part": model}), door)
+
+
+def pickle_a_parent(model: Any, door: Door) -> Any:
+    return pickle.loads(pickle.dumps(nn.ModuleDict({"part": model})))["part"]
+
+
+def load_a_part(model: Any, door: Door) -> Any:
+    part = body(model).get_submodule(door.kind.inner)
+    part.load_state_dict({name: tensor * 0.5 for name, tensor in part.state_dict().items()})
+
+
 def load_through_a_parent(model: Any, door: Door) -> Any:
     parent = nn.ModuleDict({"part": model})
     parent.load_state_dict({name: tensor * 0.5 for name, tensor in parent.state_dict().items()})

@@ -367,6 +367,13 @@ def symbolic_trace(model: Any, door: Door) -> Any:
     return torch.fx.symbolic_trace(model)
 
 
+def operations_trace(model: Any, door: Door) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return make_fx(model)(door.inputs)(door.inputs)
+
+
 def fused_graph(model: Any, door: Door) -> Any:
     from torch.fx.experimental.optimization import fuse
 

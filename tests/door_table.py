@@ -128,6 +128,9 @@ TABLE = [
     row(files.set_distributed_state_dict, "llama", SAME, SHARES, SAME, FOLLOWS),
     row(files.distributed_checkpoint, "llama", SAME, SAME, SAME),
     row(files.state_of_a_parent, "llama", SAME, SAME, SAME),
+    row(files.state_of_a_parent_hides_nothing, "vit", SAME, SAME, SAME),
+    row(files.pickle_a_parent, "llama", SAME, SHARES, SAME),
+    row(files.load_a_part, "llama", SAME, SHARES, SAME, FOLLOWS),
     row(files.load_through_a_parent, "llama", SAME, SHARES, SAME, FOLLOWS),
     row(files.names_of_state_resolve, "llama", SAME, SAME, SAME),
     row(files.names_of_state_resolve, "vit", SAME, SAME, SAME),
@@ -164,6 +167,7 @@ TABLE = [
     row(values.halve_in_place, "resnet", SAME, WRITES, SAME, FOLLOWS),
     row(values.initialise_one, "llama", SAME, WRITES, SAME, FOLLOWS),
     row(values.apply_by_weight, "llama", SAME, WRITES, SAME, FOLLOWS),
+    row(values.initialise_by_class, "resnet", SAME, WRITES, SAME, FOLLOWS),
     row(values.reset_parameters, "resnet", NOT, OR_SHARES, SAME),
     row(values.assign_data, "llama", SAME, NOT, SAME, FOLLOWS),
     row(values.write_by_numpy, "llama", SAME, WRITES, SAME, FOLLOWS),
@@ -237,6 +241,7 @@ TABLE = [
     row(changes.set_attention, "llama", NOT, OR_SHARES, SAME),
     row(changes.set_configuration, "llama", NOT, SAME, SAME),
     row(changes.set_feature_info, "resnet", NOT, SAME, SAME),
+    row(changes.wrap_for_checkpointing, "llama", SAME, OR_SHARES, SAME, cut=False),
     row(changes.set_checkpointing, "llama", SAME, NOT, SAME, FOLLOWS),
     row(changes.set_checkpointing, "vit", SAME, NOT, SAME, FOLLOWS),
     row(changes.set_input_gradients, "llama", NOT, OR_SHARES, SAME),
@@ -294,6 +299,7 @@ TABLE = [
     row(runs.global_hook, "resnet", SAME, SAME, SAME),
     # graphs and exports
     row(runs.symbolic_trace, "resnet", or_refused(SubnetActError, "SubnetSpec"), SAME, SAME),
+    row(runs.operations_trace, "vit", SAME, SAME, SAME),
     row(runs.fused_graph, "resnet", NOT, SAME, SAME),
     row(runs.feature_extractor, "resnet", NOT, OR_SHARES, SAME),
     row(runs.script_trace, "resnet", NOT, SAME, SAME),
@@ -313,7 +319,7 @@ FAILS = {
     """,
     "a view's state_dict has slices of the storage of everything": """
         saved_tensor_hides_nothing-vit-view safetensors_file-llama-view safetensors_save_model-tied-view
-        safetensors_load_model-tied-view
+        safetensors_load_model-tied-view state_of_a_parent_hides_nothing-vit-view
     """,
     "a subnet writes a folder that does not open": """
         save_pretrained-llama-view save_pretrained-llama-extract save_pretrained-tied-view
@@ -350,6 +356,9 @@ FAILS = {
         reset_classifier-resnet-extract reset_classifier-vit-extract number_of_features-resnet-view
         number_of_features-resnet-extract number_of_features-vit-view number_of_features-vit-extract
         configuration_of_sizes-llama-view configuration_of_sizes-llama-extract
+    """,
+    "layers of a supernet other than norms are not found by their class": """
+        initialise_by_class-resnet-supernet initialise_by_class-resnet-engine
     """,
     "a BatchNorm of a supernet is found by its class, and lacks what one has": """
         update_bn-resnet-supernet convert_sync_batchnorm-resnet-supernet freeze_batch_norm-resnet-supernet
