@@ -170,11 +170,16 @@ class _View(nn.Module):
             raise ViewError("a view's weights belong to every subnet; train supernet.extract(spec) instead")
         return self
 
-    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> Any:  # a module around the view loads, too
         raise ViewError(
             "loading into a view would change every subnet; load into the supernet, or into "
             "supernet.extract(spec)"
         )
+
+    def reset_parameters(self) -> None:
+        raise ViewError("a view's values belong to every subnet; reset those of supernet.extract(spec)")
+
+    reset_running_stats = reset_parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = object.__new__(type(self))
