@@ -172,7 +172,8 @@ def insert_(
     an elastic description written by hand, which is tried if there is an example.
 
     Every BatchNorm with running statistics becomes a SubnetNorm, even if it is not described, because a
-    subnet changes the values that flow through all of them.
+    subnet changes the values that flow through all of them. Quantised weights are refused; what a quantiser
+    has left beside weights that are numbers, in the configuration for example, is dropped.
 
     Args:
         model: an ordinary model. Its modules are replaced; its parameters keep their names.
