@@ -351,7 +351,7 @@ class _Heads:
                     members.append(Member(layer, "out", WeightSlice, self.rows(shared), start, outputs))
                 start += totals[shared]
             yield members
-        if not packed and outputs % totals[False]:
+        if not packed and (outputs % totals[False] or not self.rows(True)):
             raise _Unfit(
                 f"{layer} has {outputs} outputs, which are no queries, keys or values of {self.queries} "
                 f"({self.pairs}) heads with {self.width} features"
@@ -437,8 +437,7 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
             yield Member(inner, "out", WeightSlice, each)
         elif not type(module).__module__.startswith("torch.nn.") and inner not in observed.sides:
             for name, tensor in {**module._parameters, **(module._buffers if inner == path else {})}.items():
-                shape = getattr(tensor, "shape", ())
-                axes = [axis for axis, length in enumerate(shape) if length == heads.queries]
+                axes = [axis for axis, n in enumerate(getattr(tensor, "shape", ())) if n == heads.queries]
                 if len(axes) == 1:
                     yield Member(inner, f"{name}.{axes[0]}", ElasticAttribute, each)
             if inner != path:
