@@ -71,7 +71,10 @@ class ElasticDecoder(nn.Module):
                 f"{type(network).__name__} is no language model of transformers, as LlamaForCausalLM is"
             )
         self.config, text = network.config, network.config.get_text_config()
-        if strange := {*(getattr(text, "layer_types", None) or ())}.difference(ATTN_TYPE_TO_ALLOCATOR):
+        strange = {*(getattr(text, "layer_types", None) or ())}.difference(ATTN_TYPE_TO_ALLOCATOR)
+        if getattr(text, "kv_lora_rank", None):
+            strange.add("latent attention, whose keys and values differ in width")
+        if strange:
             raise InsertError(
                 f"continuous batching has no cache for {min(strange)}; use view.generate and switch"
             )

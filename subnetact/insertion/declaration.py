@@ -28,10 +28,10 @@ from subnetact.insertion.analysis import TracedModel
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.skippable import StackWatch, skippable_blocks
-from subnetact.insertion.state_space import is_state_space, state_space_group
+from subnetact.insertion.state_space import state_group
 from subnetact.insertion.stream import STREAM, stream_group
-from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice, vocabulary
-from subnetact.operators.layer_traits import traits_of
+from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, WeightSlice, vocabulary
+from subnetact.operators.layer_traits import norm_features, traits_of
 from subnetact.operators.vocabulary import number_of
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.proof import prove
@@ -80,7 +80,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     mixers = [*_state_spaces(observed), *attentions]
     settle(mixers)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
-    feed_forwards = list(_feed_forwards(observed, attentions))
+    feed_forwards = list(_feed_forwards(observed, mixers))
     settle(feed_forwards)
     experts = expert_groups(observed.modules, observed.block_of)
     settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
@@ -247,11 +247,11 @@ def _attentions(observed: _Observation) -> Iterator[_Proposal]:
 
 
 def _state_spaces(observed: _Observation) -> Iterator[_Proposal]:
-    """Propose the heads of every Mamba-2 mixer."""
+    """Propose the heads, or the channels, of every mixer that keeps a state."""
     for path in observed.calls:
-        if is_state_space(module := observed.modules[path]):
-            layers = [f"{path}.in_proj", f"{path}.out_proj"]
-            yield _Proposal(f"{path}.heads", layers, *state_space_group(path, module))
+        if (group := state_group(path, observed.modules[path])) is not None:
+            layers = [layer for layer in observed.order if layer.startswith(f"{path}.")]
+            yield _Proposal(f"{path}.heads", layers, *group)
 
 
 def _inner(proposal: _Proposal) -> Iterator[tuple[str, str]]:
@@ -351,7 +351,7 @@ class _Heads:
                     members.append(Member(layer, "out", WeightSlice, self.rows(shared), start, outputs))
                 start += totals[shared]
             yield members
-        if not packed:
+        if not packed and (outputs % totals[False] or not self.rows(True)):
             raise _Unfit(
                 f"{layer} has {outputs} outputs, which are no queries, keys or values of {self.queries} "
                 f"({self.pairs}) heads with {self.width} features"
@@ -363,41 +363,58 @@ class _Heads:
 def _head_groups(observed: _Observation, path: str, projections: list[str], out: str) -> Iterator[Group]:
     """Yield the groups that heads may form, for every packing of fused layers and every set of numbers."""
     module = observed.modules[path]
-    heads = _heads(observed, path, out)
-    if not projections:
-        raise _Unfit("no linear layer in it makes queries, keys and values")
-    packings = [list(heads.projection(layer, observed.sides[layer][1])) for layer in projections]
+    latent = [layer for layer in projections if vocabulary.LATENT.search(layer)]
+    heads = _heads(observed, path, out, bool(latent))
+    if heads.rows(True) and (getattr(module, "is_kv_shared_layer", False) or _stores(module)):
+        raise _Unfit("it shares its keys and values with other blocks, so it keeps all heads")
     all_heads, full = heads.queries * heads.width, heads.full
+    outputs = {layer: observed.sides[layer][1] for layer in projections if layer not in latent}
+    if latent:  # Queries, keys and values have widths of their own, and lie head by head.
+        packings = [[[Member(x, "out", WeightSlice, n // full)]] for x, n in outputs.items() if n % full == 0]
+    else:
+        packings = [list(heads.projection(layer, n)) for layer, n in outputs.items()]
+    if not packings:
+        raise _Unfit("no linear layer in it makes queries, keys and values")
+    rows = {heads.pairs * heads.width: heads.rows(True), all_heads: heads.rows(False)}
+    norms, tables = _norms(module, path, rows), list(_tables(observed, path, heads))
     numbers = {
         **_valued(module, vocabulary.HEADS, heads.queries),
         **_valued(module, vocabulary.ALL_HEADS, all_heads),
         **_valued(module, vocabulary.KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
         **_valued(module, vocabulary.QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
     }
-    tables = list(_tables(observed, path, heads))
     config, count = vars(module).get("config"), heads.queries
     stated = {f"config.{name}": count for name in vocabulary.HEADS if number_of(config, name) == count}
     more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
         members.append(Member(out, "in_", WeightSlice, all_heads // full))
-        for with_tables, further in itertools.product([tables, []] if tables else [[]], more):
+        extras = dict.fromkeys([(*norms, *tables), (*norms,), (*tables,), ()])
+        for extra, further in itertools.product(extras, more):
             own = {**numbers, **further}
             attributes = [Member(path, n, ElasticAttribute, v // full) for n, v in own.items()]
-            yield Group(f"{path}.heads", "heads", full, (*members, *with_tables, *attributes))
+            yield Group(f"{path}.heads", "heads", full, (*members, *extra, *attributes))
 
 
-def _heads(observed: _Observation, path: str, out: str) -> _Heads:
+def _norms(module: nn.Module, path: str, rows: Mapping[int, int]) -> list[Member]:
+    """Return the norms in a module over all of some features: their number -> rows per unit of a group."""
+    norms = {inner: rows.get(norm_features(norm), 0) for inner, norm in module.named_modules(prefix=path)}
+    return [Member(inner, "features", LayerNormSlice, each) for inner, each in norms.items() if each]
+
+
+def _heads(observed: _Observation, path: str, out: str, latent: bool) -> _Heads:
     """Return the heads of an attention module whose output layer is given."""
     all_heads = observed.sides[out][0]
     queries = _number(observed, path, vocabulary.HEADS, inherited=True)
     width = _number(observed, path, vocabulary.HEAD_WIDTHS, inherited=False)
-    if width is not None and all_heads % width == 0:
+    if width is not None and all_heads % width == 0 and not latent:
         queries = all_heads // width
     if queries is None or all_heads % queries:
         raise _Unfit(f"{out} has {all_heads} inputs, which is no multiple of {queries} heads")
     if queries < 2:
         raise _Unfit("it has one head only")
+    if latent:
+        return _Heads(queries, queries, all_heads // queries)
     per_pair = _number(observed, path, vocabulary.QUERIES_PER_KEY, inherited=False)
     pairs = _number(observed, path, vocabulary.KEY_VALUE_HEADS, inherited=True) or queries
     pairs = queries // per_pair if per_pair and queries % per_pair == 0 else pairs
@@ -419,8 +436,8 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
         if isinstance(module, nn.Embedding) and module.embedding_dim == heads.queries:
             yield Member(inner, "out", WeightSlice, each)
         elif not type(module).__module__.startswith("torch.nn.") and inner not in observed.sides:
-            for name, parameter in module.named_parameters(recurse=False):
-                axes = [axis for axis, length in enumerate(parameter.shape) if length == heads.queries]
+            for name, tensor in {**module._parameters, **(module._buffers if inner == path else {})}.items():
+                axes = [axis for axis, n in enumerate(getattr(tensor, "shape", ())) if n == heads.queries]
                 if len(axes) == 1:
                     yield Member(inner, f"{name}.{axes[0]}", ElasticAttribute, each)
             if inner != path:
@@ -428,11 +445,11 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
                     yield Member(inner, number, ElasticAttribute, value // heads.full)
 
 
-def _feed_forwards(observed: _Observation, attentions: Sequence[_Proposal]) -> Iterator[_Proposal]:
+def _feed_forwards(observed: _Observation, mixers: Sequence[_Proposal]) -> Iterator[_Proposal]:
     """Propose the neurons of every feed-forward network in a block; packed layers come last."""
-    attention = {path for proposal in attentions for path in proposal.layers}
-    layers = [layer for layer in observed.order if layer not in attention]
-    hosts = [_parent(_parent(proposal.name)) for proposal in attentions]
+    mixing = {path for proposal in mixers for path in proposal.layers}
+    layers = [layer for layer in observed.order if layer not in mixing]
+    hosts = [_parent(_parent(proposal.name)) for proposal in mixers]
     packed: list[_Proposal] = []
     for at, last in enumerate(layers):
         neurons, block = observed.sides[last][0], observed.block_of(last)
@@ -453,22 +470,22 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
     around = _common([*first, last])
     name = f"{around}.ffn" if around not in observed.blocks else f"{first[0]}.ffn"
     proposal = _Proposal(name, [*first, last])
-    end = [Member(last, "in_", WeightSlice)]
+    end, norms = [Member(last, "in_", WeightSlice)], list[Member]()
     if around in observed.calls and around not in observed.blocks:
         inside = observed.modules[around]
         end += [Member(around, n, ElasticAttribute) for n in _valued(inside, vocabulary.NEURONS, neurons)]
+        norms = _norms(inside, around, {neurons: 1})
         end += [
             Member(path, "out", WeightSlice)
             for path, m in inside.named_modules(prefix=around)
             if isinstance(m, nn.Conv1d | nn.Conv2d) and m.groups == m.in_channels == m.out_channels == neurons
         ]
-    if observed.sides[first[0]][1] == neurons:
-        plain = [Member(layer, "out", WeightSlice) for layer in first]
-        proposal.variants.append(Group(name, "ffn", neurons, (*plain, *end)))
-    else:
-        halves = [Member(first[0], "out", WeightSlice, 1, start, 2 * neurons) for start in (0, neurons)]
-        pairs = [Member(first[0], "out", WeightSlice, 2)]
-        proposal.variants += [Group(name, "ffn", neurons, (*start, *end)) for start in (halves, pairs)]
+    plain = [Member(layer, "out", WeightSlice) for layer in first]
+    halves = [Member(first[0], "out", WeightSlice, 1, start, 2 * neurons) for start in (0, neurons)]
+    pairs = [Member(first[0], "out", WeightSlice, 2)]
+    starts = [plain] if observed.sides[first[0]][1] == neurons else [halves, pairs]
+    for start, extra in itertools.product(starts, [norms, []] if norms else [[]]):
+        proposal.variants.append(Group(name, "ffn", neurons, (*start, *end, *extra)))
     return proposal
 
 
@@ -593,6 +610,8 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
         return ""
     if finding.kind == "differs":
         return "half of it does not compute what the whole computes with zeros in the other half"
+    if finding.kind == "fails" and type(unit).__module__.startswith("transformers."):
+        return f"half of it does not fit {finding.why.partition(': ')[0]}, which no rule narrows with it"
     return f"with half of it, {finding.why}"
 
 

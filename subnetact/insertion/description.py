@@ -23,6 +23,7 @@ from subnetact.files.documents import DocumentFormat, parse_json
 from subnetact.insertion.layer_vocabulary import LayerConfigs, LayerVocabulary
 from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
+from subnetact.operators.vocabulary import EXPERT_GROUPS
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value
 from subnetact.supernet.proved_inputs import ProvedInputs
@@ -444,7 +445,8 @@ def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | Dept
     try:
         return replace(slot, sizes=sizes_of_choices(slot.full, choices, unit, least, divisor))
     except InsertError as error:
-        raise InsertError(f"{slot.name}: {error}") from None
+        grouped = any(m.part in EXPERT_GROUPS for m in getattr(slot, "members", ()))
+        raise InsertError(f"{slot.name}: {error}{' groups of experts' * grouped}") from None
 
 
 _FIELDS = {

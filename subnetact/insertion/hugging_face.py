@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from subnetact.insertion.experts import ROUTING
 from subnetact.insertion.key_value_cache import note_skipped_
 from subnetact.insertion.layer_vocabulary import SKIPPED, embedding_of, layer_stacks
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
-from subnetact.operators.vocabulary import CONFIGURED_HEADS, NEURONS, ROUTED, number_of
+from subnetact.operators.vocabulary import CONFIGURED_HEADS, NEURONS, ROUTED, SIZES, number_of
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
 
@@ -31,8 +32,9 @@ __all__ = ["as_pretrained", "heterogeneous", "renamed", "renumbered"]
 DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
 """Fields of configurations, under their common names; models map other names to these."""
-_ALL_HEADS = "the number of heads"
 Tensors: TypeAlias = Mapping[str, Tensor]
+Place: TypeAlias = tuple[str, int]  # a tensor and an axis
+Places: TypeAlias = Mapping[Place, int]
 
 
 def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
@@ -66,18 +68,18 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     for path, layers in kept.items():
         _shorten(config, path, len(list(model.get_submodule(path).children())), layers)
     with torch.device("meta"):
-        built = cls(copy.deepcopy(old))
-        if channels := _fewer_channels(model, built):
-            old = copy.deepcopy(old)
-            for text in (old.get_text_config(), config.get_text_config()):
-                text.head_dim = number_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
-                text.hidden_size = channels
-            built = cls(copy.deepcopy(old))
-        full = renamed(built.state_dict() | _numbers(built), moved)
+        channels = _fewer_channels(model, cls(copy.deepcopy(old)))
     weights = renamed(model.state_dict(), moved)
     _drop_inputs(weights, old, kept)
-    numbers = renamed(_numbers(model), moved)
-    _narrow(config, full, weights, numbers, model)
+    text = (old := copy.deepcopy(old)).get_text_config()
+    if number_of(text, "num_attention_heads") and not number_of(text, "head_dim"):
+        text.head_dim = text.hidden_size // text.num_attention_heads
+    for each in (text, config.get_text_config()) if channels else ():
+        _keep_head_width(each, text)
+        each.hidden_size = channels
+    stack = next((f"{path}." for path in layer_stacks(model)), "")
+    small = _places(weights | renamed(_numbers(model), moved))
+    _narrow(config, old, small, cls, moved, stack)
     found: Any = _built(cls, config).to(next(model.parameters()).dtype).eval()
     try:
         found.load_state_dict(weights)
@@ -161,15 +163,15 @@ def _build_layers(model: nn.Module, config: Any) -> None:
 
 def _built(cls: Any, config: Any) -> nn.Module:
     """Build a model of a class of transformers from a configuration, layer by layer if that is needed."""
-    if not getattr(config, "is_heterogeneous", False):
-        return cls(config)  # type: ignore[no-any-return]
+    mixed = getattr(config, "is_heterogeneous", False)
     try:
-        return heterogeneous(cls)(config)  # type: ignore[no-any-return]
+        return (heterogeneous(cls) if mixed else cls)(config)  # type: ignore[no-any-return]
     except Exception as error:
         raise_if_out_of_memory(error)
+        sizes = "of layers of different sizes" if mixed else "with the sizes of this subnet"
+        advice = "choose the same size for all layers, or save" if mixed else "save"
         raise InsertError(
-            f"{cls.__name__} cannot be built of layers of different sizes ({error}); choose the same size "
-            "for all layers, or save the state_dict of the subnet instead"
+            f"{cls.__name__} cannot be built {sizes} ({error}); {advice} the state_dict of the subnet instead"
         ) from error
 
 
@@ -243,48 +245,38 @@ def _numbers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _narrow(config: Any, full: Tensors, weights: Tensors, numbers: Tensors, model: nn.Module) -> None:
-    """Set the numbers of neurons and heads that follow from the shapes of weights, and those of experts."""
-    stack = next((f"{path}." for path in layer_stacks(model)), "")
-    shares: dict[str, dict[str, float]] = {}  # field -> layer -> the smallest share of a full size
-    for name, tensor in {**weights, **numbers}.items():
-        found = re.match(r".*?(\d+)\.", name.removeprefix(stack))
-        if found is None or not name.startswith(stack):
-            continue
-        layer = found[1] if stack else found[0]
-        attention = re.search("attn|attention", name, re.IGNORECASE)
-        names = ROUTED.get(name.rpartition(".")[2], ("moe_intermediate_size",) if tensor.dim() == 3 else ())
-        for old, new in zip(full[name].shape, tensor.shape, strict=True):
-            field = next((f for f in names if number_of(config, f) in (old, old / 2)), "")
-            if not field and name not in numbers:
-                field = _ALL_HEADS if attention else _neurons_field(config, name, layer, old)
-            of_layers = shares.setdefault(field, {})
-            of_layers[layer] = min(of_layers.get(layer, 1.0), new / old)
-    shares.pop("", None)
-    heads = {f: number_of(config, f) for f in CONFIGURED_HEADS if number_of(config, f)}
-    if min(shares.get(_ALL_HEADS, {"": 1.0}).values()) < 1:
-        config.head_dim = number_of(config, "head_dim") or config.hidden_size // config.num_attention_heads
-    per_layer: dict[int, dict[str, int]] = {}
-    for field, of_layers in shares.items():
-        different = sorted(set(of_layers.values()))
-        if isinstance(getattr(config, field, None), list):
-            every = enumerate(getattr(config, field))
-            setattr(config, field, [round(n * of_layers.get(str(i), 1.0)) for i, n in every])
+def _narrow(config: Any, old: Any, small: Places, cls: Any, moved: Any, stack: str) -> None:
+    """State the sizes of a subnet in the fields of a configuration that decide them."""
+    text, full, per_layer = config.get_text_config(), _places_of(cls, old, moved), dict[int, dict[str, int]]()
+    decided = _decided(old.get_text_config(), full, small, partial(_places_of, cls, old, moved))
+    if CONFIGURED_HEADS[0] in decided:
+        _keep_head_width(text, old.get_text_config())
+        if _stated(text, CONFIGURED_HEADS[1]):  # It decides no shape where there is one head, or latents.
+            decided.setdefault(CONFIGURED_HEADS[1], decided[CONFIGURED_HEADS[0]])
+    for field, places in decided.items():
+        shares: dict[str, float] = {}  # layer -> the smallest share of a full size
+        for name, axis in places & small.keys():
+            inside = re.match(r".*?(\d+)\.", name.removeprefix(stack))
+            if inside is not None and name.startswith(stack):
+                layer, share = inside[bool(stack)], small[name, axis] / full[name, axis]
+                shares[layer] = min(shares.get(layer, 1.0), share)
+        different = sorted(set(shares.values()))
+        stated = _stated(text, field)
+        if isinstance(stated, list):
+            setattr(text, field, [round(n * shares.get(str(i), 1.0)) for i, n in enumerate(stated)])
             continue
         if len(different) > 1 and not stack:
             raise InsertError(
-                f"no configuration of {type(model).__name__} describes this subnet: {field} is one number "
+                f"no configuration of {cls.__name__} describes this subnet: {field} is one number "
                 f"for all layers, whose shares of it differ here, {', '.join(f'{s:g}' for s in different)}; "
                 "choose the same size for all layers"
             )
-        stated = heads if field == _ALL_HEADS else {field: _neurons(config, field)}
-        for layer, share in of_layers.items():
-            narrow = {f: max(1, round(n * share)) for f, n in stated.items() if share < 1}
+        for layer, share in shares.items():
+            number = max(1, round(stated * share))
             if len(different) == 1:
-                for name, number in narrow.items():
-                    setattr(config, name, number)
-            elif narrow:
-                per_layer.setdefault(int(layer), {}).update(narrow)
+                setattr(text, field, number)
+            elif share < 1:
+                per_layer.setdefault(int(layer), {})[field] = number
     if per_layer:
         config.per_layer_config = per_layer
         try:
@@ -293,22 +285,53 @@ def _narrow(config: Any, full: Tensors, weights: Tensors, numbers: Tensors, mode
             config.allow_global_per_layer_attribute_access = True
 
 
+def _decided(text: Any, full: Places, small: Places, built: Callable[..., Places]) -> dict[str, set[Place]]:
+    """Return the fields that decide axes that are smaller in a subnet, and all axes that they decide.
+
+    Fields may state the same number. What changes in a model with another number tells them apart.
+    """
+    decided: dict[str, set[Place]] = {}
+    smaller = {place for place, size in small.items() if full[place] != size}
+    common = {text.attribute_map.get(field, field): field for field in reversed(SIZES)}.values()
+    for field in common if smaller else ():
+        if stated := _stated(text, field):
+            other = [n // 2 or 2 for n in stated] if isinstance(stated, list) else stated // 2 or 2
+            with suppress(Exception):  # The class refuses the number.
+                changed = built(**{field: other})
+                places = {place for place, size in full.items() if changed.get(place, size) != size}
+                if places & smaller:
+                    decided[field] = places
+    return decided
+
+
+def _places_of(cls: Any, config: Any, moved: Any, **stated: Any) -> Places:
+    """Return the sizes of all axes, and the numbers, of the model of a configuration with other numbers."""
+    config = copy.deepcopy(config)
+    for field, number in stated.items():
+        setattr(config.get_text_config(), field, number)
+    with torch.device("meta"):
+        built = cls(config)
+    return _places(renamed(built.state_dict() | _numbers(built), moved))
+
+
+def _places(tensors: Tensors) -> Places:
+    return {(name, axis): size for name, t in tensors.items() for axis, size in enumerate(t.shape)}
+
+
+def _keep_head_width(text: Any, full: Any) -> None:
+    """State the width of heads, which else follows from other sizes, unless a configuration computes it."""
+    with suppress(AttributeError):
+        text.head_dim = full.head_dim
+
+
 def _side(field: str) -> str:
     """Return the part of a model that a field is for, "encoder" for example, or an empty string."""
     return next((side for side in ("encoder", "decoder") if field.startswith(side)), "")
 
 
-def _neurons_field(config: Any, name: str, layer: str, number: int) -> str:
-    """Return the field that states an axis of a weight, which may hold two matrices; "" if none does."""
-    sizes = (number, number / 2)
-    return next((f for f in NEURONS if _side(f) in name and _neurons(config, f, layer) in sizes), "")
-
-
-def _neurons(config: Any, field: str, layer: str = "") -> int:
-    """Return the number of neurons that a field states; GPT-2 has four per feature if the field is None."""
+def _stated(config: Any, field: str) -> Any:
+    """Return the number that a field states, or one per layer; GPT-2 has four per feature if it is None."""
     value = getattr(config, field, None)
-    if isinstance(value, list):
-        return int(value[int(layer)]) if layer.isdigit() and int(layer) < len(value) else 0
     if field == "n_inner" and getattr(config, field, 0) is None:
         return 4 * int(config.hidden_size)
-    return number_of(config, field)
+    return value if isinstance(value, list) else number_of(config, field)

@@ -67,6 +67,7 @@ SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
 HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 """Homes of hooks of transformers, which note hidden states or let outputs require gradients, and no more."""
+BYTES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)  # of quantised weights
 LOOSE = "the parameters {} belong to no known layer: use nn.Linear, or describe them with ElasticAttribute"
 UNTRACED = "everything else"
 """The name under which a description says why the graph was not analysed, whatever `only` selects."""
@@ -173,7 +174,8 @@ def insert_(
     an elastic description written by hand, which is tried if there is an example.
 
     Every BatchNorm with running statistics becomes a SubnetNorm, even if it is not described, because a
-    subnet changes the values that flow through all of them.
+    subnet changes the values that flow through all of them. Quantised weights are refused; what a quantiser
+    has left beside weights that are numbers, in the configuration for example, is dropped.
 
     Args:
         model: an ordinary model. Its modules are replaced; its parameters keep their names.
@@ -251,6 +253,10 @@ def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
             f"{_called(supernet.remove(), differing[0])} stays in evaluation mode in model.train(), but not "
             "with operators; let train() find modules by isinstance or by name"
         )
+    for holder in (model, getattr(model, "config", None)):
+        # Its weights are numbers; what a quantiser has left would keep others from saving and opening it.
+        for name in ("hf_quantizer", "quantization_method", "quantization_config"):
+            getattr(holder, "__dict__", {}).pop(name, None)
     return supernet
 
 
@@ -521,8 +527,10 @@ def _obstacle(module: nn.Module) -> str | None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         return "is a scripted module; give the model that it was made from"
-    if "quantized" in type(module).__module__ or any(t.is_quantized for t in module.buffers(False)):
-        return "is quantised; insert operators first and quantise subnets afterwards"
+    own = ("torchao." in type(t).__module__ or t.dtype in BYTES for t in module.parameters(False))
+    quantised = "quantized" in type(module).__module__ or hasattr(module, "qweight") or any(own)
+    if quantised or any(t.is_quantized for t in module.buffers(False)):
+        return "is quantised; dequantise it first (model.dequantize()), and quantise subnets afterwards"
     for name, value in vars(module).items():
         if isinstance(value, MethodType) and value.__self__ is module:
             return (

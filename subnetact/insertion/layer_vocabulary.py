@@ -76,7 +76,9 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     heads = {field: number for field in CONFIGURED_HEADS if (number := number_of(config, field)) > 1}
     named = {"ffn": NEURONS, "experts": EXPERTS_PER_TOKEN, "pool": EXPERTS}
     stacked = {any("." in m.part for m in slot.members) for slot in slots if slot.axis == "ffn"}
-    if len(stacked) > 1:  # Experts and other feed-forward networks of a layer have different fields.
+    parts = {m.part for slot in slots for m in getattr(slot, "members", ())}
+    # Experts beside other neurons of a layer, and mixers that keep a state, have fields of their own.
+    if len(stacked) > 1 or parts & {"conv_dim", "key_dim"}:
         return None
     if stacked == {True}:
         named["ffn"] = ("moe_intermediate_size", *NEURONS)

@@ -22,7 +22,7 @@ from subnetact.errors import InsertError
 from subnetact.insertion.description import Group, Member
 from subnetact.insertion.layer_vocabulary import embedding_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
-from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.layer_traits import norm_features, traits_of
 from subnetact.operators.vocabulary import WIDTHS, number_of
 
 __all__ = ["STREAM", "stream_group"]
@@ -78,8 +78,8 @@ def _members(path: str, module: nn.Module, full: int, inside: bool) -> Iterator[
         yield from (Member(path, part, WeightSlice) for part in held if parts[part] == full)
     elif inside or traits.kind not in ("unknown", "norm"):
         return
-    elif traits.kind == "norm" or (set(shapes) == {"weight"} and len(shapes["weight"]) == 1):
-        if set(shapes.values()) == {(full,)}:
+    elif traits.kind == "norm" or norm_features(module):
+        if norm_features(module) == full:
             yield Member(path, "features", LayerNormSlice)
     else:  # own parameters, of a router or of all experts, and numbers of what is around them
         axes = [f"{name}.{i}" for name, shape in shapes.items() for i, n in enumerate(shape) if n == full]

@@ -424,7 +424,8 @@ def _part(operator: Operator, name: str, role: str, row: SizeRow, dimensions: Se
     if len(legal) < 2 or legal[-1] != most:
         return None
     tables: dict[tuple[str, int], Tensor] = {}
-    for axis in range(max((p.dim() for p in operator._parameters.values() if p is not None), default=1)):
+    own = (*operator._parameters.values(), *operator._buffers.values())
+    for axis in range(max((tensor.dim() for tensor in own if tensor is not None), default=1)):
         first, middle, last = (
             _kept(operator, name, size, axis) for size in (legal[0], legal[len(legal) // 2], most)
         )
@@ -466,7 +467,7 @@ def _line(tags: Tensor, dims: int, axis: int) -> Tensor:
     """Return the tags along an axis; a slice may have split the first axis of a parameter."""
     tags = tags.flatten(0, tags.dim() - dims)
     index: Any = tuple(slice(None) if i == axis else 0 for i in range(dims))
-    return tags[index]
+    return tags[index] if tags.numel() else torch.arange(tags.shape[axis])
 
 
 def _table(first: Tensor, last: Tensor, steps: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LayerTraits", "is_batch_norm", "register_layer", "traits_of"]
+__all__ = ["LayerTraits", "is_batch_norm", "norm_features", "register_layer", "traits_of"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,13 @@ def traits_of(layer: nn.Module | type[nn.Module], derived: bool = True) -> Layer
 def is_batch_norm(layer: nn.Module) -> bool:
     """Tell whether a layer is a BatchNorm with one set of statistics."""
     return traits_of(layer).kind == _BATCH_NORM.kind
+
+
+def norm_features(layer: nn.Module) -> int:
+    """Return how many features a norm scales, also one of an unknown class; 0 for other layers."""
+    kind, own = traits_of(layer).kind, dict(layer.named_parameters(recurse=False))
+    norm = kind == _NORM.kind or (kind == _UNKNOWN.kind and own.keys() == {"weight"})
+    return next(iter(own.values())).shape[0] if norm and {p.dim() for p in own.values()} == {1} else 0
 
 
 def register_layer(cls: type[nn.Module], traits: LayerTraits) -> None:

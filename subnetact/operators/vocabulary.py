@@ -2,13 +2,15 @@
 
 Of the names that fit, the first counts. `CONFIGURED_HEADS` are the two fields of configurations to which
 models map others. `ALL_HEADS` is the width of all heads together, `WIDTHS` that of what flows between layers;
-some attentions use the latter for the former. `EXPERT_WIDTHS` are names of modules with weights of experts,
-for the neurons of one. The numbers of `ROUTED` are those of routers and of what is beside them; some routers
-choose groups of experts first.
+some attentions use the latter for the former. `LATENT` is in the names of layers that make what all heads
+share, from which others make queries, keys and values. `EXPERT_WIDTHS` are names of modules with weights of
+experts, for the neurons of one. The numbers of `ROUTED` are those of routers and of what is beside them; some
+routers choose groups of experts first. `SIZES` are the fields of configurations that may differ in a subnet.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
@@ -17,6 +19,7 @@ KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 QUERIES_PER_KEY = ("num_key_value_groups", "n_rep", "num_kv_groups")
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
 ALL_HEADS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "attention_dim")
+LATENT = re.compile(r"_a_[^.]*$")
 WIDTHS = ("hidden_size", "embed_dim", "dim", "d_model", "model_dim", "hidden_dim", "input_size")
 NEURONS = (
     "intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "n_inner", "hidden_dim",
@@ -34,6 +37,11 @@ EXPERTS = (
 )  # fmt: skip
 EXPERT_GROUPS = ("num_group", "n_group")
 ROUTED = {name: names for names in (EXPERTS_PER_TOKEN, EXPERTS, EXPERT_GROUPS) for name in names}
+SIZES = (
+    *CONFIGURED_HEADS, *NEURONS, *EXPERT_WIDTHS, *ROUTED, "linear_num_key_heads", "linear_num_value_heads",
+    "linear_num_heads", "mamba_num_heads", "mamba_n_heads", "mamba_d_ssm", "mamba_expand", "expand",
+    "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
 
 
 def number_of(holder: Any, name: str) -> int:

@@ -274,7 +274,12 @@ OTHERS: Mapping[str, Any] = {
     ),
     "olmo2": (
         *text("Olmo2ForCausalLM", "Olmo2Config", **PAIRS),
-        {"depth": 1, "ffn": 4}, ("model.layers.0.self_attn.heads", "q_norm"),
+        {"depth": 1, "ffn": 4, "heads": 4}, None,
+    ),
+    "recurrent gemma": (
+        *text("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig"),
+        {"depth": 1, "ffn": 4, "heads": 1},
+        ("model.layers.0.temporal_block.ffn", "linear_x (Linear), which no rule narrows with it"),
     ),
     "modernbert": (
         *text("ModernBertModel", "ModernBertConfig"),

@@ -87,7 +87,7 @@ def test_a_pool_of_a_router_of_groups_keeps_whole_groups() -> None:
     assert list(reorder_(supernet, example=x).reordered.values()) == [4, 4]
     torch.testing.assert_close(run(supernet.subnet(subnet(supernet)), x), full, rtol=0, atol=5e-5)
     description: Any = supernet.description
-    with pytest.raises(InsertError, match="1 is not a choice; choose sizes from 2 to 4"):
+    with pytest.raises(InsertError, match="1 is not a choice; choose sizes from 2 to 4 groups of experts"):
         description.with_choices("pool", [1, 4])
 
 

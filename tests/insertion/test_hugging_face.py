@@ -93,12 +93,12 @@ def test_a_uniform_subnet_is_a_model_of_its_own(
         (
             ("BartForConditionalGeneration", "BartConfig"),
             {"ffn": [0.5] + [1.0] * 5},
-            r"intermediate_size is one number .* differ here, 0\.4, 1",
+            r"encoder_ffn_dim is one number .* differ here, 0\.4, 1",
         ),
         (
             ("BertForSequenceClassification", "BertConfig"),
             {"heads": 0.5},
-            r"with .*heads=2, .*query\.weight: .* shape torch\.Size\(\[12, 24\]\) .* model is .*\[24, 24\]",
+            r"with .*heads=4, .*query\.weight: .* shape torch\.Size\(\[12, 24\]\) .* model is .*\[24, 24\]",
         ),
     ],
 )
@@ -138,5 +138,87 @@ def test_a_model_with_gradient_checkpointing_is_elastic(axes: tuple[str, ...]) -
         assert len(supernet.subnet(spec).get_input_embeddings()._forward_hooks) == checkpointing
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
-    with pytest.raises(AttributeError, match=r"supernet\.network\.gradient_checkpointing_enable"):
-        supernet.gradient_checkpointing_enable()
+    supernet.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+MIXED = {**PAIRS, "hidden_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ALIKE: dict[str, tuple[tuple[str, str], dict[str, Any], dict[str, int]]] = {
+    "experts as neurons": (
+        ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
+        {**MIXED, "moe_intermediate_size": 8},
+        {"num_experts": 4, "moe_intermediate_size": 8},
+    ),
+    "everything 16": (
+        ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
+        {**MIXED, "num_experts": 16, "intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 4},
+        {"num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 16, "hidden_size": 16},
+    ),
+    "experts as intermediate": (
+        ("MixtralForCausalLM", "MixtralConfig"),
+        {**PAIRS, "intermediate_size": 16, "num_local_experts": 16, "num_experts_per_tok": 2},
+        {"num_local_experts": 8, "intermediate_size": 16},
+    ),
+    "neurons as channels": (
+        LLAMA,
+        {**PAIRS, "intermediate_size": 24},
+        {"intermediate_size": 12, "hidden_size": 24, "num_attention_heads": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_fields_of_one_value_are_told_apart_by_what_they_decide(tmp_path: Path, case: str) -> None:
+    names, settings, fields = ALIKE[case]
+    supernet = supernet_of(*names, **settings)
+    smaller = "pool" if "experts" in case or "everything" in case else "ffn"
+    choice = {smaller: 0}
+    spec = supernet.space.spec(
+        **{a.name: [s.choices[choice.get(a.name, -1)] for s in a.slots] for a in supernet.space.axes}
+    )
+    supernet.save_pretrained(tmp_path / "only", only=spec, example=TOKENS)
+    loaded = getattr(transformers, names[0]).from_pretrained(tmp_path / "only").eval()
+    assert {field: getattr(loaded.config, field) for field in fields} == fields
+    with torch.no_grad():
+        expected = supernet.subnet(spec)(**TOKENS).logits
+        torch.testing.assert_close(loaded(**TOKENS).logits, expected, rtol=0, atol=1e-6)
+
+
+def left_by_gguf(model: Any) -> None:
+    from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    model.config.quantization_config = GgufConfig("weights.gguf", dequantize=True)
+    model.hf_quantizer = GgufHfQuantizer(model.config.quantization_config)
+
+
+def left_by_bitsandbytes(model: Any) -> None:
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.mark.parametrize("leave", [left_by_gguf, left_by_bitsandbytes])
+def test_what_a_quantiser_left_does_not_keep_numbers_from_being_saved(tmp_path: Path, leave: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **PAIRS})).eval()
+    leave(model)
+    supernet = subnetact.insert_(model, example=TOKENS, axes=("ffn",))
+    spec = supernet.space.smallest()
+    supernet.save_pretrained(tmp_path / "bundle", subnets={"small": spec})
+    supernet.save_pretrained(tmp_path / "only", only=spec, example=TOKENS)
+    subnetact.insertion.as_pretrained(supernet.extract(spec), TOKENS).save_pretrained(tmp_path / "alone")
+    opened = [
+        subnetact.from_pretrained(tmp_path / "bundle", subnet="small"),
+        *(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("only", "alone")),
+    ]
+    with torch.no_grad():
+        expected = supernet.subnet(spec)(**TOKENS).logits
+        for other in opened:
+            torch.testing.assert_close(other(**TOKENS).logits, expected, rtol=0, atol=1e-6)
+
+
+def test_quantised_weights_are_refused() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **PAIRS})).eval()
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(InsertError, match=r"layers\.1\.mlp\.up_proj is quantised; dequantise it first"):
+        subnetact.describe(model, TOKENS)

@@ -147,10 +147,12 @@ def test_skipped_state_space_leaves_the_cache_right() -> None:
     torch.testing.assert_close(found[:, -1], logits(view)[:, -1], rtol=1e-4, atol=5e-5)
 
 
-def test_no_configuration_of_fewer_state_space_heads_is_guessed() -> None:
-    supernet = insert_(small_nemotron(), example=TOKENS, axes=("heads", "ffn"), choices=(0.5, 1.0))
-    with pytest.raises(InsertError, match="no configuration of NemotronHForCausalLM"):
-        as_pretrained(supernet.extract(supernet.space.smallest()), TOKENS)
+def test_a_configuration_states_fewer_heads_of_both_kinds() -> None:
+    supernet = insert_(small_nemotron(), example=EXAMPLE, axes=("heads",), choices=(0.5, 1.0))
+    spec = supernet.space.smallest()
+    alone: Any = as_pretrained(supernet.extract(spec), EXAMPLE)
+    assert (alone.config.mamba_num_heads, alone.config.num_attention_heads) == (4, 2)
+    torch.testing.assert_close(logits(alone), logits(supernet.subnet(spec)), rtol=0, atol=5e-5)
 
 
 def test_sizes_that_break_groups_are_refused() -> None:
