@@ -95,6 +95,8 @@ class TracedModel:
             return
         self._followed = 0
         self._modules = dict(model.named_modules())
+        first = {id(module): path for path, module in self._modules.items()}
+        self._first = {path: first[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
         made, (*_, output) = self._graph._data.operations, self._nodes.values()
         returned = [made.get(node.name) for node in output.args[0]]  # None for numbers of numpy
@@ -166,38 +168,49 @@ class TracedModel:
         if outputs < 2:
             raise _Refused("it has one output only")
         try:
-            return self._group_of(layer, reference.axis(axis), outputs, outputs)
+            return self._group_of(layer, reference.axis(axis), outputs, [outputs])
         except _Refused:
-            pieces = self._pieces(reference.axis(axis), outputs)
-            if pieces < 2 or outputs % pieces or outputs // pieces < 2:
+            pieces, parts = self._pieces(reference.axis(axis), outputs)
+            full = outputs // pieces
+            if pieces < 2 or outputs % pieces or full < 2:
                 raise
-            return self._group_of(layer, reference.axis(axis), outputs, outputs // pieces)
+            ends = [full * (i + 1) for i in range(pieces)] if parts else [outputs]
+            return self._group_of(layer, reference.axis(axis), full, ends)
 
-    def _removal(self, axis: Any, start: int, stop: int) -> Any:
-        """Return what goes with some outputs of a layer."""
-        impact = self._graph.propagate(remove=[axis.select(self._span(start, stop))])
+    def _removal(self, axis: Any, length: int, ends: Sequence[int]) -> Any:
+        """Return what goes with some outputs of a layer, so many before each of some ends."""
+        impact = self._graph.propagate(remove=[axis.select(self._span(end - length, end)) for end in ends])
         self._followed += len(impact.selections)
         return impact
 
-    def _pieces(self, axis: Any, outputs: int) -> int:
-        """Return how many outputs of a layer go with the last one: 2 if they are chunked and multiplied."""
-        chosen = self._removal(axis, outputs - 1, outputs).selections[axis.tensor.id]
-        return len(chosen.fully_selected_indices(axis.dim))
+    def _pieces(self, axis: Any, outputs: int) -> tuple[int, bool]:
+        """Return in how many equal pieces the outputs of a layer are used, and whether these are apart.
 
-    def _group_of(self, layer: str, axis: Any, outputs: int, full: int) -> Group:
-        """Return the group of which the last `full` outputs of a layer are a segment."""
+        So many outputs go with the last one: 2 if they are chunked and multiplied. If it goes alone, it may
+        be that the forward splits them, which needs pieces that stay equal.
+        """
+        impact = self._removal(axis, 1, [outputs])
+        together = len(impact.selections[axis.tensor.id].fully_selected_indices(axis.dim))
+        for facts in (dict(r.data) for r in _of_kind(impact, "partition_arguments")):
+            lengths = {part.shape[facts["axis"].dim] for part in facts["outputs"] if not facts["unbound"]}
+            if together == 1 and {n * len(facts["outputs"]) for n in lengths} == {outputs}:
+                return len(facts["outputs"]), True
+        return together, False
+
+    def _group_of(self, layer: str, axis: Any, full: int, ends: Sequence[int]) -> Group:
+        """Return the group of which the `full` outputs of a layer before each of some ends are segments."""
         kept = full // 2
-        impact = self._removal(axis, outputs - full + kept, outputs)
+        impact = self._removal(axis, full - kept, ends)
         unit = self._unit(impact)
         if unit > full // 2 or full % unit:
             raise _Refused(f"its outputs come in units of {unit}, of which it has {full / unit:g}")
         if kept % unit:
             kept = kept // unit * unit
-            impact = self._removal(axis, outputs - full + kept, outputs)
+            impact = self._removal(axis, full - kept, ends)
         try:
             removed = self._removed(impact)
         except _Refused as refused:
-            refused.alike = tuple(self._alike(impact, full)) if full == outputs else ()
+            refused.alike = tuple(self._alike(impact, full)) if ends == [full] else ()
             raise
         lengths = (stop - start for _, runs in removed.values() for start, stop in runs)
         each = (full - kept) // math.gcd(full - kept, *lengths)  # outputs per entry of another tensor
@@ -252,9 +265,9 @@ class TracedModel:
                 raise _Refused(f"{BY_THE_FORWARD} {what} its outputs, {self._place(requirement.target)}")
         removed: dict[tuple[str, str], tuple[type[Operator], _Runs]] = {}
         for selection in (*impact.parameters, *impact.buffers):
-            if len(selection.tensor.paths) > 1:
+            (path, name), *tied = self._places(selection)
+            if tied:
                 raise _Refused(f"{' and '.join(selection.tensor.paths)} are one tied tensor")
-            path, _, name = selection.tensor.paths[0].rpartition(".")
             whole = 1
             for dim, length in enumerate(selection.tensor.shape):
                 indices = selection.fully_selected_indices(dim)
@@ -279,13 +292,18 @@ class TracedModel:
                     removed.setdefault((path, "features"), found)
         return removed
 
+    def _places(self, selection: Any) -> list[tuple[str, str]]:
+        """Return the modules that hold a tensor, each under its first path, with the name of the tensor."""
+        places = (path.rpartition(".")[::2] for path in selection.tensor.paths)
+        return list(dict.fromkeys((self._first[path], name) for path, name in places))
+
     def _numbers_in(self, tensor: str) -> int:
         return math.prod(self._graph._data.refs[tensor].shape)
 
     def _alike(self, impact: Any, full: int) -> Iterator[str]:
         """Yield the layers with `full` outputs whose upper half goes, so that the same goes with theirs."""
         for selection in impact.parameters:
-            path, _, name = selection.tensor.paths[0].rpartition(".")
+            path, name = self._places(selection)[0]
             if computes_channels(self._modules[path]) and name == "weight":
                 axis = _out_axis(self._modules[path])
                 indices = selection.fully_selected_indices(axis)
@@ -317,7 +335,7 @@ class TracedModel:
         """Return the number of channels that only go together, because grouped layers drop whole groups."""
         unit = 1
         for selection in impact.parameters:
-            module = self._modules[selection.tensor.paths[0].rpartition(".")[0]]
+            module = self._modules[self._places(selection)[0][0]]
             groups = int(getattr(module, "num_groups" if isinstance(module, nn.GroupNorm) else "groups", 1))
             if groups > 1 and (isinstance(module, nn.GroupNorm) or computes_channels(module)):
                 unit = math.lcm(unit, selection.tensor.shape[0] // groups)
@@ -358,10 +376,10 @@ class TracedModel:
 
     def _numbers(self, impact: Any, full: int) -> Iterator[Member]:
         """Yield the attributes that a forward reads to reshape what goes, if they hold the full size."""
-        shaping = (r for r in impact.requirements if getattr(r, "kind", "") == "shape_arguments")
-        for requirement in (r for r in shaping if r.tensors[0].id in impact.selections):
+        shaping = _of_kind(impact, "shape_arguments", "partition_arguments")
+        for requirement in (r for r in shaping if r.arguments and r.tensors[0].id in impact.selections):
             node = self._nodes[requirement.target]
-            for value in (*node.args[1:], *node.kwargs.values()):
+            for value in tree_leaves((node.args[1:], node.kwargs)):
                 if isinstance(value, _Attribute) and value == full:
                     yield Member(value.path, value.name, ElasticAttribute)
 
@@ -384,6 +402,11 @@ def _name_numbers_(model: nn.Module) -> None:
                 named = _Attribute(value)
                 named.path, named.name = path, name
                 module.__dict__[name] = named
+
+
+def _of_kind(impact: Any, *kinds: str) -> Iterator[Any]:
+    """Yield what some kinds of calls require of their arguments."""
+    return (r for r in impact.requirements if getattr(r, "kind", "") in kinds)
 
 
 def computes_channels(module: nn.Module) -> bool:

@@ -87,8 +87,10 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     residual = observed.residual
     blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
     if stream:
-        inner = {pair for proposal in (*mixers, *feed_forwards) for pair in _inner(proposal)}
-        inner |= {(m.module, m.part) for group in groups for m in group.members}
+        inner = {(m.module, m.part) for group in groups for m in group.members}
+        elastic = {module for module, _ in inner}
+        whole = (p for p in (*mixers, *feed_forwards) if elastic.isdisjoint(p.layers))
+        inner |= {pair for proposal in whole for pair in _inner(proposal)}
         found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
         if isinstance(found, Group):
             groups.append(found)
@@ -116,7 +118,8 @@ class _Observation:
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model = model
         self.modules = dict(model.named_modules())
-        self.blocks = [block for path, m in self.modules.items() for block in _blocks_of(path, m)]
+        inside = (block for path, m in self.modules.items() for block in _blocks_of(path, m))
+        self.blocks = [block for block in inside if block in self.modules]  # once each, by the first name
         self.sides = {path: sides for path, m in self.modules.items() if (sides := _sides(m)) is not None}
         self.residual: dict[str, torch.Size] = {}
         self.traced = TracedModel(self._watched(), example)

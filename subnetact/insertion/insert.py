@@ -26,6 +26,7 @@ no obstacle then, because only views run.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -66,6 +67,7 @@ SHARES = (0.5, 0.75, 1.0)
 CAPTURING = "transformers.utils.output_capturing"
 """The home of hooks that a model of transformers gives itself, which only note hidden states if asked to."""
 LOOSE = "the parameters {} belong to no known layer: use nn.Linear, or describe them with ElasticAttribute"
+HELD_TWICE = "it has two names, in two modules, of which one would run it in every subnet; give it one name"
 UNTRACED = "everything else"
 """The name under which a description says why the graph was not analysed, whatever `only` selects."""
 
@@ -311,7 +313,9 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             }
     stages: list[DepthStage] = []
     if depth and blocks:
-        broken = stated.stacks.broken(blocks)
+        holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
+        twice = [path for path in blocks if holders[id(model.get_submodule(path))] > 1]
+        broken = {**dict.fromkeys(twice, HELD_TWICE), **stated.stacks.broken(blocks)}
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
         stages = (
