@@ -69,6 +69,8 @@ class TracedModel:
         """Run a model, which nobody else uses; `failure` says why its tensors could not be related."""
         self.recording: Recording | None = None
         self.failure: InsertError | MissingExtra | None = None
+        self.mixed: set[str] = set()
+        """The layers of attentions, of which declarations say how they are packed."""
         _name_numbers_(model)
         try:
             import torch_kirigami as kirigami
@@ -170,11 +172,11 @@ class TracedModel:
         try:
             return self._group_of(layer, reference.axis(axis), outputs, [outputs])
         except _Refused:
-            pieces, parts = self._pieces(reference.axis(axis), outputs)
+            pieces, apart = self._pieces(reference.axis(axis), outputs)
             full = outputs // pieces
-            if pieces < 2 or outputs % pieces or full < 2:
+            if pieces < 2 or outputs % pieces or full < 2 or (apart and layer in self.mixed):
                 raise
-            ends = [full * (i + 1) for i in range(pieces)] if parts else [outputs]
+            ends = [full * (i + 1) for i in range(pieces)] if apart else [outputs]
             return self._group_of(layer, reference.axis(axis), full, ends)
 
     def _removal(self, axis: Any, length: int, ends: Sequence[int]) -> Any:
@@ -250,10 +252,10 @@ class TracedModel:
             if diagnostic.code == "empty_axis" and not all(map(self._numbers_in, diagnostic.tensors)):
                 continue  # It is empty in the whole model, too: no box lies in a level of features.
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
-                where = f" at {diagnostic.node}" if diagnostic.node else ""
-                if diagnostic.message.startswith(BY_THE_FORWARD):
-                    raise _Refused(f"{diagnostic.message}, {self._place(diagnostic.node)}")
-                raise _Refused(f"the analysis cannot see through the model{where}: {diagnostic.message}")
+                told = diagnostic.message.startswith(BY_THE_FORWARD)
+                what = diagnostic.message if told else f"{BY_THE_FORWARD} moves or mixes its outputs"
+                at = diagnostic.node or (*diagnostic.tensors, "::")[0].split(":")[2]
+                raise _Refused(f"{what}, {self._place(at)}")
         ends = {ref.id for ref in impact.interfaces if not self._graph._data.refs[ref.id].paths}
         if ends:
             which = [str(i) for i, ids in enumerate(self._returned, 1) if not ends.isdisjoint(ids)]
@@ -321,14 +323,15 @@ class TracedModel:
         return EFFECTS[name] if over else None
 
     def _place(self, name: str) -> str:
-        """Return which function of which module a node is, and what that means."""
-        node = self._nodes[name]
-        path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
-        where = f"{path or 'the model itself'} ({kind.__name__})"
-        called = WRITTEN.get(_name(node), _name(node))
+        """Return which function of which module a node is, or which tensor it is, and what that means."""
+        where = f"on the way to {name}"
+        if (node := self._nodes.get(name)) is not None:
+            path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
+            called = WRITTEN.get(_name(node), _name(node))
+            where = f"with {called} in {path or 'the model itself'} ({kind.__name__})"
         return (
-            f"with {called} in {where}: the first ones alone would give something else; it stays whole, "
-            "unless the forward treats each output by itself"
+            f"{where}: the first ones alone would give something else; it stays whole, unless the forward "
+            "treats each output by itself"
         )
 
     def _unit(self, impact: Any) -> int:
@@ -373,6 +376,14 @@ class TracedModel:
             return dim in (0, 2) and isinstance(self._modules[path], nn.MultiheadAttention)
         owner = self._modules.get(path.removesuffix(".out_proj"))
         return dim == 1 and path.endswith(".out_proj") and isinstance(owner, nn.MultiheadAttention)
+
+    def split_by(self, path: str) -> Iterator[tuple[str, int]]:
+        """Yield the numbers of a module by which its forward splits tensors."""
+        for node in self.recording.graph.nodes if self.recording else ():
+            if _name(node) == "split":
+                for value in tree_leaves((node.args[1:], node.kwargs)):
+                    if isinstance(value, _Attribute) and value.path == path:
+                        yield value.name, value
 
     def _numbers(self, impact: Any, full: int) -> Iterator[Member]:
         """Yield the attributes that a forward reads to reshape what goes, if they hold the full size."""

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from subnetact.comparison import is_cache
 from subnetact.errors import InsertError
 from subnetact.insertion.analysis import TracedModel
-from subnetact.insertion.description import Description, Group, Member
+from subnetact.insertion.description import Description, Group, Member, resizing_advice
+from subnetact.insertion.description_proof import FAULTS
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.skippable import StackWatch, skippable_blocks
 from subnetact.insertion.state_space import is_state_space, state_space_group
@@ -77,6 +78,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
                 refused.setdefault(proposal.name, found)
 
     attentions = list(_attentions(observed))
+    observed.traced.mixed |= {layer for attention in attentions for layer in attention.layers}
     mixers = [*_state_spaces(observed), *attentions]
     settle(mixers)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
@@ -380,7 +382,8 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
     tables = list(_tables(observed, path, heads))
     config, count = vars(module).get("config"), heads.queries
     stated = {f"config.{name}": count for name in vocabulary.HEADS if number_of(config, name) == count}
-    more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated))]
+    split = {name: all_heads for name, n in observed.traced.split_by(path) if n == all_heads}
+    more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated, split))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
         members.append(Member(out, "in_", WeightSlice, all_heads // full))
@@ -594,9 +597,8 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     finding = prove(network, private_copy(network), row, largest, torch.zeros(()))
     if finding is None:
         return ""
-    if finding.kind == "differs":
-        return "half of it does not compute what the whole computes with zeros in the other half"
-    return f"with half of it, {finding.why}"
+    why = FAULTS[finding.kind].format(why=finding.why)
+    return f"with half of it, {why}{resizing_advice(group, why) if finding.kind == 'fails' else ''}"
 
 
 class _Repeated(nn.Module):

@@ -20,13 +20,13 @@ from subnetact import operators
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.files.documents import DocumentFormat, parse_json
 from subnetact.insertion.layer_vocabulary import LayerConfigs, LayerVocabulary
-from subnetact.operators import Elastic, LayerSelect, Operator
+from subnetact.operators import Elastic, ElasticAttribute, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value
 from subnetact.supernet.proved_inputs import ProvedInputs
 
-__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices"]
+__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "resizing_advice", "sizes_of_choices"]
 
 AXES = ("depth", "width", "stream", "ffn", "heads", "pool", "experts")
 """The kinds of elastic sizes, in the order of the axes of the space.
@@ -148,6 +148,15 @@ def sizes_of_choices(
     if wrong:
         raise InsertError(f"{wrong[0]!r} is not a choice; choose {allowed}")
     return dict(sorted(found.items()))
+
+
+def resizing_advice(slot: Any, why: str) -> str:
+    """Return what to change if a forward states a size, or computes with an attribute that holds one."""
+    members = getattr(slot, "members", ())
+    sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)
+    if not sizes and "size" not in why:
+        return ""
+    return f"; where the forward shapes tensors by {sizes or 'a number'}, use the tensor's own size or -1"
 
 
 class Description:

@@ -34,10 +34,10 @@ from subnetact.supernet.unused_weights import (
     structure_copy,
 )
 
-__all__ = ["Proof"]
+__all__ = ["FAULTS", "Proof"]
 
 RANDOM_OUTPUT = ", whose output differs from run to run; make it deterministic in evaluation mode"
-_FAULTS = {
+FAULTS = {
     "fails": "a subnet does not run: {why}",
     "foreign": "a subnet reads weights that it should not use",
     "unmasked": "the model does not run with unused weights at zero: {why}",
@@ -238,5 +238,5 @@ class Proof:
         if finding.kind == "differs" and located:
             exact = prove(*trial, modules=True)
             where = exact if exact is not None and exact.kind == "differs" else finding
-            return f"{_FAULTS['differs']}, first at {where.why}"
-        return _FAULTS[finding.kind].format(why=finding.why)
+            return f"{FAULTS['differs']}, first at {where.why}"
+        return FAULTS[finding.kind].format(why=finding.why)

@@ -42,14 +42,14 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import declared
-from subnetact.insertion.description import AXES, DepthStage, Description, Group
+from subnetact.insertion.description import AXES, DepthStage, Description, Group, resizing_advice
 from subnetact.insertion.description_proof import Proof
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
 from subnetact.insertion.skippable import stages_of
 from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
-from subnetact.operators import Elastic, ElasticAttribute
+from subnetact.operators import Elastic
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
@@ -300,6 +300,10 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             else:
                 groups.append(item)
         inside = {member.module for group in groups for member in group.members}
+        narrowed = {member.module for group in groups for member in group.members if member.part == "out"}
+        kinds = {group.axis for group in groups}
+        for name in [n for n in refused if n in kinds or n.removesuffix(".ffn") in narrowed]:
+            del refused[name]  # Another rule, or the graph, has made it elastic.
         for name in unseen:
             if name not in inside:
                 refused.setdefault(name, "it does not run on the example, so it stays whole")
@@ -399,7 +403,7 @@ def _proved(
             description.proved = proof.proved
             return description
         wrong, culprits = failure
-        culprits = {name: why + _advice(description.slots.get(name), why) for name, why in culprits.items()}
+        culprits = {name: why + resizing_advice(description.slots.get(name), why) for name, why in culprits.items()}
         if not culprits:
             raise InsertError(f"{type(model).__name__}: {wrong}")
         if not leave_out:
@@ -415,15 +419,6 @@ def _examples(example: Any) -> list[Any]:
     if isinstance(example, list) and not example:
         raise InsertError("example: the list is empty; give a batch for the model, or several in a list")
     return [as_batch(x) for x in (example if isinstance(example, list) else [example])]
-
-
-def _advice(slot: Any, why: str) -> str:
-    """Return what to change if a forward states a size, or computes with an attribute that holds one."""
-    members = getattr(slot, "members", ())
-    sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)
-    if not sizes and "size" not in why:
-        return ""
-    return f"; where the forward shapes tensors by {sizes or 'a number'}, use the tensor's own size or -1"
 
 
 # -- bad input --------------------------------------------------------------------------------------
