@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from subnetact.comparison import is_cache
 from subnetact.errors import InsertError
 from subnetact.insertion.analysis import TracedModel
-from subnetact.insertion.description import Description, Group, Member, resizing_advice
-from subnetact.insertion.description_proof import FAULTS
+from subnetact.insertion.description import Description, Group, Member
+from subnetact.insertion.description_proof import FAULTS, resizing_advice
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
+from subnetact.insertion.layer_vocabulary import layer_stacks
 from subnetact.insertion.skippable import StackWatch, skippable_blocks
 from subnetact.insertion.state_space import is_state_space, state_space_group
 from subnetact.insertion.stream import STREAM, stream_group
@@ -40,6 +41,10 @@ from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
 
 __all__ = ["declared"]
+
+
+NOT_ASKED = f"its outputs are those of the stream, which is elastic if axes names it: axes=({STREAM!r}, ...)"
+"""Why a layer stays whole that would follow the stream of a language model, which only training makes useful."""
 
 
 class Declaration(NamedTuple):
@@ -88,16 +93,18 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
     residual = observed.residual
     blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
-    if stream:
+    if stream or layer_stacks(model):
         inner = {(m.module, m.part) for group in groups for m in group.members}
         elastic = {module for module, _ in inner}
         whole = (p for p in (*mixers, *feed_forwards) if elastic.isdisjoint(p.layers))
         inner |= {pair for proposal in whole for pair in _inner(proposal)}
         found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
-        if isinstance(found, Group):
+        if not isinstance(found, Group):
+            refused |= {STREAM: found} if stream else {}
+        elif stream:
             groups.append(found)
         else:
-            refused[STREAM] = found
+            refused |= dict.fromkeys([m.module for m in found.members if m.part == "out"], NOT_ASKED)
     return Declaration(tuple(groups), blocks, refused, residual, observed.stacks, observed.traced)
 
 

@@ -20,16 +20,22 @@ from subnetact import operators
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.files.documents import DocumentFormat, parse_json
 from subnetact.insertion.layer_vocabulary import LayerConfigs, LayerVocabulary
-from subnetact.operators import Elastic, ElasticAttribute, LayerSelect, Operator
+from subnetact.insertion.names import collapsed, without_numbers
+from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value
 from subnetact.supernet.proved_inputs import ProvedInputs
 
-__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "resizing_advice", "sizes_of_choices"]
+__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices"]
 
-AXES = ("depth", "width", "stream", "ffn", "heads", "pool", "experts")
-"""The kinds of elastic sizes, in the order of the axes of the space.
+AXES = {
+    **{"depth": "blocks", "width": "channels", "stream": "channels", "ffn": "neurons"},
+    "heads": "heads, or groups of query heads that share a key and value head",
+    "pool": "experts, or groups of experts if the router chooses groups first",
+    "experts": "experts per token",
+}
+"""The kinds of elastic sizes and what a size counts, in the order of the axes of the space.
 
 depth: the kept blocks of a stage. width: channels that one layer computes, inside a block for example.
 stream: channels that several layers share because their outputs are added, as in a residual stream, or
@@ -148,15 +154,6 @@ def sizes_of_choices(
     if wrong:
         raise InsertError(f"{wrong[0]!r} is not a choice; choose {allowed}")
     return dict(sorted(found.items()))
-
-
-def resizing_advice(slot: Any, why: str) -> str:
-    """Return what to change if a forward states a size, or computes with an attribute that holds one."""
-    members = getattr(slot, "members", ())
-    sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)
-    if not sizes and "size" not in why:
-        return ""
-    return f"; where the forward shapes tensors by {sizes or 'a number'}, use the tensor's own size or -1"
 
 
 class Description:
@@ -295,7 +292,8 @@ class Description:
         """Return the names of the groups and stages that a pattern means.
 
         Args:
-            pattern: a name, a pattern with `*`, `?` and `[...]`, or an axis.
+            pattern: a name, as the description prints it too, a pattern with `*`, `?` and `[...]`, or an
+                axis.
 
         Raises:
             InsertError: there is none.
@@ -303,6 +301,7 @@ class Description:
         given: Any = pattern
         slots = self.slots.values() if isinstance(given, str) else ()
         names = [s.name for s in slots if pattern == s.axis or fnmatchcase(s.name, pattern)]
+        names = names or collapsed(self.slots).get(pattern, [])
         if not names:
             raise InsertError(
                 f"{self.name}: no group or stage matches {pattern!r}; it has {', '.join(self.slots)[:500]}"
@@ -352,18 +351,31 @@ class Description:
         return found
 
     def __str__(self) -> str:
-        slots = list(self.slots.values())
-        rows = [("name", "axis", "sizes", "members")]
-        for slot in slots:
+        tables: dict[Any, dict[str, list[str]]] = {}
+        for slot in self.slots.values():
             sizes = " ".join(map(str, dict.fromkeys(slot.sizes.values())))
-            parts = [f"{m.module}.{m.part}" for m in slot.members] if isinstance(slot, Group) else slot.blocks
-            rows.append((slot.name, slot.axis, sizes, ", ".join(parts)))
+            parts = [f"{m.module}.{m.part}" for m in getattr(slot, "members", ())]
+            alike = slot.axis, sizes, *map(without_numbers, parts)
+            tables.setdefault(alike, {})[slot.name] = parts or [*getattr(slot, "blocks", ())]
+        rows = [("name", "axis", "sizes", "members")]
+        for (axis, sizes, *_), table in tables.items():
+            for name, names in collapsed(table).items():
+                parts = [*collapsed((part for n in names for part in table[n]), ordered=axis == "depth")]
+                rows.append((name, axis, sizes, ", ".join(parts)))
         *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = ["  ".join(map(str.ljust, row, (*widths, 0))) for row in rows]
-        lines += [f"refused: {name}: {why}" for name, why in self.refused.items()]
-        return "\n".join(lines)
+        return "\n".join(lines + [f"refused: {refusal}" for refusal in self.refusals()])
 
     __repr__ = __str__
+
+    def refusals(self) -> list[str]:
+        """Return what cannot be elastic and why; reasons that differ in numbers only are one."""
+        alike: dict[str, dict[str, str]] = {}
+        for name, why in self.refused.items():
+            alike.setdefault(without_numbers(why), {})[name] = why
+        return [
+            f"{', '.join(collapsed(own))}: {'; '.join(collapsed(own.values()))}" for own in alike.values()
+        ]
 
     # -- inner parts -------------------------------------------------------------------------------
 
@@ -441,7 +453,7 @@ def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | Dept
     try:
         return replace(slot, sizes=sizes_of_choices(slot.full, choices, unit, least, divisor))
     except InsertError as error:
-        raise InsertError(f"{slot.name}: {error}") from None
+        raise InsertError(f"{slot.name}: {error}, which count {AXES[slot.axis]}") from None
 
 
 _FIELDS = {

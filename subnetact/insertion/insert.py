@@ -25,7 +25,6 @@ no obstacle then, because only views run.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -42,11 +41,12 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import declared
-from subnetact.insertion.description import AXES, DepthStage, Description, Group, resizing_advice
-from subnetact.insertion.description_proof import Proof
+from subnetact.insertion.description import AXES, DepthStage, Description, Group
+from subnetact.insertion.description_proof import Proof, resizing_advice
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
+from subnetact.insertion.names import without_numbers
 from subnetact.insertion.skippable import stages_of
 from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
 from subnetact.operators import Elastic
@@ -282,7 +282,7 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         operators = {m.module: m.operator for group in groups for m in group.members}
         reached = traced.layers()
         unseen = [n for n, m in model.named_modules() if computes_channels(m) and n not in reached]
-        alike = {_without_numbers(name): name for name in unseen}
+        alike = {without_numbers(name): name for name in unseen}
         layers = [n for n in reached if (n, "out") not in known] if axes != ("depth",) else []
         for item in traced.groups(layers):
             if not isinstance(item, Group):
@@ -294,7 +294,7 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             elif any(operators.get(m.module, m.operator) is not m.operator for m in item.members):
                 refused[item.name] = "a module in it already has another operator"
             elif found := next(
-                (alike[n] for m in item.members if (n := _without_numbers(m.module)) in alike), ""
+                (alike[n] for m in item.members if (n := without_numbers(m.module)) in alike), ""
             ):
                 refused[item.name] = f"{found} may read the same, and does not run on the example"
             else:
@@ -328,11 +328,6 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             else stages_of(blocks, stated.stacks.influence)
         )
     return groups, stages, refused
-
-
-def _without_numbers(path: str) -> str:
-    """Return what the paths of the members of a list of modules have in common."""
-    return re.sub(r"\d+", "#", path)
 
 
 def _outside_of_layers(model: nn.Module, group: Group) -> bool:
@@ -376,7 +371,7 @@ def _means(patterns: Sequence[str], name: str) -> bool:
 
 
 def _nothing(model: nn.Module, description: Description) -> str:
-    reasons = "; ".join(f"{name}: {why}" for name, why in list(description.refused.items())[:5])
+    reasons = "; ".join(description.refusals()[:5])
     unknown = {path for path, module in model.named_modules() if traits_of(module).kind == "unknown"}
     loose = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in unknown]
     if loose:
@@ -403,7 +398,9 @@ def _proved(
             description.proved = proof.proved
             return description
         wrong, culprits = failure
-        culprits = {name: why + resizing_advice(description.slots.get(name), why) for name, why in culprits.items()}
+        culprits = {
+            name: why + resizing_advice(description.slots.get(name), why) for name, why in culprits.items()
+        }
         if not culprits:
             raise InsertError(f"{type(model).__name__}: {wrong}")
         if not leave_out:
