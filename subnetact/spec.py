@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,12 +88,13 @@ class SubnetSpec:
     @cached_property
     def key(self) -> str:
         """A readable name, unique within the space: `depth=0,2 expand=0.2,-,0.35`. `-` is an unused slot."""
-        return " ".join(f"{name}={','.join(_words(values))}" for name, values in self.values)
+        return " ".join(
+            f"{name}={','.join('-' if v is None else str(v) for v in values)}" for name, values in self.values
+        )
 
     def __str__(self) -> str:
         """Return the key, in which the value of an axis stands once if all of its slots have the same one."""
-        listed = ((name, _words(values)) for name, values in self.values)
-        return " ".join(f"{name}={','.join(w[:1] if len(set(w)) == 1 else w)}" for name, w in listed)
+        return re.sub(r"=([^ ,]+)(,\1)+(?= |$)", r"=\1", self.key)
 
     def to_json(self) -> dict[str, Any]:
         """Return the specification as dictionaries, lists, strings and numbers that JSON can hold."""
@@ -127,11 +129,6 @@ def shown(value: Any) -> str:
     except Exception:  # Python refuses to write integers of more than 4,300 digits.
         text = f"a {type(value).__name__} that cannot be written"
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _words(values: tuple[Value | None, ...]) -> list[str]:
-    """Return the values of an axis as a key lists them."""
-    return ["-" if value is None else str(value) for value in values]
 
 
 def _is_value(value: Any) -> bool:

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +31,7 @@ from subnetact.operators.layer_traits import CHANNEL_NORM, is_batch_norm, traits
 from subnetact.supernet.elementwise import ADDITIONS, spellings
 from subnetact.supernet.failure import failure
 
-__all__ = ["TracedModel"]
+__all__ = ["TracedModel", "computes_channels", "is_rank"]
 
 MOST_SEGMENTS = 256
 """If more segments than these would be kept of one part, its channels are interleaved."""
@@ -69,8 +69,6 @@ class TracedModel:
         """Run a model, which nobody else uses; `failure` says why its tensors could not be related."""
         self.recording: Recording | None = None
         self.failure: InsertError | MissingExtra | None = None
-        self.mixed: set[str] = set()
-        """The layers of attentions, of which declarations say how they are packed."""
         _name_numbers_(model)
         try:
             import torch_kirigami as kirigami
@@ -174,7 +172,8 @@ class TracedModel:
         except _Refused:
             pieces, apart = self._pieces(reference.axis(axis), outputs)
             full = outputs // pieces
-            if pieces < 2 or outputs % pieces or full < 2 or (apart and layer in self.mixed):
+            packed = apart and isinstance(self._modules[layer], nn.Linear)  # as queries, keys and values
+            if pieces < 2 or outputs % pieces or full < 2 or packed:
                 raise
             ends = [full * (i + 1) for i in range(pieces)] if apart else [outputs]
             return self._group_of(layer, reference.axis(axis), full, ends)
@@ -193,7 +192,8 @@ class TracedModel:
         """
         impact = self._removal(axis, 1, [outputs])
         together = len(impact.selections[axis.tensor.id].fully_selected_indices(axis.dim))
-        for facts in (dict(r.data) for r in _of_kind(impact, "partition_arguments")):
+        split = (r for r in impact.requirements if getattr(r, "kind", "") == "partition_arguments")
+        for facts in (dict(requirement.data) for requirement in split):
             lengths = {part.shape[facts["axis"].dim] for part in facts["outputs"] if not facts["unbound"]}
             if together == 1 and {n * len(facts["outputs"]) for n in lengths} == {outputs}:
                 return len(facts["outputs"]), True
@@ -249,13 +249,15 @@ class TracedModel:
     def _removed(self, impact: Any) -> dict[tuple[str, str], tuple[type[Operator], _Runs]]:
         """Return module and part of the operator -> the operator, and what goes of the part."""
         for diagnostic in impact.diagnostics:
-            if diagnostic.code == "empty_axis" and not all(map(self._numbers_in, diagnostic.tensors)):
+            if diagnostic.code == "empty_axis" and not all(
+                math.prod(self._graph._data.refs[t].shape) for t in diagnostic.tensors
+            ):
                 continue  # It is empty in the whole model, too: no box lies in a level of features.
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
                 told = diagnostic.message.startswith(BY_THE_FORWARD)
                 what = diagnostic.message if told else f"{BY_THE_FORWARD} moves or mixes its outputs"
                 at = diagnostic.node or (*diagnostic.tensors, "::")[0].split(":")[2]
-                raise _Refused(f"{what}, {self._place(at)}")
+                raise _Refused(f"{what}, {self._place(at) if at in self._nodes else f'down to {at}'}")
         ends = {ref.id for ref in impact.interfaces if not self._graph._data.refs[ref.id].paths}
         if ends:
             which = [str(i) for i, ids in enumerate(self._returned, 1) if not ends.isdisjoint(ids)]
@@ -299,9 +301,6 @@ class TracedModel:
         places = (path.rpartition(".")[::2] for path in selection.tensor.paths)
         return list(dict.fromkeys((self._first[path], name) for path, name in places))
 
-    def _numbers_in(self, tensor: str) -> int:
-        return math.prod(self._graph._data.refs[tensor].shape)
-
     def _alike(self, impact: Any, full: int) -> Iterator[str]:
         """Yield the layers with `full` outputs whose upper half goes, so that the same goes with theirs."""
         for selection in impact.parameters:
@@ -323,15 +322,14 @@ class TracedModel:
         return EFFECTS[name] if over else None
 
     def _place(self, name: str) -> str:
-        """Return which function of which module a node is, or which tensor it is, and what that means."""
-        where = f"on the way to {name}"
-        if (node := self._nodes.get(name)) is not None:
-            path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
-            called = WRITTEN.get(_name(node), _name(node))
-            where = f"with {called} in {path or 'the model itself'} ({kind.__name__})"
+        """Return which function of which module a node is, and what that means."""
+        node = self._nodes[name]
+        path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
+        where = f"{path or 'the model itself'} ({kind.__name__})"
+        called = WRITTEN.get(_name(node), _name(node))
         return (
-            f"{where}: the first ones alone would give something else; it stays whole, unless the forward "
-            "treats each output by itself"
+            f"with {called} in {where}: the first ones alone would give something else; it stays whole, "
+            "unless the forward treats each output by itself"
         )
 
     def _unit(self, impact: Any) -> int:
@@ -377,18 +375,17 @@ class TracedModel:
         owner = self._modules.get(path.removesuffix(".out_proj"))
         return dim == 1 and path.endswith(".out_proj") and isinstance(owner, nn.MultiheadAttention)
 
-    def split_by(self, path: str) -> Iterator[tuple[str, int]]:
-        """Yield the numbers of a module by which its forward splits tensors."""
-        for node in self.recording.graph.nodes if self.recording else ():
-            if _name(node) == "split":
-                for value in tree_leaves((node.args[1:], node.kwargs)):
-                    if isinstance(value, _Attribute) and value.path == path:
-                        yield value.name, value
+    @cached_property
+    def split_by(self) -> list[_Attribute]:
+        """The numbers of modules by which the forward splits tensors."""
+        nodes = [n for n in self.recording.graph.nodes if _name(n) == "split"] if self.recording else []
+        return [v for v in tree_leaves([(n.args, n.kwargs) for n in nodes]) if isinstance(v, _Attribute)]
 
     def _numbers(self, impact: Any, full: int) -> Iterator[Member]:
         """Yield the attributes that a forward reads to reshape what goes, if they hold the full size."""
-        shaping = _of_kind(impact, "shape_arguments", "partition_arguments")
-        for requirement in (r for r in shaping if r.arguments and r.tensors[0].id in impact.selections):
+        kinds = "shape_arguments", "partition_arguments"
+        shaping = (r for r in impact.requirements if getattr(r, "kind", "") in kinds and r.arguments)
+        for requirement in (r for r in shaping if r.tensors[0].id in impact.selections):
             node = self._nodes[requirement.target]
             for value in tree_leaves((node.args[1:], node.kwargs)):
                 if isinstance(value, _Attribute) and value == full:
@@ -413,11 +410,6 @@ def _name_numbers_(model: nn.Module) -> None:
                 named = _Attribute(value)
                 named.path, named.name = path, name
                 module.__dict__[name] = named
-
-
-def _of_kind(impact: Any, *kinds: str) -> Iterator[Any]:
-    """Yield what some kinds of calls require of their arguments."""
-    return (r for r in impact.requirements if getattr(r, "kind", "") in kinds)
 
 
 def computes_channels(module: nn.Module) -> bool:
@@ -469,7 +461,19 @@ def _extent(group: Group, member: Member) -> tuple[int, float]:
 def _kind(modules: Mapping[str, nn.Module], members: Sequence[Member]) -> str:
     """Return the axis of a group: feed-forward neurons lie between linear layers, without anything else."""
     linear = all(isinstance(modules[m.module], nn.Linear) for m in members)
-    return "ffn" if linear and sum(m.part == "out" for m in members) <= 2 else "width"
+    outputs, inputs = ([m.module for m in members if (m.part == "out") is out] for out in (True, False))
+    rank = linear and inputs and is_rank(modules, outputs[0], inputs[0])
+    return "ffn" if linear and len(outputs) <= 2 and not rank else "width"
+
+
+def is_rank(modules: Mapping[str, Any], first: str, last: str) -> bool:
+    """Tell whether two layers are an adapter: narrow ones, beside one that could stand for them."""
+    around, other = (modules[path.rpartition(".")[0]] for path in (first, last))
+    sides = ([getattr(modules[p], f"{side}_features", 0) for side in ("in", "out")] for p in (first, last))
+    (in_, rank), (_, out) = sides
+    shapes = [tuple(p.shape) for m in (around, *around.children()) for p in m.parameters(recurse=False)]
+    beside = around is other and not isinstance(around, nn.Sequential)
+    return bool(beside and rank < min(in_, out) and shapes.count((out, in_)) == 1)
 
 
 def _why(error: BaseException) -> str:

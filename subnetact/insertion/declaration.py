@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.comparison import is_cache
 from subnetact.errors import InsertError
-from subnetact.insertion.analysis import TracedModel
+from subnetact.insertion.analysis import TracedModel, is_rank
 from subnetact.insertion.description import Description, Group, Member
-from subnetact.insertion.description_proof import FAULTS, resizing_advice
+from subnetact.insertion.description_proof import FAULTS, advice_on
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.layer_vocabulary import layer_stacks
 from subnetact.insertion.skippable import StackWatch, skippable_blocks
@@ -44,7 +44,6 @@ __all__ = ["declared"]
 
 
 NOT_ASKED = f"its outputs are those of the stream, which is elastic if axes names it: axes=({STREAM!r}, ...)"
-"""Why a layer stays whole that would follow the stream of a language model, which only training makes useful."""
 
 
 class Declaration(NamedTuple):
@@ -83,7 +82,6 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
                 refused.setdefault(proposal.name, found)
 
     attentions = list(_attentions(observed))
-    observed.traced.mixed |= {layer for attention in attentions for layer in attention.layers}
     mixers = [*_state_spaces(observed), *attentions]
     settle(mixers)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
@@ -93,11 +91,12 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
     residual = observed.residual
     blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
-    if stream or layer_stacks(model):
+    if layer_stacks(model):
         inner = {(m.module, m.part) for group in groups for m in group.members}
         elastic = {module for module, _ in inner}
-        whole = (p for p in (*mixers, *feed_forwards) if elastic.isdisjoint(p.layers))
-        inner |= {pair for proposal in whole for pair in _inner(proposal)}
+        inner |= {
+            pair for p in (*mixers, *feed_forwards) if elastic.isdisjoint(p.layers) for pair in _inner(p)
+        }
         found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
         if not isinstance(found, Group):
             refused |= {STREAM: found} if stream else {}
@@ -127,8 +126,7 @@ class _Observation:
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model = model
         self.modules = dict(model.named_modules())
-        inside = (block for path, m in self.modules.items() for block in _blocks_of(path, m))
-        self.blocks = [block for block in inside if block in self.modules]  # once each, by the first name
+        self.blocks = [b for p, m in self.modules.items() for b in _blocks_of(p, m) if b in self.modules]
         self.sides = {path: sides for path, m in self.modules.items() if (sides := _sides(m)) is not None}
         self.residual: dict[str, torch.Size] = {}
         self.traced = TracedModel(self._watched(), example)
@@ -389,7 +387,7 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
     tables = list(_tables(observed, path, heads))
     config, count = vars(module).get("config"), heads.queries
     stated = {f"config.{name}": count for name in vocabulary.HEADS if number_of(config, name) == count}
-    split = {name: all_heads for name, n in observed.traced.split_by(path) if n == all_heads}
+    split = {n.name: all_heads for n in observed.traced.split_by if n.path == path and n == all_heads}
     more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated, split))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
@@ -443,8 +441,9 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
 
 def _feed_forwards(observed: _Observation, attentions: Sequence[_Proposal]) -> Iterator[_Proposal]:
     """Propose the neurons of every feed-forward network in a block; packed layers come last."""
-    attention = {path for proposal in attentions for path in proposal.layers}
-    layers = [layer for layer in observed.order if layer not in attention]
+    outside = {path for proposal in attentions for path in proposal.layers}
+    outside |= {a for a, b in itertools.pairwise(observed.order) if is_rank(observed.modules, a, b)}
+    layers = [layer for layer in observed.order if layer not in outside]
     hosts = [_parent(_parent(proposal.name)) for proposal in attentions]
     packed: list[_Proposal] = []
     for at, last in enumerate(layers):
@@ -605,7 +604,7 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     if finding is None:
         return ""
     why = FAULTS[finding.kind].format(why=finding.why)
-    return f"with half of it, {why}{resizing_advice(group, why) if finding.kind == 'fails' else ''}"
+    return f"with half of it, {why}{advice_on(group, why) if finding.kind == 'fails' else ''}"
 
 
 class _Repeated(nn.Module):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -20,22 +21,16 @@ from subnetact import operators
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.files.documents import DocumentFormat, parse_json
 from subnetact.insertion.layer_vocabulary import LayerConfigs, LayerVocabulary
-from subnetact.insertion.names import collapsed, without_numbers
 from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value
 from subnetact.supernet.proved_inputs import ProvedInputs
 
-__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices"]
+__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices", "without_numbers"]
 
-AXES = {
-    **{"depth": "blocks", "width": "channels", "stream": "channels", "ffn": "neurons"},
-    "heads": "heads, or groups of query heads that share a key and value head",
-    "pool": "experts, or groups of experts if the router chooses groups first",
-    "experts": "experts per token",
-}
-"""The kinds of elastic sizes and what a size counts, in the order of the axes of the space.
+AXES = ("depth", "width", "stream", "ffn", "heads", "pool", "experts")
+"""The kinds of elastic sizes, in the order of the axes of the space.
 
 depth: the kept blocks of a stage. width: channels that one layer computes, inside a block for example.
 stream: channels that several layers share because their outputs are added, as in a residual stream, or
@@ -154,6 +149,35 @@ def sizes_of_choices(
     if wrong:
         raise InsertError(f"{wrong[0]!r} is not a choice; choose {allowed}")
     return dict(sorted(found.items()))
+
+
+def without_numbers(name: str) -> str:
+    """Return what the names of the members of a list of modules have in common."""
+    return re.sub(r"\d+", "#", name)
+
+
+def _texts(names: Iterable[str], ordered: bool = False) -> dict[str, list[str]]:
+    """Return names by the text that stands for them: `layers.{0..29}.mlp` for those of 30 layers.
+
+    Names that differ in one number have one text. Its numbers ascend, unless the names are `ordered`.
+    """
+    rows: dict[tuple[str, ...], list[str]] = {tuple(re.split(r"(\d+)", name)): [name] for name in names}
+    for at in range(max(map(len, rows), default=0) - 2, 0, -2):
+        alike: dict[Any, tuple[list[int], list[str]]] = {}
+        for row, own in rows.items():
+            numbers, together = alike.setdefault((row[:at], row[at + 1 :]), ([], []))
+            numbers += map(int, row[at : at + 1])  # none if the name is shorter
+            together += own
+        rows = {(*k[0], *_listed(numbers, ordered), *k[1]): own for k, (numbers, own) in alike.items()}
+    return {"".join(row): own for row, own in rows.items()}
+
+
+def _listed(numbers: list[int], ordered: bool) -> Iterator[str]:
+    """Yield a text for numbers, in which those that follow one another are a range: {0..3,7}."""
+    steps = groupby(enumerate(numbers if ordered else sorted(numbers)), lambda item: item[1] - item[0])
+    runs = [[str(number) for _, number in step] for _, step in steps]
+    text = ",".join("..".join(dict.fromkeys((run[0], run[-1]))) for run in runs)
+    yield from [f"{{{text}}}" if len(numbers) > 1 else text] * bool(numbers)
 
 
 class Description:
@@ -292,8 +316,7 @@ class Description:
         """Return the names of the groups and stages that a pattern means.
 
         Args:
-            pattern: a name, as the description prints it too, a pattern with `*`, `?` and `[...]`, or an
-                axis.
+            pattern: a name, a pattern with `*`, `?` and `[...]`, or an axis.
 
         Raises:
             InsertError: there is none.
@@ -301,7 +324,6 @@ class Description:
         given: Any = pattern
         slots = self.slots.values() if isinstance(given, str) else ()
         names = [s.name for s in slots if pattern == s.axis or fnmatchcase(s.name, pattern)]
-        names = names or collapsed(self.slots).get(pattern, [])
         if not names:
             raise InsertError(
                 f"{self.name}: no group or stage matches {pattern!r}; it has {', '.join(self.slots)[:500]}"
@@ -351,16 +373,15 @@ class Description:
         return found
 
     def __str__(self) -> str:
-        tables: dict[Any, dict[str, list[str]]] = {}
+        tables: dict[Any, dict[str, Sequence[str]]] = {}
         for slot in self.slots.values():
             sizes = " ".join(map(str, dict.fromkeys(slot.sizes.values())))
-            parts = [f"{m.module}.{m.part}" for m in getattr(slot, "members", ())]
-            alike = slot.axis, sizes, *map(without_numbers, parts)
-            tables.setdefault(alike, {})[slot.name] = parts or [*getattr(slot, "blocks", ())]
+            parts = [f"{m.module}.{m.part}" for m in slot.members] if isinstance(slot, Group) else slot.blocks
+            tables.setdefault((slot.axis, sizes, *map(without_numbers, parts)), {})[slot.name] = parts
         rows = [("name", "axis", "sizes", "members")]
-        for (axis, sizes, *_), table in tables.items():
-            for name, names in collapsed(table).items():
-                parts = [*collapsed((part for n in names for part in table[n]), ordered=axis == "depth")]
+        for (axis, sizes, *_), own in tables.items():
+            for name, names in _texts(own).items():
+                parts = [*_texts((part for n in names for part in own[n]), ordered=axis == "depth")]
                 rows.append((name, axis, sizes, ", ".join(parts)))
         *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = ["  ".join(map(str.ljust, row, (*widths, 0))) for row in rows]
@@ -370,12 +391,10 @@ class Description:
 
     def refusals(self) -> list[str]:
         """Return what cannot be elastic and why; reasons that differ in numbers only are one."""
-        alike: dict[str, dict[str, str]] = {}
+        same: dict[str, dict[str, str]] = {}
         for name, why in self.refused.items():
-            alike.setdefault(without_numbers(why), {})[name] = why
-        return [
-            f"{', '.join(collapsed(own))}: {'; '.join(collapsed(own.values()))}" for own in alike.values()
-        ]
+            same.setdefault(without_numbers(why), {})[name] = why
+        return [f"{', '.join(_texts(own))}: {'; '.join(_texts(own.values()))}" for own in same.values()]
 
     # -- inner parts -------------------------------------------------------------------------------
 
@@ -453,7 +472,10 @@ def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | Dept
     try:
         return replace(slot, sizes=sizes_of_choices(slot.full, choices, unit, least, divisor))
     except InsertError as error:
-        raise InsertError(f"{slot.name}: {error}, which count {AXES[slot.axis]}") from None
+        shared = "; heads with one key, or experts of one group, count as one" * (
+            slot.axis in ("heads", "pool")
+        )
+        raise InsertError(f"{slot.name}: {error}{shared}") from None
 
 
 _FIELDS = {

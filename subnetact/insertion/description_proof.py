@@ -35,7 +35,7 @@ from subnetact.supernet.unused_weights import (
     structure_copy,
 )
 
-__all__ = ["FAULTS", "Proof", "resizing_advice"]
+__all__ = ["FAULTS", "Proof", "advice_on"]
 
 RANDOM_OUTPUT = ", whose output differs from run to run; make it deterministic in evaluation mode"
 FAULTS = {
@@ -243,7 +243,7 @@ class Proof:
         return FAULTS[finding.kind].format(why=finding.why)
 
 
-def resizing_advice(slot: Any, why: str) -> str:
+def advice_on(slot: Any, why: str) -> str:
     """Return what to change if a forward states a size, or computes with an attribute that holds one."""
     members = getattr(slot, "members", ())
     sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)

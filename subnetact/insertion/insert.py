@@ -41,12 +41,11 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import declared
-from subnetact.insertion.description import AXES, DepthStage, Description, Group
-from subnetact.insertion.description_proof import Proof, resizing_advice
+from subnetact.insertion.description import AXES, DepthStage, Description, Group, without_numbers
+from subnetact.insertion.description_proof import Proof, advice_on
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
-from subnetact.insertion.names import without_numbers
 from subnetact.insertion.skippable import stages_of
 from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
 from subnetact.operators import Elastic
@@ -67,7 +66,6 @@ SHARES = (0.5, 0.75, 1.0)
 CAPTURING = "transformers.utils.output_capturing"
 """The home of hooks that a model of transformers gives itself, which only note hidden states if asked to."""
 LOOSE = "the parameters {} belong to no known layer: use nn.Linear, or describe them with ElasticAttribute"
-HELD_TWICE = "it has two names, in two modules, of which one would run it in every subnet; give it one name"
 UNTRACED = "everything else"
 """The name under which a description says why the graph was not analysed, whatever `only` selects."""
 
@@ -301,9 +299,8 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
                 groups.append(item)
         inside = {member.module for group in groups for member in group.members}
         narrowed = {member.module for group in groups for member in group.members if member.part == "out"}
-        kinds = {group.axis for group in groups}
-        for name in [n for n in refused if n in kinds or n.removesuffix(".ffn") in narrowed]:
-            del refused[name]  # Another rule, or the graph, has made it elastic.
+        # Another rule, or the graph, has made these elastic.
+        refused = {n: why for n, why in refused.items() if n.removesuffix(".ffn") not in narrowed}
         for name in unseen:
             if name not in inside:
                 refused.setdefault(name, "it does not run on the example, so it stays whole")
@@ -318,8 +315,8 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
     stages: list[DepthStage] = []
     if depth and blocks:
         holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
-        twice = [path for path in blocks if holders[id(model.get_submodule(path))] > 1]
-        broken = {**dict.fromkeys(twice, HELD_TWICE), **stated.stacks.broken(blocks)}
+        twice = (path for path in blocks if holders[id(model.get_submodule(path))] > 1)
+        broken = dict.fromkeys(twice, "it has two names; give it one") | stated.stacks.broken(blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
         stages = (
@@ -398,9 +395,7 @@ def _proved(
             description.proved = proof.proved
             return description
         wrong, culprits = failure
-        culprits = {
-            name: why + resizing_advice(description.slots.get(name), why) for name, why in culprits.items()
-        }
+        culprits = {n: why + advice_on(description.slots.get(n), why) for n, why in culprits.items()}
         if not culprits:
             raise InsertError(f"{type(model).__name__}: {wrong}")
         if not leave_out:
@@ -532,6 +527,10 @@ def _obstacle(module: nn.Module) -> str | None:
 
 def _unseen(module: nn.Module) -> str | None:
     """Return why it cannot be found out what a module does; who describes it by hand knows that."""
+    if type(module).__module__.startswith("peft."):
+        return (
+            "is of PEFT: merge its adapters first (merge_and_unload), or put them on supernet.extract(spec)"
+        )
     computed = ", ".join(name for name, _ in computed_tensors(module))
     if computed:
         return (
