@@ -248,6 +248,12 @@ class TracedModel:
 
     def _removed(self, impact: Any) -> dict[tuple[str, str], tuple[type[Operator], _Runs]]:
         """Return module and part of the operator -> the operator, and what goes of the part."""
+        ends = {ref.id for ref in impact.interfaces if not self._graph._data.refs[ref.id].paths}
+        if ends:
+            which = [str(i) for i, ids in enumerate(self._returned, 1) if not ends.isdisjoint(ids)]
+            advice = "; leave it out there to narrow it" if len(self._returned) > 1 else ""
+            place = f", tensor {' and '.join(which)} of those returned{advice}" if which else ""
+            raise _Refused(f"its outputs are inputs or outputs of the model{place}")
         for diagnostic in impact.diagnostics:
             if diagnostic.code == "empty_axis" and not all(
                 math.prod(self._graph._data.refs[t].shape) for t in diagnostic.tensors
@@ -258,12 +264,6 @@ class TracedModel:
                 what = diagnostic.message if told else f"{BY_THE_FORWARD} moves or mixes its outputs"
                 at = diagnostic.node or (*diagnostic.tensors, "::")[0].split(":")[2]
                 raise _Refused(f"{what}, {self._place(at) if at in self._nodes else f'down to {at}'}")
-        ends = {ref.id for ref in impact.interfaces if not self._graph._data.refs[ref.id].paths}
-        if ends:
-            which = [str(i) for i, ids in enumerate(self._returned, 1) if not ends.isdisjoint(ids)]
-            advice = "; leave it out there to narrow it" if len(self._returned) > 1 else ""
-            place = f", tensor {' and '.join(which)} of those returned{advice}" if which else ""
-            raise _Refused(f"its outputs are inputs or outputs of the model{place}")
         for requirement in impact.requirements:
             if (what := self._reduction(requirement, impact.selections)) is not None:
                 raise _Refused(f"{BY_THE_FORWARD} {what} its outputs, {self._place(requirement.target)}")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from subnetact.comparison import is_cache
+from subnetact.comparison import is_cache, tensors_in
 from subnetact.errors import InsertError
 from subnetact.insertion.analysis import TracedModel, is_rank
 from subnetact.insertion.description import Description, Group, Member
@@ -102,7 +102,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             refused |= {STREAM: found} if stream else {}
         elif stream:
             groups.append(found)
-        else:
+        elif all(t.shape[-1:] != (found.full,) for t in tensors_in(observed.calls[""].output)):
             refused |= dict.fromkeys([m.module for m in found.members if m.part == "out"], NOT_ASKED)
     return Declaration(tuple(groups), blocks, refused, residual, observed.stacks, observed.traced)
 

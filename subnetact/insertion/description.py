@@ -390,11 +390,14 @@ class Description:
     __repr__ = __str__
 
     def refusals(self) -> list[str]:
-        """Return what cannot be elastic and why; reasons that differ in numbers only are one."""
-        same: dict[str, dict[str, str]] = {}
+        """Return what cannot be elastic and why, each reason once."""
+        alike: dict[tuple[str, str], dict[str, str]] = {}
         for name, why in self.refused.items():
-            same.setdefault(without_numbers(why), {})[name] = why
-        return [f"{', '.join(_texts(own))}: {'; '.join(_texts(own.values()))}" for own in same.values()]
+            alike.setdefault((without_numbers(name), without_numbers(why)), {})[name] = why
+        texts: dict[str, list[str]] = {}
+        for own in alike.values():
+            texts.setdefault("; ".join(_texts(own.values())), []).extend(_texts(own))
+        return [f"{', '.join(names)}: {why}" for why, names in texts.items()]
 
     # -- inner parts -------------------------------------------------------------------------------
 
