@@ -94,7 +94,7 @@ class SubnetSpec:
 
     def __str__(self) -> str:
         """Return the key, in which the value of an axis stands once if all of its slots have the same one."""
-        return re.sub(r"=([^ ,]+)(,\1)+(?= |$)", r"=\1", self.key)
+        return re.sub(r"(?<![^ ])([^ =]+=)([^ ,]+)(,\2)+(?= |$)", r"\1\2", self.key)
 
     def to_json(self) -> dict[str, Any]:
         """Return the specification as dictionaries, lists, strings and numbers that JSON can hold."""

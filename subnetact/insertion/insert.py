@@ -539,6 +539,7 @@ def _unseen(module: nn.Module) -> str | None:
         )
     held = (vars(module)[f"_{when}_hooks"] for when in ("forward", "forward_pre", "backward", "backward_pre"))
     if any(getattr(hook, "__module__", "") != CAPTURING for hooks in held for hook in hooks.values()):
+        undo = "with remove() of their handles, or disable_input_require_grads() of transformers"
         adding = "calls that add them, such as gradient_checkpointing_enable(), belong after insert_"
-        return f"has hooks, which subnets would run as well; remove them first; {adding}"
+        return f"has hooks, which subnets would run as well; remove them first, {undo}; {adding}"
     return None
