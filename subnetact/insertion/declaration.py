@@ -43,7 +43,7 @@ from subnetact.supernet.unused_weights import disturbed_copy, private_copy, stru
 __all__ = ["declared"]
 
 
-NOT_ASKED = f"its outputs are those of the stream, which is elastic if axes names it: axes=({STREAM!r}, ...)"
+NOT_ASKED = f"its outputs are those of the stream, which is tried if axes names it: axes=({STREAM!r}, ...)"
 
 
 class Declaration(NamedTuple):

@@ -475,10 +475,8 @@ def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | Dept
     try:
         return replace(slot, sizes=sizes_of_choices(slot.full, choices, unit, least, divisor))
     except InsertError as error:
-        shared = "; heads with one key, or experts of one group, count as one" * (
-            slot.axis in ("heads", "pool")
-        )
-        raise InsertError(f"{slot.name}: {error}{shared}") from None
+        counted = {"heads": "; heads with one key count as one", "pool": "; experts of a group count as one"}
+        raise InsertError(f"{slot.name}: {error}{counted.get(slot.axis, '')}") from None
 
 
 _FIELDS = {

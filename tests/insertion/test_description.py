@@ -120,7 +120,7 @@ def test_editing() -> None:
     with pytest.raises(InsertError, match="no group or stage matches 'nothing'"):
         edited.without("nothing")
     with pytest.raises(
-        InsertError, match=r"0\.heads: 7 is not a choice; .* to 3; heads with one key, .* as one"
+        InsertError, match=r"0\.heads: 7 is not a choice; .* to 3; heads with one key count as one"
     ):
         edited.with_choices("heads", [7])
 

@@ -105,7 +105,7 @@ def test_the_stream_is_found_whatever_the_ratio_of_widths(neurons: int, head_dim
 def test_language_models_have_a_stream_only_if_it_is_asked_for() -> None:
     description = describe(small_decoder("LlamaConfig"), TOKENS, proof=False)
     assert "stream" not in description.groups
-    assert "elastic if axes names it" in description.refused["model.layers.0.mlp.down_proj"]
+    assert "tried if axes names it" in description.refused["model.layers.0.mlp.down_proj"]
     returned: Any = small_decoder("LlamaConfig").model
     assert "outputs of the model" in describe(returned, TOKENS, proof=False).refused["layers.0.mlp.down_proj"]
 
