@@ -204,10 +204,10 @@ def main() -> None:
     ]
     for spec in tqdm(uniform, desc="held-out loss"):
         loss, right = next_token_quality(supernet, spec, unseen)
-        figures.append({"subnet": str(spec), "loss": round(loss, 4), "right_percent": round(right, 3)})
+        figures.append({"subnet": spec.key, "loss": round(loss, 4), "right_percent": round(right, 3)})
     sample = unseen[:SAMPLE]
     quick = {
-        str(spec): round(next_token_quality(supernet, spec, sample)[0], 4) for spec in (largest, smallest)
+        spec.key: round(next_token_quality(supernet, spec, sample)[0], 4) for spec in (largest, smallest)
     }
     facts: dict[str, Any] = {
         "seed": args.seed,

@@ -284,7 +284,8 @@ class SubnetSpace:
 
         Args:
             config: for an adapted family, the configuration that the family's own code takes; for an own
-                network, axis values. A string may be a `SubnetSpec.key`, as tables contain it.
+                network, axis values. A string may be a `SubnetSpec.key`, as tables contain it, or the
+                text of a `SubnetSpec`, as messages show it.
 
         Raises:
             SpecError: the configuration is malformed or outside the space.
@@ -436,16 +437,16 @@ class SubnetSpace:
         known = {axis.name: axis for axis in self.axes}
         values: dict[str, Any] = {}
         for name, _, listed in (part.partition("=") for part in key.split()):
-            slots = known[name].slots if name in known else ()
+            slots, words = known[name].slots if name in known else (), listed.split(",")
             values[name] = [
                 next((c for c in slot.choices if word in (str(c), "-")), word)
-                for slot, word in zip(slots, listed.split(","), strict=False)
+                for slot, word in zip(slots, words if "," in listed else words * len(slots), strict=False)
             ]
         try:
             spec = self.spec(**values)
         except SpecError:
             return None
-        return spec if spec.key == key else None
+        return spec if key in (spec.key, str(spec)) else None
 
     @property
     def _precision(self) -> Axis | None:

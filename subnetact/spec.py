@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 
 from subnetact.errors import SpecError
 
-__all__ = ["FLOAT32", "PRECISION", "PRECISIONS", "SubnetSpec", "Value", "shown"]
+__all__ = ["FLOAT32", "PRECISION", "PRECISIONS", "SubnetSpec", "Value", "brief", "shown"]
 
 PRECISION = "precision"
 """The name of the axis of precisions, which `SubnetSpace.with_precision` adds."""
@@ -92,7 +93,8 @@ class SubnetSpec:
         )
 
     def __str__(self) -> str:
-        return self.key
+        """Return the key, in which the value of an axis stands once if all of its slots have the same one."""
+        return brief(self.key)
 
     def to_json(self) -> dict[str, Any]:
         """Return the specification as dictionaries, lists, strings and numbers that JSON can hold."""
@@ -118,6 +120,11 @@ class SubnetSpec:
         if not isinstance(space, str) or not legal:
             raise SpecError(f"values of a specification are numbers, strings or null, got {shown(given)}")
         return cls(space, tuple((name, tuple(slots)) for name, slots in values.items()))
+
+
+def brief(key: str) -> str:
+    """Return a key in which the value of an axis stands once if all of its slots have the same one."""
+    return re.sub(r"(?<![^ ])([^ =]+=)([^ ,]+)(,\2)+(?= |$)", r"\1\2", key)
 
 
 def shown(value: Any) -> str:

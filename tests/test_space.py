@@ -214,6 +214,17 @@ def test_readable_keys_are_read_back(v: dict) -> None:
     assert SPACE.parse(spec.key) == spec
 
 
+def test_equal_values_are_printed_once_and_read_again() -> None:
+    spec = SPACE.smallest()
+    assert spec.key == "depth=1,1 expand=2,-,-,2,-,- width=0.5"
+    assert str(spec) == f"{spec}" == "depth=1 expand=2,-,-,2,-,- width=0.5"
+    assert all(SPACE.parse(str(spec)) == spec for spec in SPACE.enumerate())
+    axes = [Axis.uniform("x", ["a", "b"], ["b", "a=b"]), Axis.uniform("y", ["c", "d"], [0, 0.5])]
+    words = SubnetSpace("words", axes, lambda _: {})
+    assert len({str(spec) for spec in words.enumerate()}) == words.size()
+    assert all(words.parse(text) == spec for spec in words.enumerate() for text in (str(spec), spec.key))
+
+
 def test_own_notation_may_look_like_a_key() -> None:
     def parse(text: str) -> dict[str, float]:
         return {"w": {"1/2": 0.5}[text.removeprefix("w=")]}

@@ -80,7 +80,7 @@ def test_the_demo_runs_and_draws(
     pytest.importorskip("matplotlib")
 
     def made_up(supernet: Any, specs: Any, *, accuracy: Any, **_: Any) -> StepTable:
-        return step_table([str(spec) for spec in specs], tuple(accuracy))
+        return step_table([spec.key for spec in specs], tuple(accuracy))
 
     monkeypatch.setattr(text_demo, "profile_steps", made_up)
     monkeypatch.setattr(text_demo, "_sustained", lambda _, spec, *__: 200.0 - 0.1 * sum(spec["ffn"]) / 4)

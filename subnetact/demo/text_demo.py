@@ -44,7 +44,7 @@ def demonstrate_text(args: Namespace) -> None:
     facts = {"machine": header(supernet), "seed": args.seed}
     specs = embedded.switchable_subnets(supernet)
     known = {one["subnet"]: one["right_percent"] for one in embedded.text_facts()["held_out"]}
-    right = [known[str(spec)] for spec in specs]
+    right = [known[spec.key] for spec in specs]
     cells: Any = {"sequences": (1, 2, 4, SEQUENCES), "contexts": (64, CONTEXT, 136)}
     table = profile_steps(supernet, specs, **cells, prompt_tokens=(64, 128, 256, 512), accuracy=right)
     tokenizer = embedded.text_tokenizer()
@@ -103,7 +103,7 @@ def demonstrate_text(args: Namespace) -> None:
         expected = np.nan_to_num(accuracy) / 100
         return Run(name, ~np.isnan(accuracy), accuracy, expected, late_ms, slowdown, more)
 
-    facts["subnets"] = [{"subnet": str(s), "tokens_per_s": r} for s, r in zip(specs, sustained, strict=True)]
+    facts["subnets"] = [{"subnet": s.key, "tokens_per_s": r} for s, r in zip(specs, sustained, strict=True)]
     facts |= {"prompts": len(prompts), "token_ms": token_ms}
     compare([partial(run, *one) for one in contenders.items()], trace, args.out, args.json, facts)
     print(

@@ -143,7 +143,7 @@ class Generator:
         decoder = ElasticDecoder(supernet, self.subnets, allow_approximate, allow_recompute)
         self.table = table
         policy = StepPolicy(table, token_ms)
-        if tuple(map(str, self.subnets)) != table.subnets:
+        if tuple(spec.key for spec in self.subnets) != table.subnets:
             raise ProfileMismatch("table: it is of other subnets; measure one of these with profile_steps")
         self._scheduler = StepScheduler(
             policy,

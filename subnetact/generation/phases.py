@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from subnetact.errors import InvalidRequest
-from subnetact.spec import SubnetSpec
+from subnetact.spec import SubnetSpec, brief
 
 __all__ = ["Phase"]
 
@@ -130,8 +130,8 @@ def _rows(given: Any, names: Sequence[str], usual: frozenset[int], where: str) -
     for one in listed:
         if isinstance(one, int) and not isinstance(one, bool) and 0 <= one < len(names):
             rows.add(one)
-        elif isinstance(one, SubnetSpec | str) and str(one) in names:
-            rows.add(names.index(str(one)))
+        elif isinstance(one, SubnetSpec | str) and (text := brief(str(one))) in map(brief, names):
+            rows.add([*map(brief, names)].index(text))
         else:
             raise InvalidRequest(
                 f"{where}: {one!s:.80} is no subnet of this generator; give an index from 0 to "

@@ -75,7 +75,7 @@ def profile_steps(
                 found[subnet, cell] += times
     finally:
         bench.loop.tear_down()
-    keys = [str(spec) for spec in specs]
+    keys = [spec.key for spec in specs]
     given = [math.nan] * len(keys) if accuracy is None else list(accuracy)
     stamp = {"machine": machine(supernet.device), "rounds": rounds, "statistic": "p50"}
 

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +31,7 @@ from subnetact.operators.layer_traits import CHANNEL_NORM, is_batch_norm, traits
 from subnetact.supernet.elementwise import ADDITIONS, spellings
 from subnetact.supernet.failure import failure
 
-__all__ = ["TracedModel"]
+__all__ = ["TracedModel", "computes_channels", "is_rank"]
 
 MOST_SEGMENTS = 256
 """If more segments than these would be kept of one part, its channels are interleaved."""
@@ -95,6 +95,8 @@ class TracedModel:
             return
         self._followed = 0
         self._modules = dict(model.named_modules())
+        first = {id(module): path for path, module in self._modules.items()}
+        self._first = {path: first[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
         made, (*_, output) = self._graph._data.operations, self._nodes.values()
         returned = [made.get(node.name) for node in output.args[0]]  # None for numbers of numpy
@@ -166,38 +168,51 @@ class TracedModel:
         if outputs < 2:
             raise _Refused("it has one output only")
         try:
-            return self._group_of(layer, reference.axis(axis), outputs, outputs)
+            return self._group_of(layer, reference.axis(axis), outputs, [outputs])
         except _Refused:
-            pieces = self._pieces(reference.axis(axis), outputs)
-            if pieces < 2 or outputs % pieces or outputs // pieces < 2:
+            pieces, apart = self._pieces(reference.axis(axis), outputs)
+            full = outputs // pieces
+            packed = apart and isinstance(self._modules[layer], nn.Linear)  # as queries, keys and values
+            if pieces < 2 or outputs % pieces or full < 2 or packed:
                 raise
-            return self._group_of(layer, reference.axis(axis), outputs, outputs // pieces)
+            ends = [full * (i + 1) for i in range(pieces)] if apart else [outputs]
+            return self._group_of(layer, reference.axis(axis), full, ends)
 
-    def _removal(self, axis: Any, start: int, stop: int) -> Any:
-        """Return what goes with some outputs of a layer."""
-        impact = self._graph.propagate(remove=[axis.select(self._span(start, stop))])
+    def _removal(self, axis: Any, length: int, ends: Sequence[int]) -> Any:
+        """Return what goes with some outputs of a layer, so many before each of some ends."""
+        impact = self._graph.propagate(remove=[axis.select(self._span(end - length, end)) for end in ends])
         self._followed += len(impact.selections)
         return impact
 
-    def _pieces(self, axis: Any, outputs: int) -> int:
-        """Return how many outputs of a layer go with the last one: 2 if they are chunked and multiplied."""
-        chosen = self._removal(axis, outputs - 1, outputs).selections[axis.tensor.id]
-        return len(chosen.fully_selected_indices(axis.dim))
+    def _pieces(self, axis: Any, outputs: int) -> tuple[int, bool]:
+        """Return in how many equal pieces the outputs of a layer are used, and whether these are apart.
 
-    def _group_of(self, layer: str, axis: Any, outputs: int, full: int) -> Group:
-        """Return the group of which the last `full` outputs of a layer are a segment."""
+        So many outputs go with the last one: 2 if they are chunked and multiplied. If it goes alone, it may
+        be that the forward splits them, which needs pieces that stay equal.
+        """
+        impact = self._removal(axis, 1, [outputs])
+        together = len(impact.selections[axis.tensor.id].fully_selected_indices(axis.dim))
+        split = (r for r in impact.requirements if getattr(r, "kind", "") == "partition_arguments")
+        for facts in (dict(requirement.data) for requirement in split):
+            lengths = {part.shape[facts["axis"].dim] for part in facts["outputs"] if not facts["unbound"]}
+            if together == 1 and {n * len(facts["outputs"]) for n in lengths} == {outputs}:
+                return len(facts["outputs"]), True
+        return together, False
+
+    def _group_of(self, layer: str, axis: Any, full: int, ends: Sequence[int]) -> Group:
+        """Return the group of which the `full` outputs of a layer before each of some ends are segments."""
         kept = full // 2
-        impact = self._removal(axis, outputs - full + kept, outputs)
+        impact = self._removal(axis, full - kept, ends)
         unit = self._unit(impact)
         if unit > full // 2 or full % unit:
             raise _Refused(f"its outputs come in units of {unit}, of which it has {full / unit:g}")
         if kept % unit:
             kept = kept // unit * unit
-            impact = self._removal(axis, outputs - full + kept, outputs)
+            impact = self._removal(axis, full - kept, ends)
         try:
             removed = self._removed(impact)
         except _Refused as refused:
-            refused.alike = tuple(self._alike(impact, full)) if full == outputs else ()
+            refused.alike = tuple(self._alike(impact, full)) if ends == [full] else ()
             raise
         lengths = (stop - start for _, runs in removed.values() for start, stop in runs)
         each = (full - kept) // math.gcd(full - kept, *lengths)  # outputs per entry of another tensor
@@ -233,28 +248,30 @@ class TracedModel:
 
     def _removed(self, impact: Any) -> dict[tuple[str, str], tuple[type[Operator], _Runs]]:
         """Return module and part of the operator -> the operator, and what goes of the part."""
-        for diagnostic in impact.diagnostics:
-            if diagnostic.code == "empty_axis" and not all(map(self._numbers_in, diagnostic.tensors)):
-                continue  # It is empty in the whole model, too: no box lies in a level of features.
-            if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
-                where = f" at {diagnostic.node}" if diagnostic.node else ""
-                if diagnostic.message.startswith(BY_THE_FORWARD):
-                    raise _Refused(f"{diagnostic.message}, {self._place(diagnostic.node)}")
-                raise _Refused(f"the analysis cannot see through the model{where}: {diagnostic.message}")
         ends = {ref.id for ref in impact.interfaces if not self._graph._data.refs[ref.id].paths}
         if ends:
             which = [str(i) for i, ids in enumerate(self._returned, 1) if not ends.isdisjoint(ids)]
             advice = "; leave it out there to narrow it" if len(self._returned) > 1 else ""
             place = f", tensor {' and '.join(which)} of those returned{advice}" if which else ""
             raise _Refused(f"its outputs are inputs or outputs of the model{place}")
+        for diagnostic in impact.diagnostics:
+            if diagnostic.code == "empty_axis" and not all(
+                math.prod(self._graph._data.refs[t].shape) for t in diagnostic.tensors
+            ):
+                continue  # It is empty in the whole model, too: no box lies in a level of features.
+            if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
+                told = diagnostic.message.startswith(BY_THE_FORWARD)
+                what = diagnostic.message if told else f"{BY_THE_FORWARD} moves or mixes its outputs"
+                at = diagnostic.node or (*diagnostic.tensors, "::")[0].split(":")[2]
+                raise _Refused(f"{what}, {self._place(at) if at in self._nodes else f'down to {at}'}")
         for requirement in impact.requirements:
             if (what := self._reduction(requirement, impact.selections)) is not None:
                 raise _Refused(f"{BY_THE_FORWARD} {what} its outputs, {self._place(requirement.target)}")
         removed: dict[tuple[str, str], tuple[type[Operator], _Runs]] = {}
         for selection in (*impact.parameters, *impact.buffers):
-            if len(selection.tensor.paths) > 1:
+            (path, name), *tied = self._places(selection)
+            if tied:
                 raise _Refused(f"{' and '.join(selection.tensor.paths)} are one tied tensor")
-            path, _, name = selection.tensor.paths[0].rpartition(".")
             whole = 1
             for dim, length in enumerate(selection.tensor.shape):
                 indices = selection.fully_selected_indices(dim)
@@ -279,13 +296,15 @@ class TracedModel:
                     removed.setdefault((path, "features"), found)
         return removed
 
-    def _numbers_in(self, tensor: str) -> int:
-        return math.prod(self._graph._data.refs[tensor].shape)
+    def _places(self, selection: Any) -> list[tuple[str, str]]:
+        """Return the modules that hold a tensor, each under its first path, with the name of the tensor."""
+        places = (path.rpartition(".")[::2] for path in selection.tensor.paths)
+        return list(dict.fromkeys((self._first[path], name) for path, name in places))
 
     def _alike(self, impact: Any, full: int) -> Iterator[str]:
         """Yield the layers with `full` outputs whose upper half goes, so that the same goes with theirs."""
         for selection in impact.parameters:
-            path, _, name = selection.tensor.paths[0].rpartition(".")
+            path, name = self._places(selection)[0]
             if computes_channels(self._modules[path]) and name == "weight":
                 axis = _out_axis(self._modules[path])
                 indices = selection.fully_selected_indices(axis)
@@ -317,7 +336,7 @@ class TracedModel:
         """Return the number of channels that only go together, because grouped layers drop whole groups."""
         unit = 1
         for selection in impact.parameters:
-            module = self._modules[selection.tensor.paths[0].rpartition(".")[0]]
+            module = self._modules[self._places(selection)[0][0]]
             groups = int(getattr(module, "num_groups" if isinstance(module, nn.GroupNorm) else "groups", 1))
             if groups > 1 and (isinstance(module, nn.GroupNorm) or computes_channels(module)):
                 unit = math.lcm(unit, selection.tensor.shape[0] // groups)
@@ -356,12 +375,19 @@ class TracedModel:
         owner = self._modules.get(path.removesuffix(".out_proj"))
         return dim == 1 and path.endswith(".out_proj") and isinstance(owner, nn.MultiheadAttention)
 
+    @cached_property
+    def split_by(self) -> list[_Attribute]:
+        """The numbers of modules by which the forward splits tensors."""
+        nodes = [n for n in self.recording.graph.nodes if _name(n) == "split"] if self.recording else []
+        return [v for v in tree_leaves([(n.args, n.kwargs) for n in nodes]) if isinstance(v, _Attribute)]
+
     def _numbers(self, impact: Any, full: int) -> Iterator[Member]:
         """Yield the attributes that a forward reads to reshape what goes, if they hold the full size."""
-        shaping = (r for r in impact.requirements if getattr(r, "kind", "") == "shape_arguments")
+        kinds = "shape_arguments", "partition_arguments"
+        shaping = (r for r in impact.requirements if getattr(r, "kind", "") in kinds and r.arguments)
         for requirement in (r for r in shaping if r.tensors[0].id in impact.selections):
             node = self._nodes[requirement.target]
-            for value in (*node.args[1:], *node.kwargs.values()):
+            for value in tree_leaves((node.args[1:], node.kwargs)):
                 if isinstance(value, _Attribute) and value == full:
                     yield Member(value.path, value.name, ElasticAttribute)
 
@@ -435,7 +461,19 @@ def _extent(group: Group, member: Member) -> tuple[int, float]:
 def _kind(modules: Mapping[str, nn.Module], members: Sequence[Member]) -> str:
     """Return the axis of a group: feed-forward neurons lie between linear layers, without anything else."""
     linear = all(isinstance(modules[m.module], nn.Linear) for m in members)
-    return "ffn" if linear and sum(m.part == "out" for m in members) <= 2 else "width"
+    outputs, inputs = ([m.module for m in members if (m.part == "out") is out] for out in (True, False))
+    rank = linear and inputs and is_rank(modules, outputs[0], inputs[0])
+    return "ffn" if linear and len(outputs) <= 2 and not rank else "width"
+
+
+def is_rank(modules: Mapping[str, Any], first: str, last: str) -> bool:
+    """Tell whether two layers are an adapter: narrow ones, beside one that could stand for them."""
+    around, other = (modules[path.rpartition(".")[0]] for path in (first, last))
+    sides = ([getattr(modules[p], f"{side}_features", 0) for side in ("in", "out")] for p in (first, last))
+    (in_, rank), (_, out) = sides
+    shapes = [tuple(p.shape) for m in (around, *around.children()) for p in m.parameters(recurse=False)]
+    beside = around is other and not isinstance(around, nn.Sequential)
+    return bool(beside and rank < min(in_, out) and shapes.count((out, in_)) == 1)
 
 
 def _why(error: BaseException) -> str:

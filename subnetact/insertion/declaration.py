@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from subnetact.comparison import is_cache
+from subnetact.comparison import is_cache, tensors_in
 from subnetact.errors import InsertError
-from subnetact.insertion.analysis import TracedModel
+from subnetact.insertion.analysis import TracedModel, is_rank
 from subnetact.insertion.description import Description, Group, Member
+from subnetact.insertion.description_proof import FAULTS, advice_on
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
+from subnetact.insertion.layer_vocabulary import layer_stacks
 from subnetact.insertion.skippable import StackWatch, skippable_blocks
 from subnetact.insertion.state_space import state_group
 from subnetact.insertion.stream import STREAM, stream_group
@@ -39,6 +41,9 @@ from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
 
 __all__ = ["declared"]
+
+
+NOT_ASKED = f"its outputs are those of the stream, which is tried if axes names it: axes=({STREAM!r}, ...)"
 
 
 class Declaration(NamedTuple):
@@ -86,14 +91,19 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
     residual = observed.residual
     blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
-    if stream:
-        inner = {pair for proposal in (*mixers, *feed_forwards) for pair in _inner(proposal)}
-        inner |= {(m.module, m.part) for group in groups for m in group.members}
+    if layer_stacks(model):
+        inner = {(m.module, m.part) for group in groups for m in group.members}
+        elastic = {module for module, _ in inner}
+        inner |= {
+            pair for p in (*mixers, *feed_forwards) if elastic.isdisjoint(p.layers) for pair in _inner(p)
+        }
         found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
-        if isinstance(found, Group):
+        if not isinstance(found, Group):
+            refused |= {STREAM: found} if stream else {}
+        elif stream:
             groups.append(found)
-        else:
-            refused[STREAM] = found
+        elif all(t.shape[-1:] != (found.full,) for t in tensors_in(observed.calls[""].output)):
+            refused |= dict.fromkeys([m.module for m in found.members if m.part == "out"], NOT_ASKED)
     return Declaration(tuple(groups), blocks, refused, residual, observed.stacks, observed.traced)
 
 
@@ -116,7 +126,7 @@ class _Observation:
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model = model
         self.modules = dict(model.named_modules())
-        self.blocks = [block for path, m in self.modules.items() for block in _blocks_of(path, m)]
+        self.blocks = [b for p, m in self.modules.items() for b in _blocks_of(p, m) if b in self.modules]
         self.sides = {path: sides for path, m in self.modules.items() if (sides := _sides(m)) is not None}
         self.residual: dict[str, torch.Size] = {}
         self.traced = TracedModel(self._watched(), example)
@@ -385,7 +395,8 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
     }
     config, count = vars(module).get("config"), heads.queries
     stated = {f"config.{name}": count for name in vocabulary.HEADS if number_of(config, name) == count}
-    more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated))]
+    split = {n.name: all_heads for n in observed.traced.split_by if n.path == path and n == all_heads}
+    more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated, split))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
         members.append(Member(out, "in_", WeightSlice, all_heads // full))
@@ -447,8 +458,9 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
 
 def _feed_forwards(observed: _Observation, mixers: Sequence[_Proposal]) -> Iterator[_Proposal]:
     """Propose the neurons of every feed-forward network in a block; packed layers come last."""
-    mixing = {path for proposal in mixers for path in proposal.layers}
-    layers = [layer for layer in observed.order if layer not in mixing]
+    outside = {path for proposal in mixers for path in proposal.layers}
+    outside |= {a for a, b in itertools.pairwise(observed.order) if is_rank(observed.modules, a, b)}
+    layers = [layer for layer in observed.order if layer not in outside]
     hosts = [_parent(_parent(proposal.name)) for proposal in mixers]
     packed: list[_Proposal] = []
     for at, last in enumerate(layers):
@@ -608,11 +620,10 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     finding = prove(network, private_copy(network), row, largest, torch.zeros(()))
     if finding is None:
         return ""
-    if finding.kind == "differs":
-        return "half of it does not compute what the whole computes with zeros in the other half"
     if finding.kind == "fails" and type(unit).__module__.startswith("transformers."):
         return f"half of it does not fit {finding.why.partition(': ')[0]}, which no rule narrows with it"
-    return f"with half of it, {finding.why}"
+    why = FAULTS[finding.kind].format(why=finding.why)
+    return f"with half of it, {why}{advice_on(group, why) if finding.kind == 'fails' else ''}"
 
 
 class _Repeated(nn.Module):

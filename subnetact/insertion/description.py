@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -28,7 +29,7 @@ from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value
 from subnetact.supernet.proved_inputs import ProvedInputs
 
-__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices"]
+__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices", "without_numbers"]
 
 AXES = ("depth", "width", "stream", "ffn", "heads", "pool", "experts")
 """The kinds of elastic sizes, in the order of the axes of the space.
@@ -150,6 +151,35 @@ def sizes_of_choices(
     if wrong:
         raise InsertError(f"{wrong[0]!r} is not a choice; choose {allowed}")
     return dict(sorted(found.items()))
+
+
+def without_numbers(name: str) -> str:
+    """Return what the names of the members of a list of modules have in common."""
+    return re.sub(r"\d+", "#", name)
+
+
+def _texts(names: Iterable[str], ordered: bool = False) -> dict[str, list[str]]:
+    """Return names by the text that stands for them: `layers.{0..29}.mlp` for those of 30 layers.
+
+    Names that differ in one number have one text. Its numbers ascend, unless the names are `ordered`.
+    """
+    rows: dict[tuple[str, ...], list[str]] = {tuple(re.split(r"(\d+)", name)): [name] for name in names}
+    for at in range(max(map(len, rows), default=0) - 2, 0, -2):
+        alike: dict[Any, tuple[list[int], list[str]]] = {}
+        for row, own in rows.items():
+            numbers, together = alike.setdefault((row[:at], row[at + 1 :]), ([], []))
+            numbers += map(int, row[at : at + 1])  # none if the name is shorter
+            together += own
+        rows = {(*k[0], *_listed(numbers, ordered), *k[1]): own for k, (numbers, own) in alike.items()}
+    return {"".join(row): own for row, own in rows.items()}
+
+
+def _listed(numbers: list[int], ordered: bool) -> Iterator[str]:
+    """Yield a text for numbers, in which those that follow one another are a range: {0..3,7}."""
+    steps = groupby(enumerate(numbers if ordered else sorted(numbers)), lambda item: item[1] - item[0])
+    runs = [[str(number) for _, number in step] for _, step in steps]
+    text = ",".join("..".join(dict.fromkeys((run[0], run[-1]))) for run in runs)
+    yield from [f"{{{text}}}" if len(numbers) > 1 else text] * bool(numbers)
 
 
 class Description:
@@ -356,18 +386,31 @@ class Description:
         return found
 
     def __str__(self) -> str:
-        slots = list(self.slots.values())
-        rows = [("name", "axis", "sizes", "members")]
-        for slot in slots:
+        tables: dict[Any, dict[str, Sequence[str]]] = {}
+        for slot in self.slots.values():
             sizes = " ".join(map(str, dict.fromkeys(slot.sizes.values())))
             parts = [f"{m.module}.{m.part}" for m in slot.members] if isinstance(slot, Group) else slot.blocks
-            rows.append((slot.name, slot.axis, sizes, ", ".join(parts)))
+            tables.setdefault((slot.axis, sizes, *map(without_numbers, parts)), {})[slot.name] = parts
+        rows = [("name", "axis", "sizes", "members")]
+        for (axis, sizes, *_), own in tables.items():
+            for name, names in _texts(own).items():
+                parts = [*_texts((part for n in names for part in own[n]), ordered=axis == "depth")]
+                rows.append((name, axis, sizes, ", ".join(parts)))
         *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = ["  ".join(map(str.ljust, row, (*widths, 0))) for row in rows]
-        lines += [f"refused: {name}: {why}" for name, why in self.refused.items()]
-        return "\n".join(lines)
+        return "\n".join(lines + [f"refused: {refusal}" for refusal in self.refusals()])
 
     __repr__ = __str__
+
+    def refusals(self) -> list[str]:
+        """Return what cannot be elastic and why, each reason once."""
+        alike: dict[tuple[str, str], dict[str, str]] = {}
+        for name, why in self.refused.items():
+            alike.setdefault((without_numbers(name), without_numbers(why)), {})[name] = why
+        texts: dict[str, list[str]] = {}
+        for own in alike.values():
+            texts.setdefault("; ".join(_texts(own.values())), []).extend(_texts(own))
+        return [f"{', '.join(names)}: {why}" for why, names in texts.items()]
 
     # -- inner parts -------------------------------------------------------------------------------
 
@@ -446,7 +489,8 @@ def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | Dept
         return replace(slot, sizes=sizes_of_choices(slot.full, choices, unit, least, divisor))
     except InsertError as error:
         grouped = any(m.part in EXPERT_GROUPS for m in getattr(slot, "members", ()))
-        raise InsertError(f"{slot.name}: {error}{' groups of experts' * grouped}") from None
+        counted = " groups of experts" if grouped else "; heads with one key count as one"
+        raise InsertError(f"{slot.name}: {error}{counted * (grouped or slot.axis == 'heads')}") from None
 
 
 _FIELDS = {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
+from subnetact.operators import ElasticAttribute
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.failure import summary
@@ -35,10 +36,10 @@ from subnetact.supernet.unused_weights import (
     structure_copy,
 )
 
-__all__ = ["Proof"]
+__all__ = ["FAULTS", "Proof", "advice_on"]
 
 RANDOM_OUTPUT = ", whose output differs from run to run; make it deterministic in evaluation mode"
-_FAULTS = {
+FAULTS = {
     "fails": "a subnet does not run: {why}",
     "foreign": "a subnet reads weights that it should not use",
     "unmasked": "the model does not run with unused weights at zero: {why}",
@@ -241,5 +242,14 @@ class Proof:
         if finding.kind == "differs" and located:
             exact = prove(*trial, modules=True)
             where = exact if exact is not None and exact.kind == "differs" else finding
-            return f"{_FAULTS['differs']}, first at {where.why}"
-        return _FAULTS[finding.kind].format(why=finding.why)
+            return f"{FAULTS['differs']}, first at {where.why}"
+        return FAULTS[finding.kind].format(why=finding.why)
+
+
+def advice_on(slot: Any, why: str) -> str:
+    """Return what to change if a forward states a size, or computes with an attribute that holds one."""
+    members = getattr(slot, "members", ())
+    sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)
+    if not sizes and "size" not in why:
+        return ""
+    return f"; where the forward shapes tensors by {sizes or 'a number'}, use the tensor's own size or -1"

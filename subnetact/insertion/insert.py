@@ -26,7 +26,7 @@ no obstacle then, because only views run.
 from __future__ import annotations
 
 import logging
-import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -42,14 +42,14 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import declared
-from subnetact.insertion.description import AXES, DepthStage, Description, Group
-from subnetact.insertion.description_proof import Proof
+from subnetact.insertion.description import AXES, DepthStage, Description, Group, without_numbers
+from subnetact.insertion.description_proof import Proof, advice_on
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
 from subnetact.insertion.skippable import stages_of
 from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
-from subnetact.operators import Elastic, ElasticAttribute
+from subnetact.operators import Elastic
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
@@ -291,7 +291,7 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         operators = {m.module: m.operator for group in groups for m in group.members}
         reached = traced.layers()
         unseen = [n for n, m in model.named_modules() if computes_channels(m) and n not in reached]
-        alike = {_without_numbers(name): name for name in unseen}
+        alike = {without_numbers(name): name for name in unseen}
         layers = [n for n in reached if (n, "out") not in known] if axes != ("depth",) else []
         for item in traced.groups(layers):
             if not isinstance(item, Group):
@@ -303,12 +303,15 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             elif any(operators.get(m.module, m.operator) is not m.operator for m in item.members):
                 refused[item.name] = "a module in it already has another operator"
             elif found := next(
-                (alike[n] for m in item.members if (n := _without_numbers(m.module)) in alike), ""
+                (alike[n] for m in item.members if (n := without_numbers(m.module)) in alike), ""
             ):
                 refused[item.name] = f"{found} may read the same, and does not run on the example"
             else:
                 groups.append(item)
         inside = {member.module for group in groups for member in group.members}
+        narrowed = {member.module for group in groups for member in group.members if member.part == "out"}
+        # Another rule, or the graph, has made these elastic.
+        refused = {n: why for n, why in refused.items() if n.removesuffix(".ffn") not in narrowed}
         for name in unseen:
             if name not in inside:
                 refused.setdefault(name, "it does not run on the example, so it stays whole")
@@ -322,7 +325,9 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             }
     stages: list[DepthStage] = []
     if depth and blocks:
-        broken = stated.stacks.broken(blocks)
+        holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
+        twice = (path for path in blocks if holders[id(model.get_submodule(path))] > 1)
+        broken = dict.fromkeys(twice, "it has two names; give it one") | stated.stacks.broken(blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
         stages = (
@@ -331,11 +336,6 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             else stages_of(blocks, stated.stacks.influence)
         )
     return groups, stages, refused
-
-
-def _without_numbers(path: str) -> str:
-    """Return what the paths of the members of a list of modules have in common."""
-    return re.sub(r"\d+", "#", path)
 
 
 def _outside_of_layers(model: nn.Module, group: Group) -> bool:
@@ -379,7 +379,7 @@ def _means(patterns: Sequence[str], name: str) -> bool:
 
 
 def _nothing(model: nn.Module, description: Description) -> str:
-    reasons = "; ".join(f"{name}: {why}" for name, why in list(description.refused.items())[:5])
+    reasons = "; ".join(description.refusals()[:5])
     unknown = {path for path, module in model.named_modules() if traits_of(module).kind == "unknown"}
     loose = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in unknown]
     if loose:
@@ -406,7 +406,7 @@ def _proved(
             description.proved = proof.proved
             return description
         wrong, culprits = failure
-        culprits = {name: why + _advice(description.slots.get(name), why) for name, why in culprits.items()}
+        culprits = {n: why + advice_on(description.slots.get(n), why) for n, why in culprits.items()}
         if not culprits:
             raise InsertError(f"{type(model).__name__}: {wrong}")
         if not leave_out:
@@ -422,15 +422,6 @@ def _examples(example: Any) -> list[Any]:
     if isinstance(example, list) and not example:
         raise InsertError("example: the list is empty; give a batch for the model, or several in a list")
     return [as_batch(x) for x in (example if isinstance(example, list) else [example])]
-
-
-def _advice(slot: Any, why: str) -> str:
-    """Return what to change if a forward states a size, or computes with an attribute that holds one."""
-    members = getattr(slot, "members", ())
-    sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)
-    if not sizes and "size" not in why:
-        return ""
-    return f"; where the forward shapes tensors by {sizes or 'a number'}, use the tensor's own size or -1"
 
 
 # -- bad input --------------------------------------------------------------------------------------
@@ -549,6 +540,10 @@ def _obstacle(module: nn.Module) -> str | None:
 
 def _unseen(module: nn.Module) -> str | None:
     """Return why it cannot be found out what a module does; who describes it by hand knows that."""
+    if type(module).__module__.startswith("peft."):
+        return (
+            "is of PEFT: merge its adapters first (merge_and_unload), or put them on supernet.extract(spec)"
+        )
     computed = ", ".join(name for name, _ in computed_tensors(module))
     if computed:
         return (
@@ -557,5 +552,6 @@ def _unseen(module: nn.Module) -> str | None:
         )
     held = (vars(module)[f"_{when}_hooks"] for when in ("forward", "forward_pre", "backward", "backward_pre"))
     if any(getattr(hook, "__module__", "") not in HARMLESS for hooks in held for hook in hooks.values()):
-        return "has hooks, which subnets would run as well; remove them, and register them after insert_"
+        undo = "with remove() of their handles, and register them after insert_"
+        return f"has hooks, which subnets would run as well; remove them first, {undo}"
     return None

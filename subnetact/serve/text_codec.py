@@ -74,7 +74,7 @@ def text_generator(token_ms: float, max_queue: int) -> Generator:
     subnets = embedded.switchable_subnets(supernet)
     known = {one["subnet"]: one["right_percent"] for one in embedded.text_facts()["held_out"]}
     sizes: Any = {"sequences": (1, 4, 16), "contexts": (64, 256), "prompt_tokens": (8, 64, 256), "rounds": 2}
-    accuracy = [known[str(spec)] for spec in subnets]
+    accuracy = [known[spec.key] for spec in subnets]
     table = profile_steps(supernet, subnets, **sizes, accuracy=accuracy, progress=False)
     return Generator(supernet, subnets, table, token_ms=token_ms, max_queue=max_queue, allow_approximate=True)
 

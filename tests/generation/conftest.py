@@ -55,7 +55,7 @@ def widths(llama: Supernet) -> list[SubnetSpec]:
 @pytest.fixture
 def table(widths: list[SubnetSpec]) -> StepTable:
     """Return a table of these subnets."""
-    return step_table([str(spec) for spec in widths])
+    return step_table([spec.key for spec in widths])
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def test_a_fixed_subnet_generates_what_transformers_does(
 ) -> None:
     for subnet, spec in enumerate(widths):
         plain: Any = llama.extract(spec)
-        table = step_table([str(spec)], (50.0,))
+        table = step_table([spec.key], (50.0,))
         generator = make(subnets=[spec], table=table)
         for prompt in prompts(2):
             expected = plain.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
@@ -367,7 +367,7 @@ def test_phases_switch_subnets_at_a_token_or_a_count(
 
 def test_a_phase_whose_cache_is_exact_answers_as_its_subnet_from_the_beginning(llama: Supernet) -> None:
     last = [llama.space.spec(depth=[1.0], ffn=[64, 64, width]) for width in (16, 64)]
-    table = step_table([str(spec) for spec in last], (40.0, 50.0))
+    table = step_table([spec.key for spec in last], (40.0, 50.0))
     with Generator(llama, last, table, token_ms=1e6) as generator:
         for prompt in prompts(4):
             phases = [Phase(tokens=5, subnets=0), Phase(subnets=1, recompute=True)]
@@ -542,7 +542,7 @@ def test_only_language_models_generate(table: StepTable) -> None:
     digits = new_digits_supernet().eval()
     specs = digits.space.sample(0, 3)
     with pytest.raises(InsertError, match="no language model"):
-        Generator(digits, specs, step_table([str(s) for s in specs]), token_ms=50.0, allow_approximate=True)
+        Generator(digits, specs, step_table([s.key for s in specs]), token_ms=50.0, allow_approximate=True)
     assert table.subnets
 
 

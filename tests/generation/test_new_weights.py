@@ -71,7 +71,7 @@ def test_a_generator_follows_the_weights(
     llama: Supernet, widths: list[SubnetSpec], change: Callable[[Supernet], None]
 ) -> None:
     supernet, spec = copy.deepcopy(llama), widths[1]
-    table = step_table([str(spec)], (50.0,))
+    table = step_table([spec.key], (50.0,))
     former: Any = supernet.extract(spec)
     expected = following(former, PROMPT, 12)
     with Generator(supernet, [spec], table, token_ms=50.0) as generator:
@@ -93,7 +93,7 @@ def test_a_generator_goes_on_when_precisions_are_enabled(
 ) -> None:
     monkeypatch.setattr(kernel_table, "machine_facts", lambda _: MachineFacts(reference=True))
     supernet, spec = copy.deepcopy(llama), widths[1]
-    table = step_table([str(spec)], (50.0,))
+    table = step_table([spec.key], (50.0,))
     with Generator(supernet, [spec], table, token_ms=50.0) as generator:
         changing(generator, lambda: supernet.enable_precision("int8"))
         for _ in range(2):
@@ -105,7 +105,7 @@ def test_a_generator_says_that_its_cache_is_of_another_dtype(
     llama: Supernet, widths: list[SubnetSpec]
 ) -> None:
     supernet, spec = copy.deepcopy(llama), widths[1]
-    with Generator(supernet, [spec], step_table([str(spec)], (50.0,)), token_ms=50.0) as generator:
+    with Generator(supernet, [spec], step_table([spec.key], (50.0,)), token_ms=50.0) as generator:
         supernet.to(torch.float64)
         with pytest.raises((BatchFailed, BatcherClosed), match="make another Generator"):
             generator.submit(PROMPT, max_new_tokens=8, **LONG).result(60)

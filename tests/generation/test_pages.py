@@ -90,7 +90,7 @@ def changed(supernet: Supernet, **changes: tuple[int, int]) -> SubnetSpec:
 
 def generator_of(supernet: Supernet, specs: list[SubnetSpec], **options: Any) -> Generator:
     accuracy = tuple(40.0 + i for i in range(len(specs)))
-    table = step_table([str(spec) for spec in specs], accuracy)
+    table = step_table([spec.key for spec in specs], accuracy)
     generator = Generator(supernet, specs, table, token_ms=50.0, **options)
     steer(generator._scheduler.policy, partial(random.Random(0).randrange, len(specs)))
     return generator

@@ -81,7 +81,7 @@ def make(
     """Return a function that makes a server of the widest subnet, which is closed at the end."""
     from generation_tables import step_table
 
-    table: StepTable = step_table([str(spec) for spec in widths])
+    table: StepTable = step_table([spec.key for spec in widths])
     made: list[Served] = []
 
     def serve(**options: Any) -> Served:

@@ -93,16 +93,14 @@ def test_a_subnet_of_every_axis_reaches_the_told_loss_on_held_out_text(
 ) -> None:
     space = supernet.space
     told = {one["subnet"]: one for one in text_facts()["held_out"]}
-    assert set(told) == {
-        str(space.spec(depth=[kept], ffn=[width] * 4)) for kept in (2, 3, 4) for width in FFN
-    }
+    assert set(told) == {space.spec(depth=[kept], ffn=[width] * 4).key for kept in (2, 3, 4) for width in FFN}
     sample = text_facts()["sample"]
     stream = held_out[: sample["tokens"]]
     found = {}
     for spec in (space.largest(), space.smallest()):
         loss, right = found[spec] = next_token_quality(supernet, spec, stream)
-        whole = told[str(spec)]
-        assert loss == pytest.approx(sample["loss"][str(spec)], abs=0.15)  # other docstrings of other Pythons
+        whole = told[spec.key]
+        assert loss == pytest.approx(sample["loss"][spec.key], abs=0.15)  # other docstrings of other Pythons
         assert loss == pytest.approx(whole["loss"], abs=0.4)  # a sample
         assert right == pytest.approx(whole["right_percent"], abs=6.0)
     assert found[space.largest()][0] < found[space.smallest()][0] - 0.1

@@ -339,7 +339,7 @@ def test_a_refusal_says_what_to_change(case: str) -> None:
         ),
         (lambda: Parameters(True), "head: its outputs .*; the parameters u, v belong to no known layer"),
         (Finding, "Finding returns empty outputs, .* give an example in which it finds something"),
-        (hooked, r"Plain.a has hooks, .* remove them, and register them after insert_"),
+        (hooked, r"Plain.a has hooks, .* remove them first, .* and register them after insert_"),
     ],
 )
 def test_a_refused_model_hears_what_to_change(factory: Callable[[], nn.Module], message: str) -> None:

@@ -87,8 +87,27 @@ def test_smallest_is_a_model_of_its_own() -> None:
     torch.testing.assert_close(logits(alone), logits(extracted))
 
 
+@pytest.mark.parametrize("head_dim", [4, 8])
+@pytest.mark.parametrize("neurons", [8, 16, 24, 32, 43, 48, 64])
+def test_the_stream_is_found_whatever_the_ratio_of_widths(neurons: int, head_dim: int) -> None:
+    settings = {"intermediate_size": neurons, "head_dim": head_dim, "num_hidden_layers": 2}
+    model = small_decoder("LlamaConfig", **settings)
+    wanted = narrowed("LlamaConfig", model, 8, **settings)
+    supernet = insert_(model, example=TOKENS, axes=("ffn", "stream"), choices=(0.5, 1.0))
+    assert {group.axis: group.full for group in supernet.description.groups.values()} == {
+        "ffn": neurons,
+        "stream": 16,
+    }
+    spec = supernet.space.spec(stream=0.5, ffn=1.0)
+    torch.testing.assert_close(logits(supernet.subnet(spec)), logits(wanted), rtol=0, atol=5e-5)
+
+
 def test_language_models_have_a_stream_only_if_it_is_asked_for() -> None:
-    assert "stream" not in describe(small_decoder("LlamaConfig"), TOKENS, proof=False).groups
+    description = describe(small_decoder("LlamaConfig"), TOKENS, proof=False)
+    assert "stream" not in description.groups
+    assert "tried if axes names it" in description.refused["model.layers.0.mlp.down_proj"]
+    returned: Any = small_decoder("LlamaConfig").model
+    assert "outputs of the model" in describe(returned, TOKENS, proof=False).refused["layers.0.mlp.down_proj"]
 
 
 @pytest.mark.parametrize(

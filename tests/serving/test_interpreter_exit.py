@@ -64,7 +64,7 @@ from subnetact.generation import Generator
 model = small_decoder("LlamaConfig", intermediate_size=1024, hidden_size=512, max_position_embeddings=5000)
 supernet = subnetact.insert_(model, example=torch.arange(8).view(1, 8), axes=("ffn",))
 spec = supernet.space.largest()
-generator = Generator(supernet, [spec], step_table([str(spec)], (50.0,)), token_ms=1e6)
+generator = Generator(supernet, [spec], step_table([spec.key], (50.0,)), token_ms=1e6)
 completion = generator.submit([1, 2, 3], max_new_tokens=4000)
 next(iter(completion))
 """

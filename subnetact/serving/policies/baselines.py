@@ -10,6 +10,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import Fronts, batch_limits, largest_within
 from subnetact.serving.scheduling.checks import check_accuracy
 from subnetact.serving.scheduling.context import Context
+from subnetact.spec import brief
 
 __all__ = ["CheapestFeasible", "Fixed", "MaxAcc", "MaxBatch"]
 
@@ -36,7 +37,8 @@ class Fixed:
     """
 
     def __init__(self, table: LatencyTable, subnet: int | str) -> None:
-        index = table.subnets.index(subnet) if isinstance(subnet, str) and subnet in table.subnets else subnet
+        named: dict[int | str, int] = {t: i for i, key in enumerate(table.subnets) for t in (key, brief(key))}
+        index = named.get(subnet, subnet) if isinstance(subnet, str) else subnet
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(table.subnets):
             shown = ", ".join(table.subnets[:8])
             raise PolicyError(
