@@ -241,8 +241,8 @@ class Operator(nn.Module):
         A part that is described with `Segments` has one size per segment.
         """
         if not self.segments:
-            return tuple(self.size(part, row) for part in self.parts)
-        return tuple(self.size(name, row) for part in self.parts for name in self.names(part))
+            return tuple([self.size(part, row) for part in self.parts])
+        return tuple([self.size(name, row) for part in self.parts for name in self.names(part)])
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the parameters of the subnets of these `sizes`, which carry gradients to the full ones.

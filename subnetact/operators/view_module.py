@@ -109,19 +109,21 @@ def _forward_runs() -> bool:
 _CALL: Any = nn.Module._call_impl.__code__
 
 
-def keep_(view: nn.Module, keeping: Keeping) -> None:
-    """Give the modules of a view registries of their own, and let them tell `keeping` of changes."""
-    put = object.__setattr__
-    for module in view.modules():
-        known = module.__dict__
-        put(module, "_keeping", keeping)
-        for name in _DICTS:
-            if known[name]:
-                registry = _Registry(known[name])
-                registry.keeping = keeping
-                put(module, name, registry)
-            else:
-                put(module, name, _NO_ENTRIES)
+def keep_(module: nn.Module, keeping: Keeping) -> None:
+    """Give a module of a view, and all inside, registries of its own that tell `keeping` of changes."""
+    known, put = module.__dict__, object.__setattr__
+    if known.get("_keeping") is keeping:
+        return
+    put(module, "_keeping", keeping)
+    for name in _DICTS:
+        registry: Any = _NO_ENTRIES
+        if entries := known[name]:
+            registry = _Registry(entries)
+            registry.keeping = keeping
+        put(module, name, registry)
+    for child in known["_modules"].values():
+        if child is not None:
+            keep_(child, keeping)
 
 
 class _Refused:
