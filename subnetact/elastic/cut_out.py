@@ -23,14 +23,16 @@ import torch
 from torch import nn
 
 from subnetact.comparison import equal
+from subnetact.device import raise_if_out_of_memory
 from subnetact.elastic.factories import factory_of, make_network, ordinary
 from subnetact.errors import InsertError
 from subnetact.insertion.hugging_face import as_pretrained, renamed, renumbered
+from subnetact.operators.view_module import module_class
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["cut_out", "cut_out_card", "opening"]
+__all__ = ["cut_out", "cut_out_card", "opening", "save_alone"]
 
 _WATCHING = threading.Lock()
 LIBRARIES = ("transformers", "timm", "torchvision")
@@ -80,6 +82,44 @@ def cut_out(
     return found, factory
 
 
+def save_alone(subnet: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write a view or an extracted network as `save_pretrained` of the class of its library does.
+
+    Raises:
+        InsertError: no configuration describes the subnet, or it cannot be compared without an example.
+    """
+    training = [module for module in subnet.modules() if module.training]
+    try:
+        found: Any = _plain(as_pretrained(subnet.eval(), _inputs_of(subnet)))
+        if kwargs.get("state_dict") is not None:
+            kwargs["state_dict"] = renamed(kwargs["state_dict"], renumbered(subnet))
+    except InsertError:
+        raise
+    except Exception as error:  # Whatever a model says of inputs that are not for it.
+        raise_if_out_of_memory(error)
+        raise InsertError(
+            f"{module_class(subnet).__name__} cannot save this subnet, as it does not run on inputs "
+            f"that are made up ({error!s:.200}); give some: supernet.save_pretrained(folder, only=spec, "
+            "example=x), or insertion.as_pretrained(supernet.extract(spec), x).save_pretrained(folder)"
+        ) from error
+    finally:
+        for module in training:
+            module.training = True
+    return found.save_pretrained(folder, *args, **kwargs)
+
+
+def _inputs_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return inputs on which a model of transformers runs."""
+    device, config = next(model.parameters()).device, getattr(model, "config", None)
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        generator = torch.Generator().manual_seed(0)
+        image = torch.rand(1, getattr(config, "num_channels", 3), *sides, generator=generator)
+        return {"pixel_values": image.to(next(model.parameters()))}
+    return {name: tensor.to(device) for name, tensor in getattr(model, "dummy_inputs", {}).items()}
+
+
 def _plain(model: Any) -> nn.Module:
     """Return a model as its plain class in transformers builds it from its configuration, if that can."""
     if not getattr(model, "builds_each_layer", False):
@@ -88,7 +128,7 @@ def _plain(model: Any) -> nn.Module:
 
     kind: Any = getattr(transformers, type(model).__name__)
     try:
-        found: Any = kind(copy.deepcopy(model.config)).to(model.dtype).eval()
+        found: Any = kind(copy.deepcopy(model.config)).to(next(model.parameters())).eval()
         found.load_state_dict(model.state_dict())
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())

@@ -64,7 +64,8 @@ def factory_of(network: nn.Module, given: Mapping[str, Any] | None = None) -> di
     """Return the factory of an ordinary network, after a try; None for a network that only its user can make.
 
     Raises:
-        SpecError: a factory is given that makes another network.
+        SpecError: a factory is given that makes another network, or the configuration of a network of
+            transformers states other shapes than it has.
     """
     for factory in [dict(given)] if given else _candidates(network):
         try:
@@ -76,6 +77,14 @@ def factory_of(network: nn.Module, given: Mapping[str, Any] | None = None) -> di
         shapes = [{n: t.shape for n, t in m.state_dict().items()} for m in (network, made)]
         if type(made) is type(network) and str(made) == str(network) and shapes[0] == shapes[1]:
             return factory
+        wrong = [n for n, shape in shapes[0].items() if shapes[1].get(n, shape) != shape]
+        if wrong and factory["library"] == "transformers" and not given:
+            name, (shape, stated) = wrong[0], (tuple(s[wrong[0]]) for s in shapes)
+            raise SpecError(
+                f"{name} is {shape}, and {stated} in the {type(network).__name__} that its configuration "
+                "describes; give network.config the sizes that the network has, so that its library can open "
+                "the folder"
+            )
     if given:
         raise SpecError(
             f"factory: {given['library']} makes another network of {given['name']!r} than this "

@@ -23,6 +23,7 @@ from subnetact.insertion.experts import ROUTING
 from subnetact.insertion.key_value_cache import note_skipped_
 from subnetact.insertion.layer_vocabulary import SKIPPED, embedding_of, layer_stacks
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
+from subnetact.operators.view_module import module_class
 from subnetact.operators.vocabulary import CONFIGURED_HEADS, NEURONS, ROUTED, SIZES, number_of
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
@@ -62,7 +63,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     old = getattr(model, "config", None)
     if old is None or not hasattr(model, "save_pretrained") or not hasattr(old, "to_dict"):
         raise InsertError(f"{type(model).__name__} is no Hugging Face model; save its state_dict instead")
-    cls: Any = type(model)
+    cls: Any = module_class(model)
     config, moved = copy.deepcopy(old), renumbered(model)
     kept = {path: list(map(int, names)) for path, names in moved.items()}
     for path, layers in kept.items():
@@ -80,7 +81,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     stack = next((f"{path}." for path in layer_stacks(model)), "")
     small = _places(weights | renamed(_numbers(model), moved))
     _narrow(config, old, small, cls, moved, stack)
-    found: Any = _built(cls, config).to(next(model.parameters()).dtype).eval()
+    found: Any = _built(cls, config).to(next(model.parameters())).eval()
     try:
         found.load_state_dict(weights)
     except RuntimeError as error:
@@ -93,6 +94,8 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
             "state_dict instead, and load that into the same subnet"
         ) from error
     found.tie_weights()
+    if hasattr(model, "generation_config"):
+        found.generation_config = copy.deepcopy(model.generation_config)
     if not equal(outputs_of(found, example), outputs_of(model, example)):
         raise InsertError(
             f"{cls.__name__} depends on the position of its layers, or on a number that its configuration "

@@ -11,15 +11,17 @@ has the view alone from then on: it leaves those that are kept (`Keeping`). Hook
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
-from copy import deepcopy
+import weakref
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Iterable
+from copy import copy, deepcopy
 from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import ViewError
 from subnetact.operators.packed_copy import follow_
 from subnetact.operators.tensor_version import storage_id
@@ -32,6 +34,7 @@ __all__ = [
 
 HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
+_REGISTRIES = {*HOOKS, *_DICTS, "_non_persistent_buffers_set"}
 
 
 class _NoHooks(OrderedDict[int, Any]):
@@ -343,9 +346,66 @@ def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
     return module
 
 
-def owned(view: nn.Module) -> nn.Module:
-    """Return an ordinary, trainable module with its own copy of a view's tensors; ties are kept."""
-    return _own(view, {}, {})
+def owned(view: nn.Module, originals: Iterable[tuple[str, nn.Module]] = ()) -> nn.Module:
+    """Return an ordinary, trainable module with its own copy of all that a view holds; ties are kept.
+
+    `originals` are the modules that those of the view stand for, by name. What refers to one of them, or to
+    one of their tensors, then refers to that of the copy.
+    """
+    done: dict[int, Any] = {}
+    tensors: dict[Any, Any] = {}
+    module = _own(view, done, tensors)
+    memo = dict(done)
+    memo.update({id(tensor): copied for tensor, copied in tensors.values()})
+    copies = dict(module.named_modules(remove_duplicate=False))
+    for path, original in originals:
+        if path in copies:
+            memo[id(original)] = copies[path]
+            for registry in ("_parameters", "_buffers"):
+                for name, tensor in vars(copies[path])[registry].items():
+                    memo[id(vars(original)[registry].get(name))] = tensor
+    memo.pop(id(None), None)
+    plain = [{n: v for n, v in vars(m).items() if n not in _REGISTRIES} for m in done.values()]
+    for copied, attributes in zip(done.values(), _copied(plain, memo), strict=True):
+        for name, value in attributes.items():
+            target = memo.get(id(value())) if isinstance(value, weakref.ref) else None
+            copied.__dict__[name] = value if target is None else weakref.ref(target)
+    return module
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy, in which that alone stays the same object which cannot be copied, as a lock."""
+    trial: Any = ChainMap({}, memo)
+    try:
+        made = deepcopy(value, trial)
+    except Exception as error:  # Whatever an object says that cannot be copied.
+        raise_if_out_of_memory(error)
+        if isinstance(value, Tensor):
+            made = value.detach().clone()
+        elif type(value) in (tuple, set, frozenset):
+            made = type(value)(_copied(inner, memo) for inner in value)
+        else:
+            return _copied_apart(value, memo)
+        memo[id(value)] = made
+    else:
+        memo.update(trial.maps[0])
+    return made
+
+
+def _copied_apart(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of an object whose members are copied one by one, or the object if it has none."""
+    try:
+        made = memo[id(value)] = copy(value)
+    except Exception:  # as of a lock
+        return value
+    if isinstance(made, list):
+        made[:] = [_copied(inner, memo) for inner in made]
+    elif isinstance(made, dict):
+        made.update({name: _copied(inner, memo) for name, inner in made.items()})
+    if made is not value:
+        members = getattr(made, "__dict__", {})
+        members.update({name: _copied(inner, memo) for name, inner in members.items()})
+    return made
 
 
 def _own(view: nn.Module, done: dict[int, nn.Module], tensors: dict[Any, Any]) -> nn.Module:

@@ -44,6 +44,7 @@ from subnetact.supernet.load import after_outer_load, before_outer_load, fitting
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
+from subnetact.supernet.saver import Saver
 from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.views import Views
@@ -431,15 +432,19 @@ class Supernet(nn.Module):
         """Return an ordinary network of the subnet `spec`, in evaluation mode, with its own weights.
 
         It has the statistics that the subnet runs on, and can be trained (not at a lower precision), moved,
-        saved and exported like any other. Tied parameters that are sliced in the same way stay tied. A
-        Hugging Face model still has the configuration of the full network; `insertion.as_pretrained` gives it
-        its own, and `save_pretrained(folder, only=spec)` writes it for its library.
+        saved and exported like any other. Tied parameters that are sliced in the same way stay tied. It
+        shares no object that can change with the supernet; only what cannot be copied, such as a lock, is the
+        same. A Hugging Face model has a copy of the configuration of the full network, and its
+        `save_pretrained` writes a model of its library with the sizes of the subnet, or refuses;
+        `insertion.as_pretrained` returns that model.
         """
         spec = self.space.check(spec)
         self._generation.look()
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
-            network = owned(self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)).eval()
+            view = self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)
+            named = self._present().named_modules(remove_duplicate=False)
+            network = owned(view, ((p, o) for p, m in named for o in (m, template_of(m)))).eval()
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
             return network
@@ -884,6 +889,8 @@ class Supernet(nn.Module):
             pairs = None if statistics is None else statistics.pairs()
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
             own_state_(view, () if fresh else self.state)
+            if hasattr(type(view), "save_pretrained") and spec.base != self.space.largest().base:
+                object.__setattr__(view, "save_pretrained", Saver(view))
             if hooked and self.proved is not None:
                 view.register_forward_pre_hook(self.proved.look, with_kwargs=True)
             if hooked and self.on_bind is not None:
