@@ -497,6 +497,11 @@ def _check_model(model: nn.Module, by_hand: bool = False) -> None:
             f"{type(model).__name__} already has operators; give the ordinary model (supernet.remove()), and "
             "describe everything in one call"
         )
+    if "cache_writer" in vars(model):
+        raise InsertError(
+            f"{type(model).__name__} was extracted, and notes whose weights fill its key-value caches; give "
+            "subnetact.insertion.as_pretrained(extracted, example), which is an ordinary model"
+        )
     for path, module in model.named_modules():
         reason = _obstacle(module) or (None if by_hand else _unseen(module))
         if reason is not None:

@@ -206,8 +206,9 @@ class _View(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return that of an ordinary network: copies of what is a slice of the weights of all subnets."""
         state = super().state_dict(*args, **kwargs)
-        if args or "destination" in kwargs or kwargs.get("keep_vars"):
-            return state  # part of the state_dict of a module around this one, or the tensors themselves
+        inner = "is_whole" not in self.__dict__ and (args or "destination" in kwargs)
+        if inner or kwargs.get("keep_vars"):
+            return state  # part of the state_dict of the view, or the tensors themselves
         copies: dict[Any, Tensor] = {}
         for name, tensor in state.items():
             if isinstance(tensor, Tensor) and tensor.nbytes < tensor.untyped_storage().nbytes():
@@ -244,6 +245,11 @@ def _unsharing(register: str) -> Callable[..., Any]:
         for name in HOOKS:
             if isinstance(self.__dict__[name], _NoHooks):
                 object.__setattr__(self, name, OrderedDict())
+        if register == "register_parameter":  # which others may have, and pruning changes in place
+            shared = set(map(id, self._parameters.values()))
+            args = tuple(
+                nn.Parameter(a, requires_grad=False) if id(a) in shared and a is not None else a for a in args
+            )
         if not register.endswith("_hook"):
             self._unshare()
         return getattr(super(_View, self), register)(*args, **kwargs)

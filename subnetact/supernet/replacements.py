@@ -21,17 +21,30 @@ from subnetact.operators.base import Operator, template_of
 
 __all__ = ["Replacements", "substituted"]
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class _Registry(dict[str, Any]):
-    """The parameters, the buffers or the submodules of one module; it counts every write."""
+    """The parameters, the buffers or the submodules of one module; it counts every write.
 
-    __slots__ = ("count",)
+    The parameters of an elastic `layer` get no other names, as pruning and parametrisations would give them.
+    """
 
-    def __init__(self, entries: dict[str, Any], count: Replacements) -> None:
+    __slots__ = ("count", "layer")
+
+    def __init__(self, entries: dict[str, Any], count: Replacements, layer: str) -> None:
         super().__init__(entries)
-        self.count = count
+        self.count, self.layer = count, layer
+
+    def require_same_names(self, write: str, name: Any = None) -> None:
+        """Refuse a write, the name of a method of dict, that takes a parameter away or adds one."""
+        if self.layer and (write in _REMOVING or (write == "__setitem__" and name not in self)):
+            raise InsertError(
+                f"{self.layer} is elastic, and subnets are slices of its own parameters, which nothing else can "
+                "stand for: prune, normalise or parametrise supernet.extract(spec), or take the network with "
+                "supernet.remove(), change it, and call insert_ again"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # A copy is watched again by the supernet that it belongs to.
@@ -41,6 +54,7 @@ def _counting(name: str) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
     def write(self: _Registry, *args: Any, **kwargs: Any) -> Any:
+        self.require_same_names(name, *args[:1])
         if name == "__setitem__":
             args = args[0], _successor(self.get(args[0]), args[1])
         self.count.writes += 1
@@ -55,6 +69,9 @@ def _counting(name: str) -> Callable[..., Any]:
 
 for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
     setattr(_Registry, _name, _counting(_name))
+
+
+_REMOVING = ("__delitem__", "clear", "pop", "popitem")
 
 
 def _successor(former: Any, entry: Any) -> Any:
@@ -95,7 +112,8 @@ class Replacements:
             for name in _REGISTRIES:
                 entries = module.__dict__[name]
                 if not isinstance(entries, _Registry) or entries.count is not self:
-                    watched = _Registry(entries, self)
+                    layer = isinstance(module, Operator) and name == "_parameters" and module.traits.axes
+                    watched = _Registry(entries, self, module.path if layer else "")
                     for owner in (module, template_of(module), holder):
                         if owner.__dict__[name] is entries:
                             object.__setattr__(owner, name, watched)
@@ -112,7 +130,7 @@ class Replacements:
 
     def replaced(self, network: nn.Module) -> bool:
         """Tell whether a network has other modules, parameters or buffers now than at the last `note`, or
-        has them on other storage.
+        has them on other storage, or other hooks.
         """
         present = _members(network)
         return len(present) != len(self._members) or any(
@@ -128,7 +146,9 @@ def substituted(network: nn.Module) -> bool:
 
 
 def _place(entry: Any) -> Any:
-    """Return where an ordinary tensor is in memory, or None."""
+    """Return where an ordinary tensor is in memory; the hooks of a module; otherwise None."""
+    if isinstance(entry, nn.Module):
+        return [tuple(vars(entry)[name]) for name in _HOOKS]
     plain = type(entry) in (Tensor, nn.Parameter) and entry.layout == torch.strided
     return (entry.data_ptr(), entry.shape, entry.stride()) if plain else None
 

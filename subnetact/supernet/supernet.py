@@ -889,6 +889,7 @@ class Supernet(nn.Module):
             pairs = None if statistics is None else statistics.pairs()
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
             own_state_(view, () if fresh else self.state)
+            object.__setattr__(view, "is_whole", True)
             if hasattr(type(view), "save_pretrained") and spec.base != self.space.largest().base:
                 object.__setattr__(view, "save_pretrained", Saver(view))
             if hooked and self.proved is not None:
