@@ -243,8 +243,7 @@ def _unsharing(register: str) -> Callable[..., Any]:
     @wraps(getattr(nn.Module, register))  # torch asks for the arguments of register_buffer
     def method(self: _View, *args: Any, **kwargs: Any) -> Any:
         for name in HOOKS:
-            if isinstance(self.__dict__[name], _NoHooks):
-                object.__setattr__(self, name, OrderedDict())
+            object.__setattr__(self, name, OrderedDict(self.__dict__[name]))
         if register == "register_parameter":  # which others may have, and pruning changes in place
             shared = set(map(id, self._parameters.values()))
             args = tuple(
@@ -335,7 +334,7 @@ def view_module(
     # One object.__setattr__ per name, in the template's order, lets the dictionaries of a class share keys.
     for name, value in template.__dict__.items():
         if name in no_hooks:
-            value = OrderedDict(value) if value else no_hooks[name]
+            value = value or no_hooks[name]
         elif name in given:
             value = value if given[name] is None else given[name]
         elif name == "training":

@@ -41,8 +41,8 @@ class _Registry(dict[str, Any]):
         """Refuse a write, the name of a method of dict, that takes a parameter away or adds one."""
         if self.layer and (write in _REMOVING or (write == "__setitem__" and name not in self)):
             raise InsertError(
-                f"{self.layer} is elastic, and subnets are slices of its own parameters, which nothing else can "
-                "stand for: prune, normalise or parametrise supernet.extract(spec), or take the network with "
+                f"{self.layer} is elastic: subnets are slices of its parameters, and nothing can stand for "
+                "them; prune, normalise or parametrise supernet.extract(spec), or take the network with "
                 "supernet.remove(), change it, and call insert_ again"
             )
 
@@ -112,8 +112,8 @@ class Replacements:
             for name in _REGISTRIES:
                 entries = module.__dict__[name]
                 if not isinstance(entries, _Registry) or entries.count is not self:
-                    layer = isinstance(module, Operator) and name == "_parameters" and module.traits.axes
-                    watched = _Registry(entries, self, module.path if layer else "")
+                    layer = name == "_parameters" and isinstance(module, Operator) and module.traits.axes
+                    watched = _Registry(entries, self, str(module.path) if layer else "")
                     for owner in (module, template_of(module), holder):
                         if owner.__dict__[name] is entries:
                             object.__setattr__(owner, name, watched)
