@@ -39,7 +39,7 @@ from subnetact.files.tensors import SHARD_BYTES, read_model, read_tensors, write
 from subnetact.insertion.description import Description
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.latency.table import LatencyTable
-from subnetact.operators.tensor_version import storage_id
+from subnetact.operators.tensor_version import tensor_place
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.card import Card
@@ -179,7 +179,7 @@ def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU; the same tensor under two names stays one."""
     made: dict[Any, Tensor] = {}
     for name, t in state.items():
-        place = storage_id(t), t.storage_offset(), t.shape, t.stride(), t.dtype
+        place = tensor_place(t)
         made[name] = made[place] if place in made else t.detach().cpu().contiguous().clone()
         made[place] = made[name]
     return {name: made[name] for name in state}

@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-__all__ = ["changes_of", "storage_id", "tensor_version"]
+__all__ = ["changes_of", "storage_id", "tensor_place", "tensor_version"]
 
 
 def tensor_version(tensor: Tensor) -> int:
@@ -23,6 +24,13 @@ def changes_of(tensors: Iterable[Tensor]) -> int:
 def storage_id(tensor: Tensor) -> int:
     """Return a number that tells storages apart; it exists for tensors on the meta device as well."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def tensor_place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tensors that are the same numbers in memory share; a tensor without storage is alone."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return (id(tensor),)
+    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _count_fused_step(optimizer: Optimizer, _: Any, __: Any) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import ViewError
 from subnetact.operators.packed_copy import follow_
-from subnetact.operators.tensor_version import storage_id
+from subnetact.operators.tensor_version import tensor_place
 from subnetact.operators.weight_runs import LinearInRuns
 
 __all__ = [
@@ -146,7 +146,6 @@ class _Refused:
 class _View(nn.Module):
     """The base of all modules of views. It refuses whatever would write into shared tensors."""
 
-    _keeping: Keeping | None = None
     resize_token_embeddings = _Refused(
         "resize_token_embeddings",
         "a view shares its embeddings with every other subnet; resize those of supernet.network, or of "
@@ -212,7 +211,7 @@ class _View(nn.Module):
         copies: dict[Any, Tensor] = {}
         for name, tensor in state.items():
             if isinstance(tensor, Tensor) and tensor.nbytes < tensor.untyped_storage().nbytes():
-                place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+                place = tensor_place(tensor)
                 if place not in copies:
                     copies[place] = tensor.clone(memory_format=torch.contiguous_format)
                 state[name] = copies[place]
@@ -222,17 +221,19 @@ class _View(nn.Module):
         registry = next((self.__dict__[d] for d in _DICTS if name in self.__dict__[d]), self.__dict__)
         if registry.get(name, self) is value:
             return
-        if name == "training" and value and not _forward_runs():
+        keeping: Keeping | None = self.__dict__.get("_keeping")
+        if keeping is not None and name == "training" and value and not _forward_runs():
             self.train()
         if registry is not self.__dict__ or isinstance(value, Tensor | nn.Module):
             self._unshare()
-        elif self._keeping is not None:
-            self._keeping.end()
+        elif keeping is not None:
+            keeping.end()
         super().__setattr__(name, value)
 
     def _unshare(self) -> None:
-        if self._keeping is not None:
-            self._keeping.end()
+        keeping: Keeping | None = self.__dict__.get("_keeping")
+        if keeping is not None:
+            keeping.end()
         for name in (*_DICTS, "_non_persistent_buffers_set"):
             object.__setattr__(self, name, self.__dict__[name].copy())
 
@@ -425,8 +426,7 @@ def _own(view: nn.Module, done: dict[int, nn.Module], tensors: dict[Any, Any]) -
     def copied(tensor: Any, trains: bool) -> Any:
         if tensor is None:
             return None
-        place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-        key: Any = (trains, tensor.dtype, *place) if tensor.numel() else id(tensor)
+        key = trains, tensor_place(tensor)
         if key not in tensors:
             own = tensor.detach().clone(memory_format=torch.contiguous_format)
             if trains:

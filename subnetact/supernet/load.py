@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
-from subnetact.operators.tensor_version import storage_id
+from subnetact.operators.tensor_version import tensor_place
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
@@ -50,20 +50,14 @@ def fitting(state_dict: Any, own: Mapping[str, Any], strict: bool) -> Mapping[st
 
 def with_tied_names(named: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return tensors also under names that they lack of tied tensors of a network's state_dict, `own`."""
-    tied = {_place(own[name]): tensor for name, tensor in named.items() if name in own}
-    absent = {n: tied[_place(t)] for n, t in own.items() if n not in named and _place(t) in tied}
+    places = {name: tensor_place(tensor) for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    tied = {places[name]: tensor for name, tensor in named.items() if name in places}
+    absent = {n: tied[place] for n, place in places.items() if n not in named and place in tied}
     if not absent:
         return named
     completed = OrderedDict({**named, **absent})
     completed._metadata = getattr(named, "_metadata", None)  # type: ignore[attr-defined]
     return completed
-
-
-def _place(tensor: Any) -> Any:
-    """Return what only names of one tied tensor share; entries that are no tensors are never tied."""
-    if not isinstance(tensor, Tensor) or not tensor.numel():
-        return id(tensor)
-    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:

@@ -509,7 +509,7 @@ def test_subnets_whose_caches_differ_need_permission(
     with pytest.raises(CacheMismatch, match="allow_approximate=True"):
         Generator(llama, widths, table, token_ms=50.0)
     short = llama.space.smallest()
-    both = step_table([str(short), str(widths[-1])], (40.0, 50.0))
+    both = step_table([short.key, widths[-1].key], (40.0, 50.0))
     with pytest.raises(CacheMismatch, match="incompatible"):
         Generator(llama, [short, widths[-1]], both, token_ms=50.0, allow_approximate=True)
 
@@ -557,7 +557,7 @@ def test_measured_steps_make_a_table(llama: Supernet, widths: list[SubnetSpec]) 
         accuracy=[40.0, 50.0],
         progress=False,
     )
-    assert table.subnets == (str(widths[0]), str(widths[-1]))
+    assert table.subnets == (widths[0].key, widths[-1].key)
     assert table.sequences == (1, 2)
     assert all(table.latency_ms(i, 2, 16, 8) > 0.0 for i in range(2))
     assert table.prefill.stamp["machine"]["device"] == "cpu"

@@ -253,7 +253,7 @@ def test_the_longest_request_fits_into_a_small_cache_of_several_kinds_of_attenti
     several_kinds: Supernet, cache_tokens: int
 ) -> None:
     specs = [several_kinds.space.largest()]
-    table = step_table([str(specs[0])], (40.0,))
+    table = step_table([specs[0].key], (40.0,))
     settings: Any = {"token_ms": 50.0, "cache_tokens": cache_tokens}
     if cache_tokens == 1:
         with pytest.raises(PolicyError, match="cache_tokens: 1 tokens are too few"):

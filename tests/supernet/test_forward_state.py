@@ -229,6 +229,6 @@ def test_rotary_embeddings_of_long_contexts_are_those_of_the_original(kind: str)
 def test_a_generator_forgets_keys_of_other_frequencies() -> None:
     supernet = subnetact.insert_(decoder("longrope"), example=IDS, axes=("ffn",))
     spec = supernet.space.largest()
-    with Generator(supernet, [spec], step_table([str(spec)], (50.0,)), token_ms=1e6) as generator:
+    with Generator(supernet, [spec], step_table([spec.key], (50.0,)), token_ms=1e6) as generator:
         answer = generator.submit(IDS[0].tolist(), max_new_tokens=20, first_ms=1e6).result(60.0)
     assert list(answer.tokens) == tokens(decoder("longrope"))
