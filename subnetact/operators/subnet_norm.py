@@ -49,14 +49,6 @@ class SubnetNorm(Operator):
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
 
     @property
-    def __class__(self) -> Any:  # Who freezes BatchNorms finds them by isinstance.
-        return type(self.__dict__.get("template", self))
-
-    @__class__.setter
-    def __class__(self, cls: Any) -> None:
-        vars(object)["__class__"].__set__(self, cls)
-
-    @property
     def num_features(self) -> int:
         """Refused with InsertError: who converts BatchNorms reads it, and puts one of a fixed size here."""
         raise InsertError(f"{self.path}: a SubnetNorm cannot be converted; convert BatchNorms before insert_")
@@ -69,12 +61,6 @@ class SubnetNorm(Operator):
         """
         call = "subnetact.calibrate(supernet, specs, batches) instead of update_bn"
         raise InsertError(f"{self.path}: every subnet has statistics of its own; call {call}")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__new__, (type(self),), self.__getstate__()
-
-    def _get_name(self) -> str:
-        return type(self).__name__
 
     def check(self) -> None:
         """Refuse templates that are no BatchNorm with running statistics."""

@@ -83,15 +83,17 @@ def _successor(former: Any, entry: Any) -> Any:
     if not isinstance(former, nn.Module) or not isinstance(entry, nn.Module):
         return entry
     lost = [m for m in former.modules() if isinstance(m, Operator) and m.dims and m.template is not entry]
-    moved = any(isinstance(module, Operator) for module in entry.modules())
-    if not lost or moved or next(entry.parameters(), None) is None:
+    elastic = [module for module in entry.modules() if isinstance(module, Operator)]
+    moved = {id(parameter) for module in elastic for parameter in module.parameters()}
+    if not lost or not any(p.numel() > 1 and id(p) not in moved for p in entry.parameters()):
         return entry
-    if isinstance(former, Operator) and (operator := former.on_another(entry)) is not None:
+    if isinstance(former, Operator) and not elastic and (operator := former.on_another(entry)) is not None:
         return operator
     raise InsertError(
         f"{lost[0].path} is an elastic {type(lost[0].template).__name__} ({lost[0].extra_repr()}), and this "
         f"{type(entry).__name__} cannot be sliced in its place; put a layer of the same class and sizes "
-        "there, or take the network with supernet.remove(), change it, and call insert_ again"
+        "there, put adapters on supernet.extract(spec), or take the network with supernet.remove(), change "
+        "it, and call insert_ again"
     )
 
 
