@@ -11,7 +11,6 @@ import copy
 import inspect
 import json
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -26,6 +25,7 @@ from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.elastic.factories import factory_of, make_network, ordinary
 from subnetact.errors import InsertError
+from subnetact.files.fork import new_lock
 from subnetact.insertion.hugging_face import as_pretrained, renamed, renumbered
 from subnetact.operators.view_module import module_class
 from subnetact.spec import FLOAT32, SubnetSpec
@@ -34,7 +34,7 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["cut_out", "cut_out_card", "opening", "save_alone"]
 
-_WATCHING = threading.Lock()
+_WATCHING = new_lock()
 LIBRARIES = ("transformers", "timm", "torchvision")
 MOST_CHANGES, MOST_SHARES = 64, 6
 """The most changes of arguments, one after another, and the most shares of sizes that are tried."""

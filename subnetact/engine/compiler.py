@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from subnetact.engine.ready_subnet import Bound
 from subnetact.errors import EngineError, RecompileRefused
+from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import follow_, registries_of_copies
 
 __all__ = ["Compiler"]
@@ -31,7 +32,7 @@ class Compiler:
         self.sealed = False
         self._backend = backend
         self._compiled: dict[int, tuple[Bound, Callable[..., Any]]] = {}
-        self._compiling = threading.RLock()
+        self._compiling = new_lock(threading.RLock)
 
     def __len__(self) -> int:
         """Return the number of subnets that have a callable."""

@@ -1,1 +1,1 @@
-"""How this library writes and reads files: replaced as a whole, versioned, never executed, resumable."""
+"""How this library writes and reads files: replaced as a whole, versioned, never executed, resumable; and locks after a fork."""

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
+from subnetact.files.fork import new_lock
 from subnetact.insertion.description import Group, Member
 from subnetact.insertion.function_trial import BY_THE_FORWARD, EFFECTS, spec_by_trial
 from subnetact.insertion.recorder import Recording, recorded
@@ -485,7 +486,7 @@ def _why(error: BaseException) -> str:
 # -- the package ------------------------------------------------------------------------------------
 
 
-_TURN = threading.RLock()
+_TURN = new_lock(threading.RLock)
 
 
 @contextmanager
