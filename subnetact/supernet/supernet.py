@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._compile import _disable_dynamo
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from subnetact.errors import (
     ForeignSpec,
@@ -29,7 +29,6 @@ from subnetact.operators import SubnetNorm
 from subnetact.operators.base import template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
-from subnetact.operators.packed_copy import follow_, registries_of_copies
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
@@ -38,6 +37,7 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, private_buffers
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
+from subnetact.supernet.compiled_call import compiled_call
 from subnetact.supernet.forward_state import own_state_
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_caller
@@ -370,7 +370,8 @@ class Supernet(nn.Module):
 
         `torch.func.functional_call(supernet, parameters, ...)` runs on the given parameters and leaves no
         trace in cached views. While it runs, other threads must not call the supernet; engines may run.
-        `torch.compile(supernet)` compiles the network of every subnet that runs, without `fullgraph=True`.
+        `torch.compile(supernet)` compiles the network of every subnet that runs, without `fullgraph=True`; a
+        `RecompileLimitWarning` tells when torch keeps no more versions of one; compiled views share a limit.
 
         Args:
             args: the inputs of the network.
@@ -381,8 +382,8 @@ class Supernet(nn.Module):
             What the network returns.
         """
         spec = self._active if subnet is None else subnet
-        if torch.compiler.is_compiling():  # Binding is no computation; the network of the subnet is compiled.
-            return _bound_outside_graphs(self, spec)(*args, **kwargs)
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            return compiled_call(self, spec, args, kwargs)
         return self._bound(spec)(*args, **kwargs)
 
     def _bound(self, spec: SubnetSpec) -> nn.Module:
@@ -906,11 +907,3 @@ class Supernet(nn.Module):
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
             )
-
-
-@_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
-def _bound_outside_graphs(supernet: Supernet, spec: SubnetSpec) -> nn.Module:
-    bound = supernet._bound(spec)
-    for own in registries_of_copies(bound):
-        follow_(own)
-    return bound
