@@ -270,11 +270,10 @@ class Engine:
     @property
     def fingerprint(self) -> str:
         """The hash of the weights that the supernet has now; it is computed once for the same weights."""
-        with self.supernet.generation.lock:
-            moment = self.supernet.generation.moment()
-            if self._fingerprint[0] != moment:
-                self._fingerprint = moment, self.supernet.fingerprint()
-            return self._fingerprint[1]
+        moment = self.supernet.generation.moment()
+        if self._fingerprint[0] != moment:  # If weights change meanwhile, the next call has another moment.
+            self._fingerprint = moment, self.supernet.fingerprint()
+        return self._fingerprint[1]
 
     @property
     def config(self) -> EngineConfig:

@@ -176,7 +176,9 @@ class Plan:
         found = self._programs.get(subnet.id)
         if found is not None and found.is_of(bound):
             return found
-        with self._making:
+        if not self._making.acquire(blocking=False):
+            return None  # Another thread makes programs; views answer meanwhile.
+        try:
             found = self._programs.get(subnet.id)
             if subnet.id not in self._programs or (found is not None and found.is_of(bound)):
                 return found
@@ -190,6 +192,8 @@ class Plan:
                 if made is not None and made.moment is not None:
                     self._leave_out(subnet.id, made)
             return None
+        finally:
+            self._making.release()
 
     def change(self, served: Mapping[int, ReadySubnet]) -> None:
         """Make the plan for the subnets that are served now; StaleWeights in a `functional_call`."""

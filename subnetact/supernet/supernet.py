@@ -47,6 +47,7 @@ from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.saver import Saver
 from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
+from subnetact.supernet.unused_weights import snapshot
 from subnetact.supernet.views import Views
 
 __all__ = ["InsertReport", "Supernet", "as_supernet", "fingerprint_of"]
@@ -516,27 +517,40 @@ class Supernet(nn.Module):
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
         self._generation.look()
-        report, written = check(self._present(), self.space, x, compare, thorough)
-        self.note_state(written)
+        return self._check(x, compare, thorough)[0]
+
+    def _check(self, x: Any, compare: bool = True, thorough: bool = True) -> tuple[CheckReport, int]:
+        """Check on the tensors of one moment, without a lock; return the number of their generation, too."""
+        while True:
+            with self._generation.lock:
+                number, network = self.generation.number, snapshot(self._present())
+            try:
+                report, written = check(network, self.space, x, compare, thorough)
+                if self.precision is not None:
+                    bind = lambda spec: self._bind(spec, self.norms.get(spec))  # noqa: E731
+                    check_precisions(self.space, self.precision.precisions, x, bind)
+                break
+            except (InsertError, SpecError):
+                if number == self.generation.number:
+                    raise  # Otherwise weights were exchanged in place meanwhile.
+        with self._generation.lock:
+            present = number == self.generation.number
+            self.note_state(written)
+            number = self._generation.number if present else number
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
-        if self.precision is not None:
-            precisions = self.precision.precisions
-            check_precisions(self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec)))
-        return report
+        return report, number
 
     def check_once(self, x: Any) -> None:
         """Check the corners on the first input of `x`, unless its shapes have passed since `refresh`.
 
-        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Whoever loads
-        weights meanwhile has to wait.
+        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Nobody has to wait
+        for it; if weights are loaded meanwhile, the former ones were checked.
         """
         x = map_tensors(lambda t: t[:1], x)
         shapes = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x))
-        with self.generation.lock:
-            if (shapes, self._generation.number) not in self._checked:
-                self.check(x, thorough=False)
-                self._checked.add((shapes, self._generation.number))
+        if (shapes, self.generation.number) not in self._checked:
+            self._checked.add((shapes, self._check(x, thorough=False)[1]))
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
@@ -659,7 +673,12 @@ class Supernet(nn.Module):
 
         Latency tables and files of unfinished work carry it, so that they are not used with other weights.
         """
-        return fingerprint_of(self.space.id, self._present().state_dict())
+        number = None
+        while number != self.generation.number:  # Weights may be exchanged in place meanwhile.
+            with self._generation.lock:
+                number, state = self._generation.number, self._present().state_dict()
+            found = fingerprint_of(self.space.id, state)
+        return found
 
     def save_pretrained(
         self,
