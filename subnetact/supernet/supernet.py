@@ -526,6 +526,10 @@ class Supernet(nn.Module):
                 number, network = self.generation.number, snapshot(self._present())
             try:
                 report, written = check(network, self.space, x, compare, thorough)
+                with self._generation.lock:
+                    present = number == self.generation.number
+                    self.note_state(written)
+                    number = self._generation.number if present else number
                 if self.precision is not None:
                     bind = lambda spec: self._bind(spec, self.norms.get(spec))  # noqa: E731
                     check_precisions(self.space, self.precision.precisions, x, bind)
@@ -533,10 +537,6 @@ class Supernet(nn.Module):
             except (InsertError, SpecError):
                 if number == self.generation.number:
                     raise  # Otherwise weights were exchanged in place meanwhile.
-        with self._generation.lock:
-            present = number == self.generation.number
-            self.note_state(written)
-            number = self._generation.number if present else number
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
         return report, number

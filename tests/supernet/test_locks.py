@@ -93,7 +93,7 @@ def test_others_go_on_during_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_other_calls_run_views_while_a_program_is_made() -> None:
     supernet, network = blocking()
-    engine = Engine(supernet, [*supernet.space.enumerate()], example=X)
+    engine = Engine(supernet, [*supernet.space.enumerate()], example=X, memory_budget_mb=64)
     assert all(engine.pin(subnet) for subnet in engine.ids)
     supernet.load_state_dict({name: t + 1 for name, t in supernet.state_dict().items()})
     outputs: list[Tensor] = []
