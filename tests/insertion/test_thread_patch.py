@@ -46,7 +46,7 @@ def test_another_thread_reads_its_own_graph_while_a_model_is_described() -> None
     theirs = nn.Sequential(nn.Linear(3, 7), nn.ReLU(), nn.Linear(7, 2)).eval()
 
     def graph() -> list[str]:
-        made = kirigami.DependencyGraph.build(theirs)
+        made = kirigami.DependencyGraph.build(theirs, args=(torch.randn(1, 3),))
         return [node.name for node in made.fx_graph.nodes]
 
     expected, graphs = graph(), []
