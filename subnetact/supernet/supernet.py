@@ -517,29 +517,22 @@ class Supernet(nn.Module):
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
         self._generation.look()
-        return self._check(x, compare, thorough)[0]
-
-    def _check(self, x: Any, compare: bool = True, thorough: bool = True) -> tuple[CheckReport, int]:
-        """Check on the tensors of one moment, without a lock; return the number of their generation, too."""
         while True:
             with self._generation.lock:
                 number, network = self.generation.number, snapshot(self._present())
             try:
                 report, written = check(network, self.space, x, compare, thorough)
-                with self._generation.lock:
-                    present = number == self.generation.number
-                    self.note_state(written)
-                    number = self._generation.number if present else number
-                if self.precision is not None:
-                    bind = lambda spec: self._bind(spec, self.norms.get(spec))  # noqa: E731
-                    check_precisions(self.space, self.precision.precisions, x, bind)
                 break
             except (InsertError, SpecError):
                 if number == self.generation.number:
                     raise  # Otherwise weights were exchanged in place meanwhile.
+        self.note_state(written)
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
-        return report, number
+        if self.precision is not None:
+            precisions = self.precision.precisions
+            check_precisions(self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec)))
+        return report
 
     def check_once(self, x: Any) -> None:
         """Check the corners on the first input of `x`, unless its shapes have passed since `refresh`.
@@ -549,8 +542,10 @@ class Supernet(nn.Module):
         """
         x = map_tensors(lambda t: t[:1], x)
         shapes = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x))
-        if (shapes, self.generation.number) not in self._checked:
-            self._checked.add((shapes, self._check(x, thorough=False)[1]))
+        number = self.generation.number
+        if (shapes, number) not in self._checked:
+            self.check(x, thorough=False)
+            self._checked.add((shapes, number))
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
