@@ -33,7 +33,6 @@ ROOMS = (
     "ofa_adapters",
 )
 """What a user imports from; `subnetact.errors` is a part of the first."""
-WARNING = "UncalibratedSubnetWarning"
 
 
 def public_callables() -> Iterator[tuple[str, tuple[Any, str]]]:
