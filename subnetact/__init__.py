@@ -7,7 +7,7 @@ Map
 ---
 A room imports only from the rooms above it; `python tests/rooms.py` draws this from the code.
 
-    errors, files/                       typed errors; files: replaced as a whole, versioned, resumable
+    errors, files/                       typed errors; files: replaced as a whole, versioned, resumable; forks
     device, command                      the device in use; what all commands share
     comparison                           equal, within tolerances that have names
     spec, space                          the identity of a subnet; the search space

@@ -26,6 +26,7 @@ __all__ = [
     "PrecisionError",
     "ProfileMismatch",
     "QueueFull",
+    "RecompileLimitWarning",
     "RecompileRefused",
     "RequestError",
     "ResumeMismatch",
@@ -192,6 +193,10 @@ class WorkerHung(BatchFailed):
 
 class BatcherClosed(RequestError):
     """The batcher was closed before the request could run."""
+
+
+class RecompileLimitWarning(UserWarning):
+    """torch.compile keeps no more versions of a subnet, and runs it eagerly at further shapes."""
 
 
 class UncalibratedSubnetWarning(UserWarning):

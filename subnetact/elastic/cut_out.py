@@ -11,13 +11,11 @@ import copy
 import inspect
 import json
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -27,6 +25,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.elastic.factories import factory_of, make_network, ordinary
 from subnetact.errors import InsertError
 from subnetact.insertion.hugging_face import as_pretrained, renamed, renumbered
+from subnetact.insertion.thread_patch import patched_here
 from subnetact.operators.view_module import module_class
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.module_outputs import outputs_of
@@ -34,7 +33,6 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["cut_out", "cut_out_card", "opening", "save_alone"]
 
-_WATCHING = threading.Lock()
 LIBRARIES = ("transformers", "timm", "torchvision")
 MOST_CHANGES, MOST_SHARES = 64, 6
 """The most changes of arguments, one after another, and the most shares of sizes that are tried."""
@@ -217,7 +215,7 @@ def _arguments(kind: Any, factory: Mapping[str, Any]) -> dict[str, Any]:
             found.update(list(given.arguments.items())[1:])
         make(self, *args, **kwargs)
 
-    with _WATCHING, mock.patch.object(kind, "__init__", watching):  # Other threads get the same networks.
+    with patched_here(kind, __init__=watching):
         make_network(factory, None, None)
     return {**found.pop("kwargs", {}), **found}
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy, deepcopy
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from subnetact.files.atomic import read_regular
 from subnetact.files.documents import parse_json
 from subnetact.operators.base import template_of
 
-__all__ = ["factory_of", "make_network", "ordinary", "under_runtime_names"]
+__all__ = ["factory_of", "make_network", "ordinary", "under_runtime_names", "without_progress_bars"]
 
 BYTES_PER_WEIGHT_BYTE = 4
 """A network may take this many times the bytes of its weights while it is built, and `EXTRA_BYTES` more."""
@@ -186,6 +185,21 @@ def _of_transformers(name: str, arguments: dict[str, Any], config: Any) -> Any:
     return kind(deepcopy(config))
 
 
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Let transformers draw no progress bars meanwhile."""
+    from transformers.utils import logging as of_transformers
+
+    logging: Any = of_transformers
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def under_runtime_names(network: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights in files under the names that a model of transformers has while it runs.
 
@@ -203,7 +217,7 @@ def under_runtime_names(network: Any, tensors: Mapping[str, Tensor]) -> dict[str
         shell.to(kinds.pop())
     rules: Any = get_model_conversion_mapping(shell)
     settings = LoadStateDictConfig(weight_mapping=rules)
-    with redirect_stderr(StringIO()):  # It draws a progress bar of its own.
+    with without_progress_bars():
         told, _ = convert_and_load_state_dict_in_model(shell, dict(tensors), settings)
     found = {name: tensor for name, tensor in shell.state_dict().items() if not tensor.is_meta}
     return {**{name: tensors[name] for name in told.unexpected_keys if name in tensors}, **found}

@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
 from functools import partial
-from io import StringIO
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +21,13 @@ from torch import Tensor, nn
 
 from ofa_adapters.registry import ALL
 from subnetact import __version__
-from subnetact.elastic.factories import factory_of, make_network, ordinary, under_runtime_names
+from subnetact.elastic.factories import (
+    factory_of,
+    make_network,
+    ordinary,
+    under_runtime_names,
+    without_progress_bars,
+)
 from subnetact.errors import (
     FileFormatError,
     ForeignSpec,
@@ -220,7 +224,7 @@ def _write_network(
     """Write configuration and weights as the network's own library does, or a plain state_dict."""
     library = type(network).__module__.split(".")[0]
     if library == "transformers" and hasattr(network, "save_pretrained"):
-        with redirect_stderr(StringIO()):  # It draws a progress bar of its own.
+        with without_progress_bars():
             network.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=shard_bytes)
         return
     if library == "timm" and model is not None:

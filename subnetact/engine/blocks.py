@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.ready_subnet import Bound
+from subnetact.files.fork import new_lock
 from subnetact.operators import LayerSelect
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -60,7 +60,7 @@ class SubnetBlocks:
         modules = supernet.network.named_modules()
         self._stacks = tuple(path for path, module in modules if isinstance(module, LayerSelect))
         self._of_view: dict[SubnetSpec, tuple[Bound, list[Block], Any]] = {}
-        self._lock = Lock()
+        self._lock = new_lock()
 
     def of_program(self, program: FusedProgram) -> list[Block]:
         """Return the blocks of a fused program; they run its own packed convolutions."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from threading import Lock
 from typing import Any
 
 from subnetact.errors import EngineError
+from subnetact.files.fork import new_lock
 
 __all__ = ["Budget", "budget_bytes"]
 
@@ -34,7 +34,7 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._held: dict[Hashable, int] = {}
-        self._lock = Lock()
+        self._lock = new_lock()
 
     @property
     def used(self) -> int:

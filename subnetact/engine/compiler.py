@@ -1,14 +1,13 @@
 """torch.compile for every subnet, without its silent fallback to eager mode.
 
-torch.compile keeps eight versions per code object and then runs eagerly without a message. Here each pair of
-subnet and input shape has a code object of its own; one that would be compiled again is refused.
+Each pair of subnet and input shape has a code object of its own (`compiled_call.py` says why); one that would
+be compiled again is refused.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ from torch import Tensor, nn
 
 from subnetact.engine.ready_subnet import Bound
 from subnetact.errors import EngineError, RecompileRefused
+from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import follow_, registries_of_copies
+from subnetact.supernet.compiled_call import own_code
 
 __all__ = ["Compiler"]
 
@@ -31,7 +32,7 @@ class Compiler:
         self.sealed = False
         self._backend = backend
         self._compiled: dict[int, tuple[Bound, Callable[..., Any]]] = {}
-        self._compiling = threading.RLock()
+        self._compiling = new_lock(threading.RLock)
 
     def __len__(self) -> int:
         """Return the number of subnets that have a callable."""
@@ -99,7 +100,6 @@ class Compiler:
         def call(x: Tensor) -> Any:
             return view(x)
 
-        code = call.__code__.replace(co_name=f"subnet_{subnet}_{'x'.join(map(str, x.shape))}")
-        own = FunctionType(code, globals(), code.co_name, None, call.__closure__)
+        own = own_code(call, f"subnet_{subnet}_{'x'.join(map(str, x.shape))}")
         compiled: Callable[[Tensor], Any] = torch.compile(own, backend=once, fullgraph=True, dynamic=False)
         return compiled

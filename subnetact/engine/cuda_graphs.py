@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from subnetact.device import ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.inputs import laid_out
 from subnetact.engine.ready_subnet import Bound
+from subnetact.files.fork import new_lock
 
 __all__ = ["Captured", "CudaGraphs", "Graphs", "graph_backend"]
 
@@ -61,7 +61,7 @@ class Graphs:
     def __init__(self, budget: Budget, backend: CudaGraphs) -> None:
         self.budget = budget
         self._backend = backend
-        self._replaying = Lock()
+        self._replaying = new_lock()
         self._graphs: dict[Any, _Graph] = {}
         self._failed: set[Any] = set()
         self._warned = False

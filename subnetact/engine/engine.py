@@ -10,7 +10,7 @@ from functools import partial
 from numbers import Integral
 from operator import index
 from os import PathLike
-from threading import Lock, RLock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from subnetact.engine.outputs import unstack
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActError
+from subnetact.files.fork import new_lock
 from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
@@ -193,7 +194,7 @@ class Engine:
         self._shapes.lengths = config.lengths
         self._stager = Stager(self.device)
         self._blocks = SubnetBlocks(supernet, self._bind)
-        self._changing, self._rebinding = RLock(), Lock()
+        self._changing, self._rebinding = new_lock(RLock), new_lock()
         self._subnets: tuple[ReadySubnet, ...] = ()
         self._served: dict[int, ReadySubnet] = {}
         self._compiler = None if config.compile is None else Compiler(config.compile)
@@ -269,11 +270,10 @@ class Engine:
     @property
     def fingerprint(self) -> str:
         """The hash of the weights that the supernet has now; it is computed once for the same weights."""
-        with self.supernet.generation.lock:
-            moment = self.supernet.generation.moment()
-            if self._fingerprint[0] != moment:
-                self._fingerprint = moment, self.supernet.fingerprint()
-            return self._fingerprint[1]
+        moment = self.supernet.generation.moment()
+        if self._fingerprint[0] != moment:  # If weights change meanwhile, the next call has another moment.
+            self._fingerprint = moment, self.supernet.fingerprint()
+        return self._fingerprint[1]
 
     @property
     def config(self) -> EngineConfig:

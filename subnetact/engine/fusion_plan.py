@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +44,7 @@ from subnetact.engine.inputs import batch_like, laid_out
 from subnetact.engine.packed_linear import can_pack_linear, packing_pays
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.errors import StaleWeights, SubnetActError, first_line
+from subnetact.files.fork import new_lock
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.operators.outside_modes import outside_modes
@@ -152,7 +152,7 @@ class Plan:
         self._supernet = supernet
         self._bind = bind
         self._sample = sample
-        self._making = Lock()
+        self._making = new_lock()
         self._programs: dict[int, PlannedProgram | None] = {}  # None: the next call makes it again
         self._reasons: dict[int, _Reason] = {}
         self._slower: dict[int, str] = {}  # what `slower_because` said
@@ -176,7 +176,9 @@ class Plan:
         found = self._programs.get(subnet.id)
         if found is not None and found.is_of(bound):
             return found
-        with self._making:
+        if not self._making.acquire(blocking=False):
+            return None  # Another thread makes programs; views answer meanwhile.
+        try:
             found = self._programs.get(subnet.id)
             if subnet.id not in self._programs or (found is not None and found.is_of(bound)):
                 return found
@@ -190,6 +192,8 @@ class Plan:
                 if made is not None and made.moment is not None:
                     self._leave_out(subnet.id, made)
             return None
+        finally:
+            self._making.release()
 
     def change(self, served: Mapping[int, ReadySubnet]) -> None:
         """Make the plan for the subnets that are served now; StaleWeights in a `functional_call`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.engine.packed_linear import SMALLEST_ONEDNN_PRODUCT
+from subnetact.files.fork import new_lock
 from subnetact.supernet.elementwise import Elementwise
 
 __all__ = ["ACTIVATIONS", "PackedConv", "can_pack", "packed_once", "plain_conv"]
@@ -87,7 +87,7 @@ class PackedConv(nn.Module):
         self._merged = ACTIVATIONS[activation.name] if activation and merge else ("none", [])
         self._activate = None if activation is None else activation.over
         self._reserve: Callable[[int], bool] = lambda _: True
-        self._packing = Lock()
+        self._packing = new_lock()
         self._by_layout: dict[bytes, Tensor] = {}
         self._by_shape: dict[torch.Size, Tensor] = {}
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.device import machine, machine_facts
+from subnetact.files.fork import new_lock
 from subnetact.operators.view_module import mix_in_
 from subnetact.supernet.elementwise import has_hooks
 from subnetact.supernet.trace import is_layer
@@ -33,7 +33,7 @@ _MKL = torch.backends.mkl.is_available() and hasattr(  # type: ignore[no-untyped
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_linear_pointwise"
 )
-_PACKING = Lock()  # Shared by all engines: a weight that is being packed is in memory twice.
+_PACKING = new_lock()  # Shared by all engines: a weight that is being packed is in memory twice.
 SMALLEST_WEIGHT_ELEMENTS = 2**14
 """Weights of fewer elements are not packed: calls take as long, and every packed weight takes whole pages."""
 MKL_ROWS = 256

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from subnetact.errors import RequestError
+from subnetact.files.fork import new_lock
 from subnetact.serving.scheduling.checks import check_positive
 
 __all__ = ["Completion", "Generated", "TokenDeadlines", "TokenLogprobs"]
@@ -97,7 +98,7 @@ class Completion:
 
     def __init__(self, request: Any, cancel: Callable[[], Any]) -> None:
         self._request, self._cancel = request, cancel  # whose tokens grow until it has an outcome
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(new_lock(threading.RLock))
         self._listeners: list[Callable[[], Any]] = []
 
     def __iter__(self) -> Iterator[int]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
+from subnetact.files.fork import hear_of_forks, new_lock
 from subnetact.generation.completion import Completion, TokenDeadlines
 from subnetact.generation.phases import Phase, checked, checked_phases
 from subnetact.generation.step_policy import StepPolicy
@@ -174,10 +175,11 @@ class Generator:
                 "whole pages of the cache; give it more"
             )
         self.max_length = self._loop.longest
-        self._lock = threading.Lock()  # of the scheduler
+        self._lock = new_lock()  # of the scheduler
         self._news = threading.Event()
         self._thread = threading.Thread(target=self._run, name="subnetact-generator", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="subnetact-watchdog", daemon=True)
+        hear_of_forks(self)
         self._thread.start()
         self._watchdog.start()
 
@@ -279,6 +281,13 @@ class Generator:
                 self._do(self._scheduler.close, "", error)
                 return
             self._thread.join(TICK_S)
+
+    def note_fork(self) -> None:
+        """Refuse requests in a forked process, and end those under way: nobody answers them there."""
+        why = ": its threads stayed in the process that this one was forked from; make another one here"
+        self._scheduler.closed, error = why, BatcherClosed(f"the generator is closed{why}")
+        for request in self._scheduler.requests.values():
+            request.outcome = request.outcome or error
 
     def __enter__(self) -> Generator:
         return self

@@ -8,13 +8,11 @@ suffix of one axis of every tensor, a group is found; if something else goes, th
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -25,6 +23,7 @@ from subnetact.insertion.description import Group, Member
 from subnetact.insertion.function_trial import BY_THE_FORWARD, EFFECTS, spec_by_trial
 from subnetact.insertion.recorder import Recording, recorded
 from subnetact.insertion.recorder import TensorFacts as OwnFacts
+from subnetact.insertion.thread_patch import patched_here
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import CHANNEL_NORM, is_batch_norm, traits_of
@@ -120,7 +119,7 @@ class TracedModel:
             effects = dict.fromkeys(found.graph.nodes, TensorEffects(writes_inputs=()))
             return CaptureResult(found, results, {}, (), frozenset(), effects)
 
-        return patch.multiple(construction, capture=capture, resolve_attribute=Recording.tensor)
+        return patched_here(construction, capture=capture, resolve_attribute=Recording.tensor)
 
     def layers(self) -> list[str]:
         """Return the names of the layers that run, or whose weights are read, in this order."""
@@ -485,22 +484,12 @@ def _why(error: BaseException) -> str:
 # -- the package ------------------------------------------------------------------------------------
 
 
-_TURN = threading.RLock()
-
-
-@contextmanager
-def _few_regions() -> Iterator[None]:
-    """Join regions before torch-kirigami compares all pairs, in this thread only, one thread at a time."""
+def _few_regions() -> Any:
+    """Join regions before torch-kirigami compares all pairs, in this thread only."""
     from torch_kirigami.dep_graph import selection
 
-    with _TURN:
-        normalize, thread = selection.normalize, threading.get_ident()
-
-        def joined(regions: Iterable[Any]) -> Any:
-            return normalize(_joined(regions) if threading.get_ident() == thread else regions)
-
-        with patch.object(selection, "normalize", joined):
-            yield
+    normalize = selection.normalize
+    return patched_here(selection, normalize=lambda regions: normalize(_joined(regions)))
 
 
 def _recorded(model: nn.Module, example: Any) -> Recording:

@@ -19,6 +19,10 @@ from subnetact.operators.base import template_of
 __all__ = ["forget_", "forgetting", "tensor_memos"]
 
 
+MOST_KEPT = 64
+"""So many tensors, the last ones, are kept for the thread that computed them."""
+
+
 class _Forgetful(dict[Any, Any]):
     """A dictionary that is always empty, but returns what the same thread has just put in."""
 
@@ -27,7 +31,8 @@ class _Forgetful(dict[Any, Any]):
         self._own = threading.local()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._own.last = {**getattr(self._own, "last", {}), key: value}
+        last = {**getattr(self._own, "last", {}), key: value}
+        self._own.last = dict([*last.items()][-MOST_KEPT:])
 
     def __missing__(self, key: Any) -> Any:
         return getattr(self._own, "last", {})[key]

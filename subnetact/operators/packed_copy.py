@@ -6,13 +6,13 @@ place gets new ones, so that nobody reads half of a copy.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, equal
+from subnetact.files.fork import new_lock
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.tensor_version import changes_of
 
@@ -25,7 +25,7 @@ class PackedCopy:
     def __init__(self, sources: tuple[Tensor, ...], make: Callable[[], Mapping[str, Tensor | None]]) -> None:
         self.sources = sources
         self._make = make
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._frozen: dict[Any, Any] = {}
         self._changes = changes_of(sources)
         self.tensors = self._made()

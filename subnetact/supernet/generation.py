@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from subnetact.errors import StaleWeights
+from subnetact.files.fork import hear_of_forks, new_lock
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.untraced_changes import NamedView, PlainAttributes, outdated
@@ -73,6 +74,11 @@ class Weights:
         last = self.moment()
         self._last = last._replace(changes=last.changes + changed)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the supernet moves on to others, or has done so."""
+        return self._last is not None
+
     def note_training(self) -> None:
         """Note that a BatchNorm will write its statistics, which torch does not count."""
         self._start = self._start._replace(statistics=self._start.statistics + 1)
@@ -107,6 +113,18 @@ class Witness(NamedTuple):
         return type(None), ()
 
 
+class _HalfExchanged:
+    """Stands for the lock of weights of which nobody will exchange the other part."""
+
+    def __enter__(self) -> None:
+        raise StaleWeights(
+            "this process was forked while another thread loaded weights, of which it has only a part; "
+            "load the model in this process, or fork when no other thread does so"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class Generation:
     """Tells whether weights have changed, by a `number` that grows, and drops views of exchanged ones."""
 
@@ -114,7 +132,8 @@ class Generation:
         self.number = next(_numbers)
         first = Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
         self.weights = Weights(weights_of(supernet.network, supernet.state), first)
-        self.lock = threading.RLock()
+        self.lock = new_lock(threading.RLock)
+        hear_of_forks(self)
         self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
         self._views = views
         self._replacements = Replacements()
@@ -200,6 +219,12 @@ class Generation:
             self._views.clear()
             self.drop_copies()
             self._watch()
+
+    def note_fork(self) -> None:
+        """Refuse weights of which a thread that did not come along had exchanged a part."""
+        if self.weights.closed and not self.lock._is_owned():
+            self.lock, self.number = _HalfExchanged(), next(_numbers)
+            self._views.clear()
 
     def end(self) -> None:
         """Watch the network no longer."""

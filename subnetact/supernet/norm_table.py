@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from os import PathLike
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.files.documents import DocumentFormat
+from subnetact.files.fork import new_lock
 from subnetact.files.tensors import documented_tensors, write_tensors
 from subnetact.spec import SubnetSpec
 
 __all__ = ["NormRow", "NormTable"]
 
-_CHANGING = threading.Lock()
+_CHANGING = new_lock()
 """Held while the rows of a table are exchanged."""
 
 ALLOWED_BYTES, BYTES_PER_STORED_BYTE = 2**26, 256

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._compile import _disable_dynamo
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from subnetact.errors import (
     ForeignSpec,
@@ -29,7 +29,6 @@ from subnetact.operators import SubnetNorm
 from subnetact.operators.base import template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
-from subnetact.operators.packed_copy import follow_, registries_of_copies
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
@@ -38,6 +37,7 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, private_buffers
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
+from subnetact.supernet.compiled_call import compiled_call
 from subnetact.supernet.forward_state import own_state_
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_caller
@@ -47,6 +47,7 @@ from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.saver import Saver
 from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
+from subnetact.supernet.unused_weights import snapshot
 from subnetact.supernet.views import Views
 
 __all__ = ["InsertReport", "Supernet", "as_supernet", "fingerprint_of"]
@@ -370,7 +371,8 @@ class Supernet(nn.Module):
 
         `torch.func.functional_call(supernet, parameters, ...)` runs on the given parameters and leaves no
         trace in cached views. While it runs, other threads must not call the supernet; engines may run.
-        `torch.compile(supernet)` compiles the network of every subnet that runs, without `fullgraph=True`.
+        `torch.compile(supernet)` compiles the network of every subnet that runs, without `fullgraph=True`; a
+        `RecompileLimitWarning` tells when torch keeps no more versions of one; compiled views share a limit.
 
         Args:
             args: the inputs of the network.
@@ -381,8 +383,8 @@ class Supernet(nn.Module):
             What the network returns.
         """
         spec = self._active if subnet is None else subnet
-        if torch.compiler.is_compiling():  # Binding is no computation; the network of the subnet is compiled.
-            return _bound_outside_graphs(self, spec)(*args, **kwargs)
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            return compiled_call(self, spec, args, kwargs)
         return self._bound(spec)(*args, **kwargs)
 
     def _bound(self, spec: SubnetSpec) -> nn.Module:
@@ -515,7 +517,15 @@ class Supernet(nn.Module):
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
         self._generation.look()
-        report, written = check(self._present(), self.space, x, compare, thorough)
+        while True:
+            with self._generation.lock:
+                number, network = self.generation.number, snapshot(self._present())
+            try:
+                report, written = check(network, self.space, x, compare, thorough)
+                break
+            except (InsertError, SpecError):
+                if number == self.generation.number:
+                    raise  # Otherwise weights were exchanged in place meanwhile.
         self.note_state(written)
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
@@ -527,15 +537,15 @@ class Supernet(nn.Module):
     def check_once(self, x: Any) -> None:
         """Check the corners on the first input of `x`, unless its shapes have passed since `refresh`.
 
-        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Whoever loads
-        weights meanwhile has to wait.
+        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Nobody has to wait
+        for it; if weights are loaded meanwhile, the former ones were checked.
         """
         x = map_tensors(lambda t: t[:1], x)
         shapes = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x))
-        with self.generation.lock:
-            if (shapes, self._generation.number) not in self._checked:
-                self.check(x, thorough=False)
-                self._checked.add((shapes, self._generation.number))
+        number = self.generation.number
+        if (shapes, number) not in self._checked:
+            self.check(x, thorough=False)
+            self._checked.add((shapes, number))
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
@@ -658,7 +668,12 @@ class Supernet(nn.Module):
 
         Latency tables and files of unfinished work carry it, so that they are not used with other weights.
         """
-        return fingerprint_of(self.space.id, self._present().state_dict())
+        number = None
+        while number != self.generation.number:  # Weights may be exchanged in place meanwhile.
+            with self._generation.lock:
+                number, state = self._generation.number, self._present().state_dict()
+            found = fingerprint_of(self.space.id, state)
+        return found
 
     def save_pretrained(
         self,
@@ -906,11 +921,3 @@ class Supernet(nn.Module):
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
             )
-
-
-@_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
-def _bound_outside_graphs(supernet: Supernet, spec: SubnetSpec) -> nn.Module:
-    bound = supernet._bound(spec)
-    for own in registries_of_copies(bound):
-        follow_(own)
-    return bound

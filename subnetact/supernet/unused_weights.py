@@ -25,6 +25,7 @@ __all__ = [
     "private_copy",
     "settle_norms_",
     "shared_view",
+    "snapshot",
     "structure_copy",
 ]
 
@@ -42,6 +43,11 @@ def private_copy(
         own = memo[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
         own.__dict__.update(tensor.__dict__)
     return _copy(network, memo)
+
+
+def snapshot(network: nn.Module) -> nn.Module:
+    """Return a copy of the modules of a network that stays on the storage that its tensors have now."""
+    return private_copy(network, Tensor.detach, Tensor.detach)
 
 
 def disturbed_copy(network: nn.Module) -> nn.Module:

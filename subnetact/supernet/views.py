@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import OrderedDict
 from functools import partial
 
 from torch import Tensor, nn
 
+from subnetact.files.fork import new_lock
 from subnetact.operators.view_module import Keeping, keep_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
@@ -21,7 +21,7 @@ class Views:
     """Views by subnet, each with its statistics row, and the frozen tensors that they share."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
         self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -23,6 +23,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from subnetact.engine.engine import Engine
 from subnetact.errors import EngineError, StaleWeights, SubnetActError, failure_text
+from subnetact.files.fork import new_lock
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
@@ -58,7 +59,7 @@ class EngineSnapshot:
     """A runner as other processes need it, and what has changed since they got it. Threads may share it."""
 
     def __init__(self, runner: Any) -> None:
-        self._lock = RLock()
+        self._lock = new_lock(RLock)
         finder = _Packer()
         _dump(finder, runner, runner)
         self._parts = Parts(runner, finder.engines, finder.supernets)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 from multiprocessing.reduction import send_handle
@@ -17,6 +16,7 @@ from multiprocessing.spawn import get_executable, get_preparation_data
 from typing import Any
 
 from subnetact.errors import EngineError, WorkerDied, failure_text
+from subnetact.files.fork import hear_of_forks
 from subnetact.workers.child import CHANGE, FAILED, RUN
 from subnetact.workers.engine_snapshot import Package, States
 from subnetact.workers.memory import BatchMemory, SharedMemory, new_file
@@ -28,7 +28,6 @@ _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from subnetact.workers.child import main; main()"
 )
-_processes: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 
 
 class RemoteTraceback(Exception):
@@ -66,7 +65,13 @@ class WorkerProcess:
                 f"a worker process cannot be started: {error}; run threads instead: process=False"
             ) from error
         self.pid = self._popen.pid
-        _processes.add(self)
+        hear_of_forks(self)
+
+    def note_fork(self) -> None:
+        """Close what is shared with a process: it would look alive as long as the forked process lives."""
+        self.pipe.close()
+        for memory in (self._requests.memory, self._answers.memory):
+            memory.close_descriptor()
 
     @property
     def ended(self) -> int | None:
@@ -159,14 +164,3 @@ def _content(answer: bytes) -> bytes:
     if not isinstance(error, Exception):
         error = EngineError(f"in a worker process: {failure_text(error)}")
     raise error from RemoteTraceback(trace)
-
-
-def _note_fork() -> None:
-    for process in list(_processes):  # They would look alive as long as the forked process lives.
-        process.pipe.close()
-        for memory in (process._requests.memory, process._answers.memory):
-            memory.close_descriptor()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -603,3 +605,31 @@ def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
         request.tokens.append(token)
         completion._tell()
     assert heard == [1, -1, -1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_is_told_that_the_generator_stayed_behind(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make()
+    gate = Gate(generator, monkeypatch)
+    under_way = generator.submit([1, 2], max_new_tokens=4, **LONG)
+    gate.wait()
+    with generator._lock:  # the child inherits a lock that nobody there releases
+        child = os.fork()
+        if child == 0:
+            told = 0
+            try:
+                signal.alarm(60)
+                for use in (lambda: generator.submit([1], **LONG), under_way.result):
+                    try:
+                        use()
+                    except BatcherClosed as error:
+                        told += "forked" in str(error)
+                told += not generator.stats().up
+                generator.close()
+            finally:
+                os._exit(told)
+    gate.free.release(10)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert len(under_way.result(60).tokens) == 4

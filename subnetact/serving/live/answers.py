@@ -8,9 +8,9 @@ import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from threading import Lock
 from typing import Any, NamedTuple
 
+from subnetact.files.fork import new_lock
 from subnetact.serving.scheduling.request import Request
 
 __all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "settle"]
@@ -81,7 +81,7 @@ class AnswerFuture(concurrent.futures.Future[Answer]):
 
 
 _log = logging.getLogger(__name__)
-_mailboxes_lock = Lock()
+_mailboxes_lock = new_lock()
 #: a request, and either its answer or its error
 Outcome = tuple[Request, Answer | None, BaseException | None]
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +14,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from subnetact.errors import BatcherClosed, PolicyError, ProfileMismatch
+from subnetact.files.fork import hear_of_forks
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
 from subnetact.serving.live.context_manager import ClosedOnExit
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
-
-_batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
-"""The batchers of this process; after a fork, the child has none of their threads."""
 
 
 class Batcher(ClosedOnExit):
@@ -220,7 +217,7 @@ class Batcher(ClosedOnExit):
             shared=shared,
         )
         self._forked = False
-        _batchers.add(self)
+        hear_of_forks(self)
         self._driver.start()
 
     def submit(self, x: Any, deadline_ms: float, **options: Unpack[AskOptions]) -> AnswerFuture:
@@ -399,7 +396,7 @@ class Batcher(ClosedOnExit):
                 "come along; open a batcher in this process, or start processes with the method spawn"
             )
 
-    def _note_fork(self) -> None:
+    def note_fork(self) -> None:
         """Refuse every use in a forked child, where locks may be held by threads that do not exist."""
         self._forked = True
         self.__dict__["_checked"] = self._check_process  # `submit` and `infer` call it first
@@ -439,15 +436,6 @@ def _in_processes(process: Any, spares: Any) -> bool:
     if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares <= 64:
         raise PolicyError(f"spares: {spares!r} must be a whole number from 0 to 64")
     return bool(process)
-
-
-def _note_forks() -> None:
-    for batcher in list(_batchers):
-        batcher._note_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_forks)
 
 
 def monotonic_ms() -> float:

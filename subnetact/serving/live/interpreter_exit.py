@@ -7,11 +7,12 @@ thread begins to compute, and those that compute are waited for.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from subnetact.files.fork import hear_of_forks
 
 __all__ = ["computing"]
 
@@ -28,6 +29,10 @@ class _Computing:
         self.changed = threading.Condition()
         self.threads: set[int] = set()
         self.ended_s: float | None = None
+
+    def note_fork(self) -> None:
+        """Begin anew: the threads do not come along, and one may have held the lock."""
+        self.__init__()  # type: ignore[misc]
 
     def end_all(self) -> None:
         """Let no thread begin to compute, and wait for those that do."""
@@ -59,5 +64,4 @@ def computing() -> Iterator[None]:
 
 
 atexit.register(lambda: _now.end_all())
-if hasattr(os, "register_at_fork"):  # the threads do not come along, and one may have held the lock
-    os.register_at_fork(after_in_child=lambda: globals().update(_now=_Computing()))
+hear_of_forks(_now)

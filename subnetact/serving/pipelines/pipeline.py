@@ -22,6 +22,7 @@ from subnetact.errors import (
     RequestError,
     failure_text,
 )
+from subnetact.files.fork import new_lock
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
@@ -173,7 +174,7 @@ class Pipeline(ClosedOnExit):
         self._reserves = self.graph.reserves(works)
         self._try(sample)
         self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
-        self._lock = threading.Lock()  # of the counters and of all trips
+        self._lock = new_lock()  # of the counters and of all trips
         self._ended = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
         self._latency = Histogram(MILLISECONDS)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from subnetact.errors import PolicyError, failure_text
+from subnetact.files.fork import new_lock
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
@@ -166,7 +167,7 @@ class TenantBatcher(ClosedOnExit):
         self._shared = SharedWorkers({tenant.name: tenant.share for tenant in given})
         self._serves = dict.fromkeys(self.tenants, frozenset(range(workers)))
         self._planned = dict.fromkeys(self.tenants, 0)  # the requests submitted before the last plan
-        self._planning = threading.Lock()
+        self._planning = new_lock()
         self._planning_errors = 0
         self._stopped = threading.Event()
         self.plans: deque[tuple[float, Grouping]] = deque(maxlen=_KEPT_PLANS)

@@ -1,0 +1,77 @@
+"""compiled_call: runs a subnet under torch.compile, in a function of its own.
+
+torch.compile keeps a few versions per code object (`torch._dynamo.config.recompile_limit`), and then runs
+eagerly without a message. Subnets that run in the same code would take each other's places.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from subnetact.errors import RecompileLimitWarning
+from subnetact.operators.packed_copy import follow_, registries_of_copies
+from subnetact.space import SizeRow
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.load import warn_caller
+
+__all__ = ["compiled_call", "own_code"]
+
+MOST_SUBNETS = 1024
+"""So many subnets, those that ran last, keep what was compiled for them."""
+_numbers = itertools.count()
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def own_code(function: Any, name: str) -> Any:
+    """Return a function with a code object of its own, for which torch.compile counts versions apart."""
+    code = function.__code__.replace(co_name=name)
+    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def _run(network: nn.Module, args: Any, kwargs: Any) -> Any:
+    return network(*args, **kwargs)
+
+
+@lru_cache(MOST_SUBNETS)
+def _run_of(supernet: weakref.ref[nn.Module], row: SizeRow, training: bool) -> Any:  # noqa: ARG001
+    return own_code(_run, f"subnet_{next(_numbers)}")
+
+
+@_disable_dynamo(recursive=False)  # torch.compiler.disable would import the compiler with this module.
+def compiled_call(supernet: Any, spec: SubnetSpec, args: Any, kwargs: Any) -> Any:
+    """Run a subnet in code of its own, which is compiled; this function, which binds it, is not."""
+    network, run = _bound(supernet, spec)
+    output = run(network, args, kwargs)
+    _warn_of_limit(supernet, spec, run)
+    return output
+
+
+@_disable_dynamo
+def _bound(supernet: Any, spec: SubnetSpec) -> tuple[nn.Module, Any]:
+    torch._dynamo.eval_frame.skip_code(type(supernet).forward.__code__)  # It would reach the limit for all.
+    network = supernet._bound(spec)
+    for registry in registries_of_copies(network):
+        follow_(registry)
+    return network, _run_of(weakref.ref(supernet), supernet.space.resolve(spec), supernet.training)
+
+
+@_disable_dynamo
+def _warn_of_limit(supernet: Any, spec: SubnetSpec, run: Any) -> None:
+    limit = torch._dynamo.config.recompile_limit
+    versions: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    if supernet not in _warned and len(versions(run.__code__)) >= limit:
+        _warned.add(supernet)
+        warn_caller(
+            f"torch.compile(supernet): {spec} was compiled for {limit} kinds of inputs, and torch runs it "
+            "uncompiled for others; give inputs of fewer shapes and dtypes, or raise "
+            "torch._dynamo.config.recompile_limit",
+            RecompileLimitWarning,
+        )
