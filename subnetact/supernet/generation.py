@@ -124,6 +124,9 @@ class _HalfExchanged:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def _is_owned(self) -> bool:
+        return True  # A process that is forked of this one has no more of the weights.
+
 
 class Generation:
     """Tells whether weights have changed, by a `number` that grows, and drops views of exchanged ones."""

@@ -830,7 +830,7 @@ class Supernet(nn.Module):
         with self._generation.lock:
             original = self._unchanged_since_then()
             before = [storage_id(tensor) for tensor in self.tensors()]
-            self._generation.drop_copies()
+            self._generation.begin_exchange()
             try:
                 self.network._apply(fn, recurse)
                 self._norms.apply(fn)
