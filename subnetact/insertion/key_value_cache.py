@@ -169,8 +169,8 @@ class CacheGuard:
 
 def _refuse_pages(*_: Any, **__: Any) -> Any:
     raise ViewError(
-        "transformers makes the pages of continuous batching for the heads of the full network, and this view "
-        "has others; take supernet.extract(spec), or generate with subnetact.generation.Generator"
+        "transformers makes the pages of continuous batching for the heads of the full network, and this "
+        "view has others; take supernet.extract(spec), or generate with subnetact.generation.Generator"
     )
 
 

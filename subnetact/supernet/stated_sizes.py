@@ -1,4 +1,4 @@
-"""What an extracted network says of its own sizes, in attributes and in a configuration that no forward reads.
+"""What an extracted network says of its sizes, in attributes and in a configuration that no forward reads.
 
 Numbers that a forward reads are elastic attributes, or equal in all subnets; they are left as they are.
 """
@@ -24,7 +24,9 @@ def state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
     """
     if not callable(getattr(network, "reset_classifier", None)):
         return
-    head = {id(part) for part in network.get_classifier().modules()} if network.num_classes else set()
+    heads = network.get_classifier()
+    heads = nn.ModuleList(heads if isinstance(heads, tuple) else [heads])
+    head = {id(part) for part in heads.modules()}
     infos = getattr(network, "feature_info", None)
     infos = [info for info in infos if "module" in info] if isinstance(infos, list) else []
     sizes: dict[int, int] = {}  # full size -> the size in the subnet, of the last tensor with that axis
@@ -39,11 +41,10 @@ def state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
         for name, child in module._modules.items():
             if child is not None:
                 walk(f"{path}.{name}".lstrip("."), child)
-        for name in FEATURES if original is not None else ():
-            stated = number_of(module, name)
-            if stated and stated == number_of(original, name) and name in vars(module):
-                if name not in read_names(type(module)):
-                    setattr(module, name, sizes.get(stated, stated))
+        for name in () if original is None else set(FEATURES) - read_names(module):
+            stated = number_of(original, name)
+            if name in vars(module) and number_of(module, name) == stated:
+                setattr(module, name, sizes.get(stated, getattr(module, name)))
         for info in infos:
             if info["module"] == path:
                 info["num_chs"] = sizes.get(info["num_chs"], info["num_chs"])
@@ -58,8 +59,8 @@ def state_configuration_(network: nn.Module, layers: Any) -> None:
         return
     text = config.get_text_config()
     kept = [f for i in range(text.num_hidden_layers) if "skip" not in (f := layers.get(i, {}))]
-    named = [names for m in network.modules() if "config" in (names := read_names(type(m)))]
-    read = {name for names in named for name in names}
+    every = [read_names(module) for module in network.modules()]
+    read = {name for names in every if "config" in names for name in names}
     if isinstance(inspect.getattr_static(type(text), "head_dim", None), property):
         read |= {"hidden_size", *CONFIGURED_HEADS}  # It would give another width.
     sizes: dict[str, int] = {}
@@ -75,9 +76,14 @@ def state_configuration_(network: nn.Module, layers: Any) -> None:
     vars(network)["full_sizes"] = full
 
 
+def read_names(module: nn.Module) -> frozenset[str]:
+    """Return the names in the forward of a module and in all methods of its class that this calls."""
+    cls: Any = type(module)
+    return _names_of(cls)
+
+
 @cache
-def read_names(cls: type[nn.Module]) -> frozenset[str]:
-    """Return the names in the forward of a class and in all its methods that this calls."""
+def _names_of(cls: Any) -> frozenset[str]:
     names, codes = set[str](), [getattr(inspect.unwrap(cls.forward), "__code__", None)]
     while codes:
         code = codes.pop()

@@ -173,7 +173,9 @@ def test_the_configuration_of_an_extract_states_what_its_layers_have_alike():
     stated = (config.hidden_size, config.intermediate_size, config.head_dim, config.num_hidden_layers)
     assert stated == (16, 48, 8, 4)
     assert (config.num_attention_heads, config.num_key_value_heads) == (2, 1)
-    uneven = supernet.extract(supernet.space.spec(ffn=[0.5, 1.0, 1.0, 1.0])).config
+    uneven = supernet.extract(
+        supernet.space.spec(ffn=[0.5, 1.0, 1.0, 1.0], heads=1.0, stream=1.0, depth=1.0)
+    ).config
     assert uneven.intermediate_size == supernet.network.config.intermediate_size == 96
 
 
