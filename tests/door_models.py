@@ -155,6 +155,13 @@ class Door:
                 cut.num_features = cut.head_hidden_size = head.in_features
             if self.kind.name == "vit":
                 cut.embed_dim = cut.num_features
+            if self.kind.name == "resnet":
+                with torch.no_grad():
+                    maps = (
+                        copy.deepcopy(cut).eval().forward_intermediates(self.inputs, intermediates_only=True)
+                    )
+                for info, features in zip(cut.feature_info, maps, strict=True):
+                    info["num_chs"] = features.shape[1]
 
     def blank(self, like: nn.Module) -> nn.Module:
         """Return an ordinary model of the sizes of a supernet, view or extract, whose values are all 0.1."""

@@ -258,7 +258,6 @@ def feature_information(model: Any, door: Door) -> Any:
 def configuration_of_sizes(model: Any, door: Door) -> Any:
     config = model.config
     return [
-        config.num_hidden_layers,
         config.intermediate_size,
         config.num_attention_heads,
         config.num_key_value_heads,

@@ -324,9 +324,8 @@ FAILS = {
         set_configuration-llama-view set_feature_info-resnet-view
     """,
     "a subnet does not say its sizes": """
-        reset_classifier-resnet-extract reset_classifier-vit-extract number_of_features-resnet-view
-        number_of_features-resnet-extract number_of_features-vit-view number_of_features-vit-extract
-        configuration_of_sizes-llama-view configuration_of_sizes-llama-extract
+        number_of_features-resnet-view number_of_features-vit-view feature_information-resnet-view
+        configuration_of_sizes-llama-view
     """,
     "sharded layers are not refused": """
         fully_shard-llama-supernet

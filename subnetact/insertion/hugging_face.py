@@ -63,6 +63,11 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     old = getattr(model, "config", None)
     if old is None or not hasattr(model, "save_pretrained") or not hasattr(old, "to_dict"):
         raise InsertError(f"{type(model).__name__} is no Hugging Face model; save its state_dict instead")
+    old = copy.deepcopy(old)
+    for field, number in vars(model).get("full_sizes", {}).items():
+        setattr(old.get_text_config(), field, number)
+        if number is None:
+            delattr(old.get_text_config(), field)
     cls: Any = module_class(model)
     config, moved = copy.deepcopy(old), renumbered(model)
     kept = {path: list(map(int, names)) for path, names in moved.items()}

@@ -6,6 +6,7 @@ some attentions use the latter for the former. `LATENT` is in the names of layer
 share, from which others make queries, keys and values. `EXPERT_WIDTHS` are names of modules with weights of
 experts, for the neurons of one. The numbers of `ROUTED` are those of routers and of what is beside them; some
 routers choose groups of experts first. `SIZES` are the fields of configurations that may differ in a subnet.
+`FEATURES` are the numbers that models of timm state of what reaches their heads.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ SIZES = (
     "linear_num_heads", "mamba_num_heads", "mamba_n_heads", "mamba_d_ssm", "mamba_expand", "expand",
     "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
+
+FEATURES = ("num_features", "head_hidden_size", "embed_dim", "in_features", "hidden_size", "feature_dim")
 
 
 def number_of(holder: Any, name: str) -> int:

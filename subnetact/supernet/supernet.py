@@ -45,6 +45,7 @@ from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.saver import Saver
+from subnetact.supernet.stated_sizes import state_configuration_, state_features_
 from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.unused_weights import snapshot
@@ -436,17 +437,20 @@ class Supernet(nn.Module):
         It has the statistics that the subnet runs on, and can be trained (not at a lower precision), moved,
         saved and exported like any other. Tied parameters that are sliced in the same way stay tied. It
         shares no object that can change with the supernet; only what cannot be copied, such as a lock, is the
-        same. A Hugging Face model has a copy of the configuration of the full network, and its
-        `save_pretrained` writes a model of its library with the sizes of the subnet, or refuses;
-        `insertion.as_pretrained` returns that model.
+        same. What a model of timm says of its features, and the configuration of a language model of Hugging
+        Face of what all kept layers have alike, are the sizes of the subnet, unless a forward reads them;
+        `num_hidden_layers` counts skipped layers. `save_pretrained` of a Hugging Face model writes a model
+        of its library with the sizes of the subnet, or refuses; `insertion.as_pretrained` returns that model.
         """
         spec = self.space.check(spec)
         self._generation.look()
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             view = self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)
-            named = self._present().named_modules(remove_duplicate=False)
-            network = owned(view, ((p, o) for p, m in named for o in (m, template_of(m)))).eval()
+            named = dict(self._present().named_modules(remove_duplicate=False))
+            network = owned(view, ((p, o) for p, m in named.items() for o in (m, template_of(m)))).eval()
+            state_features_(network, {path: template_of(module) for path, module in named.items()})
+            state_configuration_(network, self.space.format(spec))
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
             return network

@@ -79,7 +79,7 @@ def test_a_uniform_subnet_is_a_model_of_its_own(
     loaded = type(small).from_pretrained(tmp_path).eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(**TOKENS).logits, subnet(**TOKENS).logits, rtol=0, atol=1e-6)
-    assert subnet.config.intermediate_size == SIZES["intermediate_size"]
+    assert subnet.config.intermediate_size == small.config.intermediate_size
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import subnetact
-from subnetact.errors import InsertError, SpecError
+from subnetact.errors import InsertError, SpecError, ViewError
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.arange(8).view(1, 8)
@@ -141,3 +141,58 @@ def test_a_bundle_is_not_written_of_a_configuration_that_states_other_shapes(tmp
     with pytest.raises(SpecError, match=r"embed_tokens.weight is \(64, 32\), and \(70, 32\)"):
         supernet.save_pretrained(tmp_path / "bundle")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["resnet10t", "mobilenetv3_small_050", "vit_tiny_patch16_224", "convnext_atto", "efficientnet_lite0"],
+)
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_an_extract_of_timm_takes_a_new_head(name):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(name, **({"img_size": 32, "depth": 2} if "vit" in name else {})).eval()
+    x = torch.randn(2, 3, 32, 32)
+    supernet = subnetact.insert_(model, example=x)
+    full = [info["num_chs"] for info in model.feature_info]
+    for spec in (supernet.space.smallest(), supernet.space.sample(1), supernet.space.largest()):
+        own = supernet.extract(spec)
+        features = own.forward_features(x)
+        assert own.num_features == features.shape[-1 if features.dim() == 3 else 1]
+        assert own.head_hidden_size == own.forward_head(features, pre_logits=True).shape[1]
+        maps = own.forward_intermediates(x, intermediates_only=True)
+        assert [info["num_chs"] for info in own.feature_info] == [each.shape[1] for each in maps]
+        own.reset_classifier(3)
+        own(x).sum().backward()
+        assert own.get_classifier().weight.grad.shape[0] == 3
+    assert [info["num_chs"] for info in model.feature_info] == full
+
+
+def test_the_configuration_of_an_extract_states_what_its_layers_have_alike():
+    supernet = llama("ffn", "heads", "stream", "depth")
+    config = supernet.extract(supernet.space.smallest()).config
+    stated = (config.hidden_size, config.intermediate_size, config.head_dim, config.num_hidden_layers)
+    assert stated == (16, 48, 8, 4)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (2, 1)
+    uneven = supernet.extract(
+        supernet.space.spec(ffn=[0.5, 1.0, 1.0, 1.0], heads=1.0, stream=1.0, depth=1.0)
+    ).config
+    assert uneven.intermediate_size == supernet.network.config.intermediate_size == 96
+
+
+def test_a_subnet_with_fewer_heads_generates_with_caches_of_a_fixed_size():
+    supernet = llama("heads")
+    spec = supernet.space.smallest()
+    view, own = supernet.subnet(spec), supernet.extract(spec)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = own.generate(IDS, **options)
+    for each in (view, own):
+        assert torch.equal(each.generate(IDS, cache_implementation="static", **options), expected)
+    pages = transformers.generation.configuration_utils.ContinuousBatchingConfig(
+        num_blocks=8, max_batch_tokens=16
+    )
+    settings = transformers.GenerationConfig(eos_token_id=-1, **options)
+    batch = {"generation_config": settings, "continuous_batching_config": pages, "progress_bar": False}
+    with pytest.raises(ViewError, match=r"supernet.extract\(spec\)"):
+        view.generate_batch(IDS.tolist(), **batch)
+    (result,) = own.generate_batch(IDS.tolist(), **batch).values()
+    assert result.generated_tokens == expected[0, 8:].tolist()

@@ -1,0 +1,95 @@
+"""What an extracted network says of its sizes, in attributes and in a configuration that no forward reads.
+
+Numbers that a forward reads are elastic attributes, or equal in all subnets; they are left as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from subnetact.operators.vocabulary import CONFIGURED_HEADS, FEATURES, number_of
+
+__all__ = ["state_configuration_", "state_features_"]
+
+
+def state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
+    """Let an extracted network of timm, whose head can be replaced, state its numbers of features, in place.
+
+    A number means the last tensor up to the end of its module that had an axis of this size.
+    """
+    if not callable(getattr(network, "reset_classifier", None)):
+        return
+    heads = network.get_classifier()
+    heads = nn.ModuleList(heads if isinstance(heads, tuple) else [heads])
+    head = {id(part) for part in heads.modules()}
+    infos = getattr(network, "feature_info", None)
+    infos = [info for info in infos if "module" in info] if isinstance(infos, list) else []
+    sizes: dict[int, int] = {}  # full size -> the size in the subnet, of the last tensor with that axis
+
+    def walk(path: str, module: nn.Module) -> None:
+        original = originals.get(path)
+        for name, tensor in module._parameters.items():
+            full = None if original is None else original._parameters.get(name)
+            if tensor is not None and full is not None and tensor.dim() == full.dim():
+                axes = list(zip(full.shape, tensor.shape, strict=True))
+                sizes.update(axes[:0:-1] if id(module) in head else axes[::-1])
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(f"{path}.{name}".lstrip("."), child)
+        for name in () if original is None else set(FEATURES) - read_names(module):
+            stated = number_of(original, name)
+            if name in vars(module) and number_of(module, name) == stated:
+                setattr(module, name, sizes.get(stated, getattr(module, name)))
+        for info in infos:
+            if info["module"] == path:
+                info["num_chs"] = sizes.get(info["num_chs"], info["num_chs"])
+
+    walk("", network)
+
+
+def state_configuration_(network: nn.Module, layers: Any) -> None:
+    """Let the configuration of an extracted network state what its layers, written by a space, have alike."""
+    config: Any = vars(network).get("config")
+    if not isinstance(layers, Mapping) or not any(isinstance(layer, int) for layer in layers):
+        return
+    text = config.get_text_config()
+    kept = [f for i in range(text.num_hidden_layers) if "skip" not in (f := layers.get(i, {}))]
+    every = [read_names(module) for module in network.modules()]
+    read = {name for names in every if "config" in names for name in names}
+    if isinstance(inspect.getattr_static(type(text), "head_dim", None), property):
+        read |= {"hidden_size", *CONFIGURED_HEADS}  # It would give another width.
+    sizes: dict[str, int] = {}
+    for field in {field for fields in kept for field in fields}:
+        numbers = {fields.get(field, number_of(text, field)) for fields in kept}
+        if len(numbers) == 1 and not {field, text.attribute_map.get(field, field)} & read:
+            sizes[field] = numbers.pop()
+    full: dict[str, int | None] = {field: number_of(text, field) for field in sizes}
+    if not number_of(text, "head_dim") and (heads := number_of(text, CONFIGURED_HEADS[0])):
+        full["head_dim"], sizes["head_dim"] = None, text.hidden_size // heads  # else it follows from others
+    for field, size in sizes.items():
+        setattr(text, field, size)
+    vars(network)["full_sizes"] = full
+
+
+def read_names(module: nn.Module) -> frozenset[str]:
+    """Return the names in the forward of a module and in all methods of its class that this calls."""
+    cls: Any = type(module)
+    return _names_of(cls)
+
+
+@cache
+def _names_of(cls: Any) -> frozenset[str]:
+    names, codes = set[str](), [getattr(inspect.unwrap(cls.forward), "__code__", None)]
+    while codes:
+        code = codes.pop()
+        for name in set(getattr(code, "co_names", ())) - names:
+            names.add(name)
+            method: Any = inspect.getattr_static(cls, name, None)
+            codes.append(getattr(inspect.unwrap(getattr(method, "fget", method)), "__code__", None))
+        codes += [constant for constant in getattr(code, "co_consts", ()) if inspect.iscode(constant)]
+    return frozenset(names)
