@@ -84,8 +84,8 @@ def _successor(former: Any, entry: Any) -> Any:
         return entry
     lost = [m for m in former.modules() if isinstance(m, Operator) and m.dims and m.template is not entry]
     elastic = [module for module in entry.modules() if isinstance(module, Operator)]
-    moved = {id(parameter) for module in elastic for parameter in module.parameters()}
-    if not lost or not any(p.numel() > 1 and id(p) not in moved for p in entry.parameters()):
+    known = {id(parameter) for module in (former, *elastic) for parameter in module.parameters()}
+    if not lost or not any(p.numel() > 1 and id(p) not in known for p in entry.parameters()):
         return entry
     if isinstance(former, Operator) and not elastic and (operator := former.on_another(entry)) is not None:
         return operator

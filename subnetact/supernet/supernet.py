@@ -26,7 +26,7 @@ from subnetact.errors import (
 )
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
-from subnetact.operators.base import template_of
+from subnetact.operators.base import Operator, template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.tensor_version import storage_id
@@ -483,7 +483,8 @@ class Supernet(nn.Module):
         for module in list(elastic.modules()):
             template_of(module).training = module.training
             for name, child in module._modules.items():
-                module._modules[name] = child if child is None else template_of(child)
+                if isinstance(child, Operator):
+                    module._modules[name] = child.template
         network: nn.Module = template_of(elastic)
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
