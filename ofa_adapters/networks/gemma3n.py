@@ -29,7 +29,7 @@ from torch import nn
 from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, plain
-from subnetact.errors import CheckpointError, MissingExtra, SpecError
+from subnetact.errors import CheckpointError, SpecError, extra_needed
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, UsedWhen
 from subnetact.spec import shown
@@ -123,10 +123,8 @@ def build(
             the full width of a layer and all of it, as Gemma 3n was trained.
         dtype: the dtype of the weights, an attribute name of torch.
     """
-    try:
+    with extra_needed("Gemma 3n is built by transformers: pip install 'subnetact[hf]'"):
         from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
-    except ImportError as error:
-        raise MissingExtra("Gemma 3n is built by transformers: pip install 'subnetact[hf]'") from error
     facts, name = dict(config or {}), str(dtype)
     try:
         settings: Any = Gemma3nTextConfig(**facts)

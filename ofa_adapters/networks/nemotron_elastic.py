@@ -61,7 +61,7 @@ from torch import Tensor, nn
 from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, plain
-from subnetact.errors import CheckpointError, MissingExtra, SpecError
+from subnetact.errors import CheckpointError, SpecError, extra_needed
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import expert_groups
 from subnetact.insertion.state_space import state_space_group
@@ -245,10 +245,8 @@ def build(
             network only.
         dtype: the dtype of the weights, an attribute name of torch.
     """
-    try:
+    with extra_needed("Nemotron-H is built by transformers: pip install 'subnetact[hf]'"):
         from transformers import NemotronHConfig, NemotronHForCausalLM
-    except ImportError as error:
-        raise MissingExtra("Nemotron-H is built by transformers: pip install 'subnetact[hf]'") from error
     kind = getattr(torch, str(dtype), None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise SpecError(

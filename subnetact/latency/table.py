@@ -347,8 +347,8 @@ class LatencyTable:
             TableError: the numbers make no table.
         """
         names = ("subnets", "accuracy", "batch_sizes", "latency_ms", "statistics", "stamp")
-        beside = document.get("co_runners", ()), document.get("co_runner_ms")
-        return cls(*(document[name] for name in names), *beside)
+        optional = [name for name in ("co_runners", "co_runner_ms") if name in document]
+        return cls(**{name: document[name] for name in (*names, *optional)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as JSON, atomically: an interrupted write leaves an earlier file intact.
