@@ -27,7 +27,7 @@ from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.operators.vocabulary import EXPERT_GROUPS
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
-from subnetact.spec import Value
+from subnetact.spec import Value, grouped
 from subnetact.supernet.proved_inputs import ProvedInputs
 
 __all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices", "without_numbers"]
@@ -221,7 +221,7 @@ class Description:
         vocabulary: LayerVocabulary | None = None,
     ) -> None:
         found, kept = list(groups), list(stages)
-        names = Counter(slot.name for slot in (*found, *kept))
+        names = Counter([group.name for group in found] + [stage.name for stage in kept])
         if twice := sorted(name for name, count in names.items() if count > 1):
             raise InsertError(f"{name}: two groups or stages are called {', '.join(twice)}")
         self.name = name
@@ -260,9 +260,7 @@ class Description:
         """The elastic description for `insert_`: name of a module -> operator, and what its parts follow."""
         found: dict[str, Elastic] = {}
         for module, members in self._members().items():
-            parts: dict[str, list[tuple[Group, Member]]] = {}
-            for group, member in members:
-                parts.setdefault(member.part, []).append((group, member))
+            parts = grouped((member.part, (group, member)) for group, member in members)
             found[module] = Elastic(members[0][1].operator, {p: _followed(own) for p, own in parts.items()})
         stacks: dict[str, dict[str, str]] = {}
         for stage in self.stages.values():
@@ -411,11 +409,7 @@ class Description:
     # -- inner parts -------------------------------------------------------------------------------
 
     def _members(self) -> dict[str, list[tuple[Group, Member]]]:
-        found: dict[str, list[tuple[Group, Member]]] = {}
-        for group in self.groups.values():
-            for member in group.members:
-                found.setdefault(member.module, []).append((group, member))
-        return found
+        return grouped((m.module, (group, m)) for group in self.groups.values() for m in group.members)
 
     def _check_parts(self) -> None:
         for module, members in self._members().items():

@@ -102,6 +102,6 @@ class DecisionLog:
 
     def _described(self, requests: Sequence[Request]) -> dict[str, Any]:
         arrivals = [r.accepted_ms - self._start_ms for r in requests]
-        optional = {"f": [r.ask.floor for r in requests], "p": [r.ask.priority for r in requests]}
+        optional: Any = {"f": [r.ask.floor for r in requests], "p": [r.ask.priority for r in requests]}
         given = {key: values for key, values in optional.items() if any(values)}
         return {"a": arrivals, "d": [r.deadline_ms - r.accepted_ms for r in requests], **given}
