@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.layout import conv_norm
 from ofa_adapters.networks.ofa_resnet50 import Bottleneck, bottleneck_elastic
-from subnetact.errors import MissingExtra, SpecError
+from subnetact.errors import SpecError, extra_needed
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, SubnetSpace, make_divisible
 from subnetact.supernet.put_operators import put_operators_
@@ -151,10 +151,8 @@ def validation_and_test(copies: int = 3, seed: int = 0) -> tuple[Digits, Digits]
 
 def undistorted_digits() -> tuple[Digits, Digits]:
     """Return the digits as images (N, 1, 8, 8) in 0..1, as (training, held-out) sets, for `distort`."""
-    try:
+    with extra_needed("the digits come with scikit-learn: pip install 'subnetact[demo]'"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtra("the digits come with scikit-learn: pip install 'subnetact[demo]'") from error
 
     data = load_digits()
     images = torch.from_numpy((data.images / 16).astype(np.float32)).unsqueeze(1)

@@ -4,6 +4,9 @@ Users catch `SubnetActError` for everything, `RequestError` for what concerns on
 of the classes below; most are also the built-in error that fits, `ValueError` for example.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "BatchFailed",
     "BatcherClosed",
@@ -212,6 +215,15 @@ class UnprovedInputWarning(UserWarning):
 
 
 _LONGEST_TEXT = 2000
+
+
+@contextmanager
+def extra_needed(text: str) -> Iterator[None]:
+    """Turn an ImportError inside the block into a `MissingExtra` that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra(f"{text} ({error})") from error
 
 
 def first_line(error: BaseException) -> str:

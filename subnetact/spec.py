@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from subnetact.errors import SpecError
 
-__all__ = ["FLOAT32", "PRECISION", "PRECISIONS", "SubnetSpec", "Value", "brief", "shown"]
+__all__ = ["FLOAT32", "PRECISION", "PRECISIONS", "SubnetSpec", "Value", "brief", "grouped", "shown"]
 
 PRECISION = "precision"
 """The name of the axis of precisions, which `SubnetSpace.with_precision` adds."""
@@ -125,6 +125,14 @@ class SubnetSpec:
 def brief(key: str) -> str:
     """Return a key in which the value of an axis stands once if all of its slots have the same one."""
     return re.sub(r"(?<![^ ])([^ =]+=)([^ ,]+)(,\2)+(?= |$)", r"\1\2", key)
+
+
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """Return key -> all values that come with it, both in their order."""
+    groups: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def shown(value: Any) -> str:

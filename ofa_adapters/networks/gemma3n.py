@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import nn
 
 from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
-from ofa_adapters.layout import Layout, plain
-from subnetact.errors import CheckpointError, MissingExtra, SpecError
+from ofa_adapters.layout import Layout, plain, weights_dtype
+from subnetact.errors import CheckpointError, SpecError, extra_needed
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, UsedWhen
 from subnetact.spec import shown
@@ -123,21 +122,14 @@ def build(
             the full width of a layer and all of it, as Gemma 3n was trained.
         dtype: the dtype of the weights, an attribute name of torch.
     """
-    try:
+    with extra_needed("Gemma 3n is built by transformers: pip install 'subnetact[hf]'"):
         from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
-    except ImportError as error:
-        raise MissingExtra("Gemma 3n is built by transformers: pip install 'subnetact[hf]'") from error
-    facts, name = dict(config or {}), str(dtype)
     try:
-        settings: Any = Gemma3nTextConfig(**facts)
+        settings: Any = Gemma3nTextConfig(**dict(config or {}))
         modes = settings.kv_sharing_modes
     except Exception as error:  # The checks of transformers raise errors of their own classes.
         raise SpecError(f"gemma3n: config is no configuration of Gemma 3n: {error}") from error
-    kind = getattr(torch, name, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise SpecError(
-            f"gemma3n: dtype is a floating-point dtype of torch, got {shown(dtype)}; give 'bfloat16'"
-        )
+    kind = weights_dtype("gemma3n", dtype)
     full = list(settings.intermediate_size)
     layout = Gemma3nLayout(_widths(full, widths), tuple(i for i, mode in enumerate(modes) if mode == "store"))
     network: nn.Module = Gemma3nForCausalLM(settings)

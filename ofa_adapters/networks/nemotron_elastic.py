@@ -60,8 +60,8 @@ from torch import Tensor, nn
 
 from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
-from ofa_adapters.layout import Layout, plain
-from subnetact.errors import CheckpointError, MissingExtra, SpecError
+from ofa_adapters.layout import Layout, plain, weights_dtype
+from subnetact.errors import CheckpointError, SpecError, extra_needed
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import expert_groups
 from subnetact.insertion.state_space import state_space_group
@@ -245,15 +245,9 @@ def build(
             network only.
         dtype: the dtype of the weights, an attribute name of torch.
     """
-    try:
+    with extra_needed("Nemotron-H is built by transformers: pip install 'subnetact[hf]'"):
         from transformers import NemotronHConfig, NemotronHForCausalLM
-    except ImportError as error:
-        raise MissingExtra("Nemotron-H is built by transformers: pip install 'subnetact[hf]'") from error
-    kind = getattr(torch, str(dtype), None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise SpecError(
-            f"nemotron_elastic: dtype is a floating-point dtype of torch, got {shown(dtype)}; give 'bfloat16'"
-        )
+    kind = weights_dtype("nemotron_elastic", dtype)
     try:
         settings: Any = NemotronHConfig(**dict(config or {}))
         network: Any = NemotronHForCausalLM(settings)

@@ -9,7 +9,7 @@ from typing import Any
 import subnetact
 from subnetact.elastic.card import validated
 from subnetact.elastic.folder import ACCURACY, save_folder
-from subnetact.errors import MissingExtra, SpecError
+from subnetact.errors import SpecError, extra_needed
 from subnetact.supernet.batches import call_with, logits
 
 __all__ = ["evaluate_images"]
@@ -47,10 +47,8 @@ def evaluate_images(
     document, tables, supernet = validated(folder)
     if supernet is None:
         raise SpecError(f"{folder}: is of an own network; use subnetact.evaluate(supernet, specs, batches)")
-    try:
+    with extra_needed("images are read by torchvision; pip install 'subnetact[vision]'"):
         from torchvision.datasets import ImageFolder
-    except ImportError as error:
-        raise MissingExtra("images are read by torchvision; pip install 'subnetact[vision]'") from error
     import torch
 
     try:

@@ -24,6 +24,7 @@ from subnetact.supernet.failure import failure, missing_entry, summary
 from subnetact.supernet.supernet import Supernet
 
 __all__ = [
+    "DATATYPES",
     "Stager",
     "batch_like",
     "check_batch",
@@ -39,6 +40,10 @@ __all__ = [
 ]
 
 
+DATATYPES = {torch.bfloat16: "BF16"} | {getattr(torch, f"float{n}"): f"FP{n}" for n in (16, 32, 64)}
+DATATYPES |= {getattr(torch, f"int{n}"): f"INT{n}" for n in (8, 16, 32, 64)}
+DATATYPES |= {torch.bool: "BOOL", torch.uint8: "UINT8"}
+"""The names of the Open Inference Protocol, which Triton's configurations have, too."""
 LARGEST_EXAMPLE = 2**28
 """Most numbers of one input."""
 

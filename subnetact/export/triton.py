@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from subnetact.elastic.folder import INDEX
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like
+from subnetact.engine.inputs import DATATYPES, batch_like
 from subnetact.errors import ExportError
 from subnetact.export.subnet_program import chosen_specs, quiet, writing_folder
 from subnetact.export.torchscript import to_torchscript
@@ -29,17 +29,8 @@ __all__ = ["TRITON_KIND", "to_triton"]
 
 TRITON_KIND = "subnetact.triton"
 FLAVOURS = ("libtorch", "python")
-TYPES = {
-    torch.float32: "FP32",
-    torch.float16: "FP16",
-    torch.float64: "FP64",
-    torch.int64: "INT64",
-    torch.int32: "INT32",
-    torch.int16: "INT16",
-    torch.int8: "INT8",
-    torch.uint8: "UINT8",
-    torch.bool: "BOOL",
-}
+TYPES = {dtype: name for dtype, name in DATATYPES.items() if dtype != torch.bfloat16}
+"""Those of the types that Triton's interface of NumPy has."""
 
 
 def to_triton(

@@ -66,8 +66,12 @@ class DocumentFormat:
 
     def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Return all fields of a document, including those of the header."""
-        document = self._parsed(path, self._bytes(path))
-        self.check(document, path)
+        return self.parsed(path, self._bytes(path))
+
+    def parsed(self, place: str | os.PathLike[str], text: str | bytes) -> dict[str, Any]:
+        """Return all fields of a document that is given as text; `place` is for messages."""
+        document = self._parsed(place, text)
+        self.check(document, place)
         return dict(document)
 
     def read_lines(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Any], int]:
@@ -85,7 +89,7 @@ class DocumentFormat:
         except MissingFile as error:
             raise MissingFile(f"{path}: no file is there, expected {self.noun}; {self.next_step}") from error
 
-    def _parsed(self, place: str | os.PathLike[str], text: bytes) -> Any:
+    def _parsed(self, place: str | os.PathLike[str], text: str | bytes) -> Any:
         try:
             return parse_json(text)
         except ValueError as error:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.errors import CacheMismatch, InsertError, MissingExtra, StaleWeights
+from subnetact.errors import CacheMismatch, InsertError, StaleWeights, extra_needed
 from subnetact.generation.completion import TokenLogprobs
 from subnetact.generation.phases import CacheKinds
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest
@@ -27,7 +27,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import is_counter
 from subnetact.supernet.supernet import Supernet
 
-try:
+with extra_needed("generation needs transformers 5.20 or newer: pip install 'subnetact[hf]'"):
     from transformers import GenerationConfig
     from transformers.generation import logits_process
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -36,10 +36,6 @@ try:
     from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
     from transformers.generation.continuous_batching.utils import find_num_key_value_heads
-except ImportError as error:
-    raise MissingExtra(
-        f"generation needs transformers 5.20 or newer: pip install 'subnetact[hf]' ({error})"
-    ) from error
 
 __all__ = ["ElasticDecoder", "StepLoop"]
 

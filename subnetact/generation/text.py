@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from subnetact.errors import FileFormatError, MissingExtra
+from subnetact.errors import FileFormatError, extra_needed
 from subnetact.files.tensors import read_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.insert import describe, insert_
@@ -41,10 +41,7 @@ DATA = files("subnetact") / "data"
 WEIGHTS, TOKENIZER, FACTS = "text_supernet.safetensors", "text_tokenizer.json", "text_supernet.json"
 HEAD = "lm_head.weight"  # the same tensor as the embedding; files do not hold it
 END, END_TOKEN = "<|end|>", 0  # begins and ends every text
-
-
-def _missing(error: ImportError) -> MissingExtra:
-    return MissingExtra(f"the embedded model needs transformers: pip install 'subnetact[hf]' ({error})")
+NEEDED = "the embedded model needs transformers: pip install 'subnetact[hf]'"
 
 
 def new_text_supernet() -> Supernet:
@@ -52,10 +49,8 @@ def new_text_supernet() -> Supernet:
 
     The width of every feed-forward network is a choice, and so is the number of layers.
     """
-    try:
+    with extra_needed(NEEDED):
         from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise _missing(error) from error
 
     config = LlamaConfig(
         hidden_size=192,
@@ -123,8 +118,6 @@ def switchable_subnets(supernet: Supernet) -> list[SubnetSpec]:
 @lru_cache(maxsize=1)
 def text_tokenizer() -> Tokenizer:
     """Return the byte-pair tokenizer of the language model; MissingExtra if tokenizers is not installed."""
-    try:
+    with extra_needed(NEEDED):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise _missing(error) from error
     return Tokenizer.from_str((DATA / TOKENIZER).read_text(encoding="utf-8"))

@@ -27,6 +27,7 @@ from subnetact.insertion.thread_patch import patched_here
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import CHANNEL_NORM, is_batch_norm, traits_of
+from subnetact.spec import grouped
 from subnetact.supernet.elementwise import ADDITIONS, spellings
 from subnetact.supernet.failure import failure
 
@@ -440,10 +441,7 @@ def _part(module: nn.Module, path: str, name: str, axis: int) -> tuple[type[Oper
 
 def _check_apart(group: Group, others: Sequence[Group]) -> None:
     """Refuse a group of which a member follows the channels of another group, too."""
-    taken: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for other in others:
-        for m in other.members:
-            taken.setdefault((m.module, m.part), []).append(_extent(other, m))
+    taken = grouped(((m.module, m.part), _extent(other, m)) for other in others for m in other.members)
     for m in group.members:
         start, stop = _extent(group, m)
         if any(start < b and a < stop for a, b in taken.get((m.module, m.part), ())):

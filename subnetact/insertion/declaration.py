@@ -35,6 +35,7 @@ from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, WeightSlice, vocabulary
 from subnetact.operators.layer_traits import norm_features, traits_of
 from subnetact.operators.vocabulary import number_of
+from subnetact.spec import grouped
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
@@ -298,13 +299,9 @@ def _attention(observed: _Observation, path: str) -> _Proposal:
 
 def _shared_heads(observed: _Observation, attentions: list[_Proposal]) -> Iterator[_Proposal]:
     """Propose one number of heads for attentions in all blocks of a stack, which share position biases."""
-    stacks: dict[tuple[str, str], list[_Proposal]] = {}
-    for attention in attentions:
-        block = observed.block_of(attention.name)
-        if block is not None and attention.variants:
-            tail = attention.name[len(block) :]
-            stacks.setdefault((_parent(block), tail), []).append(attention)
-    for (stack, tail), members in stacks.items():
+    blocks = [(one, observed.block_of(one.name)) for one in attentions if one.variants]
+    places = (((_parent(block), one.name[len(block) :]), one) for one, block in blocks if block is not None)
+    for (stack, tail), members in grouped(places).items():
         heads = {attention.variants[0].full for attention in members}
         if len(members) < 2 or len(heads) > 1:
             continue

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -20,13 +21,13 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from subnetact import operators
 from subnetact.errors import FileFormatError, InsertError
-from subnetact.files.documents import DocumentFormat, parse_json
+from subnetact.files.documents import DocumentFormat
 from subnetact.insertion.layer_vocabulary import LayerConfigs, LayerVocabulary
 from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.operators.vocabulary import EXPERT_GROUPS
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
-from subnetact.spec import Value
+from subnetact.spec import Value, grouped
 from subnetact.supernet.proved_inputs import ProvedInputs
 
 __all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices", "without_numbers"]
@@ -220,9 +221,8 @@ class Description:
         vocabulary: LayerVocabulary | None = None,
     ) -> None:
         found, kept = list(groups), list(stages)
-        names = [group.name for group in found] + [stage.name for stage in kept]
-        if len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
+        names = Counter([group.name for group in found] + [stage.name for stage in kept])
+        if twice := sorted(name for name, count in names.items() if count > 1):
             raise InsertError(f"{name}: two groups or stages are called {', '.join(twice)}")
         self.name = name
         self.groups = {group.name: group for group in found}
@@ -260,9 +260,7 @@ class Description:
         """The elastic description for `insert_`: name of a module -> operator, and what its parts follow."""
         found: dict[str, Elastic] = {}
         for module, members in self._members().items():
-            parts: dict[str, list[tuple[Group, Member]]] = {}
-            for group, member in members:
-                parts.setdefault(member.part, []).append((group, member))
+            parts = grouped((member.part, (group, member)) for group, member in members)
             found[module] = Elastic(members[0][1].operator, {p: _followed(own) for p, own in parts.items()})
         stacks: dict[str, dict[str, str]] = {}
         for stage in self.stages.values():
@@ -371,11 +369,7 @@ class Description:
             FileFormatError: the text is not JSON, is another document, or is damaged; or it names an operator
                 whose class is not imported, which the message says.
         """
-        try:
-            document = parse_json(text)
-        except ValueError as error:
-            raise FileFormatError(f"the description is not JSON ({error}); {FORMAT.next_step}") from error
-        FORMAT.check(document, "the description")
+        document = FORMAT.parsed("the description", text)
         with FORMAT.fields("the description", passing=(), damaged=(InsertError,)):
             found = cls(**{name: _decoded(kind, document[name]) for name, kind in _FIELDS.items()})
             for group in found.groups.values():
@@ -415,11 +409,7 @@ class Description:
     # -- inner parts -------------------------------------------------------------------------------
 
     def _members(self) -> dict[str, list[tuple[Group, Member]]]:
-        found: dict[str, list[tuple[Group, Member]]] = {}
-        for group in self.groups.values():
-            for member in group.members:
-                found.setdefault(member.module, []).append((group, member))
-        return found
+        return grouped((m.module, (group, m)) for group in self.groups.values() for m in group.members)
 
     def _check_parts(self) -> None:
         for module, members in self._members().items():

@@ -32,6 +32,7 @@ from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
 from subnetact.operators.vocabulary import EXPERTS
 from subnetact.space import SizeRow, SubnetSpace
+from subnetact.spec import grouped
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.failure import summary
@@ -328,8 +329,8 @@ def _in_large_units(trial: Trial, least: Mapping[str, int], groups: list[UnitGro
         [UnitGroup(g.parts, math.gcd(g.units, *(least[part.dimension] for part in g.parts))) for g in groups]
     )
     found: list[UnitGroup] = []
-    for alike in _by(lambda group: (group.units, _finest(group.parts).units), coarse):
-        few, many = alike[0].units, _finest(alike[0].parts).units
+    sized = grouped(((group.units, _finest(group.parts).units), group) for group in coarse)
+    for (few, many), alike in sized.items():
         for units in (n for n in range(many // 2, few, -1) if many % n == 0 and n % few == 0):
             finer = [UnitGroup(group.parts, units) for group in alike]
             if trial.stays(_shuffled(finer)):
@@ -346,14 +347,7 @@ def _joined(parts: Sequence[Part], links: list[tuple[Part, Part]]) -> list[list[
         if a in own and b in own and own[a] is not own[b]:
             own[a].extend(own[b])
             own.update(dict.fromkeys(own[b], own[a]))
-    return _by(lambda part: id(own[part]), parts)
-
-
-def _by(key: Callable[[Any], Any], items: Sequence[Any]) -> list[list[Any]]:
-    found: dict[Any, list[Any]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return list(found.values())
+    return list(grouped((id(own[part]), part) for part in parts).values())
 
 
 def _finest(parts: Sequence[Part]) -> UnitGroup:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from subnetact.errors import MissingExtra
+from subnetact.errors import extra_needed
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 
@@ -88,10 +88,8 @@ def plot_front(table: LatencyTable, path: str | os.PathLike[str]) -> None:
 
 def need_matplotlib() -> Any:
     """Return matplotlib's class `Figure`, or raise MissingExtra."""
-    try:
+    with extra_needed("figures need matplotlib; pip install 'subnetact[plot]'"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("figures need matplotlib; pip install 'subnetact[plot]'") from error
     return Figure
 
 

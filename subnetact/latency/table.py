@@ -346,16 +346,9 @@ class LatencyTable:
             KeyError: a field is missing.
             TableError: the numbers make no table.
         """
-        return cls(
-            document["subnets"],
-            document["accuracy"],
-            document["batch_sizes"],
-            document["latency_ms"],
-            document["statistics"],
-            document["stamp"],
-            document.get("co_runners", ()),
-            document.get("co_runner_ms"),
-        )
+        names = ("subnets", "accuracy", "batch_sizes", "latency_ms", "statistics", "stamp")
+        optional = [name for name in ("co_runners", "co_runner_ms") if name in document]
+        return cls(**{name: document[name] for name in (*names, *optional)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as JSON, atomically: an interrupted write leaves an earlier file intact.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.costs.model import CostModel
-from subnetact.errors import MissingExtra, SearchError
+from subnetact.errors import SearchError, extra_needed
 from subnetact.latency.arrays import Floats
 from subnetact.spec import SubnetSpec
 
@@ -130,11 +130,9 @@ def _features(costs: CostModel, spec: SubnetSpec) -> Floats:
 
 def require_scipy() -> None:
     """Raise MissingExtra without scipy, before subnets are measured for a fit."""
-    try:
+    with extra_needed("the latency predictor needs scipy; pip install 'subnetact[nas]'"):
         import scipy.optimize
         import scipy.stats  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("the latency predictor needs scipy; pip install 'subnetact[nas]'") from error
 
 
 def _weights(features: Floats, measured: Floats) -> Floats:

@@ -13,10 +13,11 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from subnetact.engine.inputs import DATATYPES
 from subnetact.errors import InvalidRequest
 from subnetact.serve.base_app import Exchange, operation, properties
 from subnetact.serve.exchange import Raw, Strict, Terms, send_reply
-from subnetact.serve.payloads import DATATYPES, NUMPY_MAGIC, is_image, named_tensors, write_numpy
+from subnetact.serve.payloads import NUMPY_MAGIC, is_image, named_tensors, write_numpy
 
 __all__ = ["Ask", "Asked", "Decoded", "infer_plain", "infer_tensors"]
 

@@ -18,15 +18,12 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from subnetact.engine.inputs import DATATYPES
 from subnetact.errors import InvalidRequest, MissingExtra, ServeError
 from subnetact.serve.exchange import Raw
 
-__all__ = ["DATATYPES", "NUMPY_MAGIC", "Images", "Signature", "is_image", "named_tensors", "write_numpy"]
+__all__ = ["NUMPY_MAGIC", "Images", "Signature", "is_image", "named_tensors", "write_numpy"]
 
-DATATYPES = {torch.bfloat16: "BF16"} | {getattr(torch, f"float{n}"): f"FP{n}" for n in (16, 32, 64)}
-DATATYPES |= {getattr(torch, f"int{n}"): f"INT{n}" for n in (8, 16, 32, 64)}
-DATATYPES |= {torch.bool: "BOOL", torch.uint8: "UINT8"}
-"""The names of the Open Inference Protocol."""
 NUMPY_MAGIC = b"\x93NUMPY"
 PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 LONGEST_NUMPY_HEADER = 1024

@@ -102,11 +102,6 @@ class DecisionLog:
 
     def _described(self, requests: Sequence[Request]) -> dict[str, Any]:
         arrivals = [r.accepted_ms - self._start_ms for r in requests]
-        optional: dict[str, list[Any]] = {
-            "f": [r.ask.floor for r in requests],
-            "p": [r.ask.priority for r in requests],
-        }
-        return {
-            **{"a": arrivals, "d": [r.deadline_ms - r.accepted_ms for r in requests]},
-            **{key: values for key, values in optional.items() if any(values)},
-        }
+        optional: Any = {"f": [r.ask.floor for r in requests], "p": [r.ask.priority for r in requests]}
+        given = {key: values for key, values in optional.items() if any(values)}
+        return {"a": arrivals, "d": [r.deadline_ms - r.accepted_ms for r in requests], **given}

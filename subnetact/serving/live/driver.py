@@ -111,13 +111,10 @@ class Driver:
         self._owed: SimpleQueue[list[Outcome] | None] = SimpleQueue()
         self._ticked = threading.Event()
         self._ended = False
+        helpers = {"watchdog": self._guard, "messenger": self._send, "planner": self._plan}
         self._helpers = [
             threading.Thread(target=target, name=f"subnetact-batcher-{name}", daemon=True)
-            for name, target in (
-                ("watchdog", self._guard),
-                ("messenger", self._send),
-                ("planner", self._plan),
-            )
+            for name, target in helpers.items()
         ]
 
     def start(self) -> None:

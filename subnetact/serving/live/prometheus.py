@@ -9,7 +9,7 @@ from inspect import cleandoc
 from itertools import accumulate
 from typing import Any, Protocol
 
-from subnetact.errors import MissingExtra
+from subnetact.errors import extra_needed
 from subnetact.serving.live.stats import OUTCOMES, BatcherStats
 
 __all__ = ["Collector"]
@@ -53,11 +53,9 @@ class Collector:
     """
 
     def __init__(self, batcher: _HasStats, prefix: str = "subnetact_") -> None:
-        try:
+        with extra_needed("metrics need prometheus_client; pip install 'subnetact[serve]'"):
             self._families: Any = import_module("prometheus_client.core")
             self._text_of: Any = import_module("prometheus_client").generate_latest
-        except ImportError as error:
-            raise MissingExtra("metrics need prometheus_client; pip install 'subnetact[serve]'") from error
         self._batcher = batcher
         self._prefix = prefix
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from subnetact.errors import MissingExtra, PolicyError, TraceError
+from subnetact.errors import PolicyError, TraceError, extra_needed
 from subnetact.latency.arrays import Floats
 from subnetact.serving.scheduling.checks import check_count
 
@@ -135,10 +135,8 @@ def _solve(
     The variables of the program are x[stream, group], which is 1 if the stream is in the group, and then
     workers[group].
     """
-    try:
+    with extra_needed("group_streams needs scipy; pip install 'subnetact[plan]'"):
         from scipy.optimize import Bounds, LinearConstraint, milp
-    except ImportError as error:
-        raise MissingExtra("group_streams needs scipy; pip install 'subnetact[plan]'") from error
 
     count = len(loads)
     each, every, none = np.eye(count), np.eye(groups), np.zeros((count, groups))

@@ -26,6 +26,7 @@ from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
 from subnetact.serving.scheduling.checks import check_count, check_margin, check_positive, check_time
 from subnetact.serving.scheduling.context import Policy
+from subnetact.spec import grouped
 
 __all__ = ["Tenant", "TenantBatcher", "TenantStats"]
 
@@ -291,9 +292,7 @@ class TenantBatcher(ClosedOnExit):
 
     def _apply(self, grouping: Grouping) -> None:
         """Give every group its workers, with as few moves as possible."""
-        members: dict[int, list[str]] = {}
-        for name, group in zip(self.tenants, grouping.group_of, strict=True):
-            members.setdefault(group, []).append(name)
+        members = grouped(zip(grouping.group_of, self.tenants, strict=True))
         free = set(range(self._workers))
         for group in sorted(members, key=lambda group: -grouping.workers[group]):
             names = members[group]
