@@ -57,14 +57,9 @@ __all__ = ["BUNDLE", "INDEX", "from_pretrained", "load_folder", "save_cut_out", 
 INDEX, NORMS, SHARED = "elastic.json", "norms.safetensors", "shared_norms.safetensors"
 ACCURACY = "accuracy"
 """The quality that engines know, in percent."""
-BUNDLE = FolderFormat(
-    "a bundle",
-    "subnetact.elastic",
-    1,
-    "give the folder that save_pretrained() or Engine.save() wrote",
-    INDEX,
-    json.loads(Path(__file__).with_name("bundle.schema.json").read_text(encoding="utf-8")),
-)
+_NEXT_STEP = "give the folder that save_pretrained() or Engine.save() wrote"
+_SCHEMA = json.loads(Path(__file__).with_name("bundle.schema.json").read_text(encoding="utf-8"))
+BUNDLE = FolderFormat("a bundle", "subnetact.elastic", 1, _NEXT_STEP, INDEX, _SCHEMA)
 Extra = TypeVar("Extra")
 
 
