@@ -484,9 +484,8 @@ class Operator(nn.Module):
             operator = type(self)(module, self.path, self.dims, *([self.segments] if self.segments else []))
             if all(operator.full(part) == self.full(part) for part in self.dims if part in self.parts):
                 operator.check()
-                vars(operator).update(
-                    {n: v for n, v in vars(self).items() if n in ("packs", "precision_dim", "placed")}
-                )
+                settings = ("packs", "precision_dim", "placed")
+                vars(operator).update({n: v for n, v in vars(self).items() if n in settings})
                 return operator
         return None
 

@@ -51,6 +51,8 @@ _VNNI = (
     "a CPU with AVX-512 VNNI or AMX (Intel since Cascade Lake, AMD since Zen 4), or a CUDA device of compute "
     "capability 7.5"
 )
+_SLICED = "oneDNN, on slices of the one int8 copy; packed in fused programs"
+_SATURATES = "int8 products saturate in 16 bits, or are slower than those of float32"
 _BF16 = "a CPU with AVX-512 BF16 or AMX, or a CUDA device of compute capability 8.0"
 
 
@@ -59,25 +61,18 @@ def _x86_with(facts: MachineFacts, unit: str) -> bool:
     return x86 and (facts.uses(unit) or facts.uses("amx"))
 
 
+def _cuda_from(facts: MachineFacts, *capability: int) -> bool:
+    return facts.device == "cuda" and facts.cuda >= capability
+
+
 _ROWS: tuple[tuple[Callable[[MachineFacts], bool], Kernel], ...] = (
     (lambda m: m.reference, Kernel("int8", REFERENCE, "products in float64, exact on every machine")),
-    (
-        lambda m: m.device == "cuda" and m.cuda >= (7, 5),
-        Kernel("int8", CUBLAS, "cuBLAS, with sizes padded to multiples of 8"),
-    ),
-    (
-        lambda m: _x86_with(m, "vnni"),
-        Kernel("int8", STRIDED, "oneDNN, on slices of the one int8 copy; packed in fused programs"),
-    ),
-    (
-        lambda m: m.device == "cpu",
-        Kernel("int8", "", "int8 products saturate in 16 bits, or are slower than those of float32", _VNNI),
-    ),
+    (lambda m: _cuda_from(m, 7, 5), Kernel("int8", CUBLAS, "cuBLAS, with sizes padded to multiples of 8")),
+    (lambda m: _x86_with(m, "vnni"), Kernel("int8", STRIDED, _SLICED)),
+    (lambda m: m.device == "cpu", Kernel("int8", "", _SATURATES, _VNNI)),
     (lambda _: True, Kernel("int8", "", "there are no int8 products, or none that are known", _VNNI)),
-    (
-        lambda m: m.reference or (m.device == "cuda" and m.cuda >= (8, 0)),
-        Kernel("bfloat16", NATIVE, "torch's own bfloat16 products"),
-    ),
+    (lambda m: m.reference, Kernel("bfloat16", NATIVE, "torch's own bfloat16 products")),
+    (lambda m: _cuda_from(m, 8, 0), Kernel("bfloat16", NATIVE, "torch's own bfloat16 products")),
     (lambda m: _x86_with(m, "bf16"), Kernel("bfloat16", NATIVE, "oneDNN's bfloat16 products")),
     (lambda _: True, Kernel("bfloat16", "", "its bfloat16 products are slow or not known", _BF16)),
 )

@@ -28,8 +28,8 @@ from subnetact.operators.tensor_version import tensor_place
 from subnetact.operators.weight_runs import LinearInRuns
 
 __all__ = [
-    "HOOKS", "Keeping", "is_view", "keep_", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned",
-    "view_module",
+    "HOOKS", "Keeping", "Registry", "is_view", "keep_", "mix_in_", "mix_out_", "mixed_class", "module_class",
+    "owned", "view_module",
 ]  # fmt: skip
 
 HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
@@ -65,37 +65,43 @@ class Keeping:
         return type(None), ()  # A copy of a view is not kept.
 
 
-class _Registry(dict[str, Any]):
-    """The submodules, parameters or buffers of a module of a view that is kept; a write lets it leave."""
+class Registry(dict[str, Any]):
+    """The submodules, parameters or buffers of a module; all methods that write call `write`."""
+
+    __slots__ = ()
+
+    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `dict` that writes."""
+        return method(self, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # A copy is an ordinary dictionary.
+
+
+def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(method)(lambda self, *args, **kwargs: self.write(method, *args, **kwargs))
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(Registry, _name, _writing(getattr(dict, _name)))
+
+
+class _KeptRegistry(Registry):
+    """The registry of a module of a view that is kept; a write lets the view leave."""
 
     __slots__ = ("keeping",)
     keeping: Keeping
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-def _leaving(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def write(self: _Registry, *args: Any, **kwargs: Any) -> Any:
+    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.keeping.end()
-        return plain(self, *args, **kwargs)
-
-    return write
+        return method(self, *args, **kwargs)
 
 
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(_Registry, _name, _leaving(_name))
-
-
-class _NoEntries(dict[str, Any]):
+class _NoEntries(Registry):
     """A registry that many modules share and that therefore has to stay empty."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         raise ViewError("submodules and tensors are registered as attributes of a module")
-
-    __reduce__ = _Registry.__reduce__
 
 
 _NO_ENTRIES = _NoEntries()
@@ -121,7 +127,7 @@ def keep_(module: nn.Module, keeping: Keeping) -> None:
     for name in _DICTS:
         registry: Any = _NO_ENTRIES
         if entries := known[name]:
-            registry = _Registry(entries)
+            registry = _KeptRegistry(entries)
             registry.keeping = keeping
         put(module, name, registry)
     for child in known["_modules"].values():
@@ -129,28 +135,19 @@ def keep_(module: nn.Module, keeping: Keeping) -> None:
             keep_(child, keeping)
 
 
-class _Refused:
-    """A method that modules of views have if their class has it, and that refuses every call."""
-
-    def __init__(self, name: str, why: str) -> None:
-        self.name, self.why = name, why
-
-    def __get__(self, view: Any, cls: Any) -> Any:
-        getattr(super(_View, cls if view is None else view), self.name)  # AttributeError if there is none
-        return self._raise
-
-    def _raise(self, *_: Any, **__: Any) -> Any:
-        raise ViewError(self.why)
-
-
 class _View(nn.Module):
     """The base of all modules of views. It refuses whatever would write into shared tensors."""
 
-    resize_token_embeddings = _Refused(
-        "resize_token_embeddings",
-        "a view shares its embeddings with every other subnet; resize those of supernet.network, or of "
-        "supernet.extract(spec)",
-    )
+    @property
+    def resize_token_embeddings(self) -> Any:  # which hasattr finds if the class has it
+        @wraps(super().resize_token_embeddings)
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise ViewError(
+                "a view shares its embeddings with every other subnet; resize those of supernet.network, or "
+                "of supernet.extract(spec)"
+            )
+
+        return refuse
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [*self.parameters(recurse), *self.buffers(recurse)]
