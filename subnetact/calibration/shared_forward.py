@@ -181,9 +181,7 @@ class SharedForward:
 
     def _signature(self, module: nn.Module, norm: CalibrationNorm | None = None) -> Any:
         """Return a key of everything on which the output of a module depends, apart from its input."""
-        own = tuple(
-            (name, self._frozen(value)) for name, value in module.__dict__.items() if name not in _NO_SETTINGS
-        )
+        own = tuple((n, self._frozen(v)) for n, v in module.__dict__.items() if n not in _NO_SETTINGS)
         hooks = tuple(self._frozen(tuple(module.__dict__[name].values())) for name in HOOKS)
         buffers = () if norm is not None else self._frozen(tuple(module._buffers.items()))
         children = tuple((n, None if m is None else self._signature(m)) for n, m in module._modules.items())

@@ -47,6 +47,9 @@ _MOVES_DATA = ("arange", "cat", "clone", "copy", "detach", "embedding", "empty",
                "view", "zeros")  # fmt: skip
 """Parts of the names of operators that only move data. Operators that return views are not counted either."""
 
+WITHOUT_VALUES = "; costs follow from shapes: leave out inputs whose values a forward reads, as a mask's"
+"""What an error advises if a forward reads values."""
+
 _AS = {torch.ops.aten._int_mm: torch.ops.aten.mm}
 """ATen operators that multiply as others do."""
 
@@ -104,11 +107,7 @@ class MetaForward:
                 call_with(network.module, self.input)
         except Exception as error:
             raise_if_out_of_memory(error)
-            advice = ""
-            if "meta tensor" in str(error):
-                advice = (
-                    "; costs follow from shapes: leave out inputs whose values a forward reads, as a mask's"
-                )
+            advice = WITHOUT_VALUES if "meta tensor" in str(error) else ""
             raise SpecError(
                 f"{self.space.name}: the network does not run without data on {describe_input(self.input)}: "
                 f"{summary(network.module, error)}{advice}"

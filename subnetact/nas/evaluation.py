@@ -66,9 +66,8 @@ def evaluate(
         device = supernet.device
         views = [supernet.subnet(spec) for spec in wanted]
         right, seen = [0] * len(wanted), 0
-        bar = tqdm(
-            batches, f"evaluating {len(wanted)} subnets", disable=not progress or None, leave=None, delay=1
-        )
+        title = f"evaluating {len(wanted)} subnets"
+        bar = tqdm(batches, title, disable=not progress or None, leave=None, delay=1)
         with torch.inference_mode():
             for batch in bar:
                 x, labels = _pair(batch)

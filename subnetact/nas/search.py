@@ -142,9 +142,7 @@ def search(
         given: Any = state.found[spec][1:] if remeasure is None else remeasure(spec)
         listed = np.atleast_1d(np.asarray(given, dtype=np.float64)).tolist()
         if len(listed) != len(functions):
-            raise SearchError(
-                f"remeasure: {len(functions)} latencies are needed for {spec}, got {len(listed)}"
-            )
+            raise SearchError(f"remeasure: {spec} needs {len(functions)} latencies, got {len(listed)}")
         return _finite(spec, [], listed)
 
     evaluate = _remembered(measured, journal, "evaluated", space, 1 + len(functions))

@@ -142,9 +142,8 @@ class Operator(nn.Module):
         """Refuse to make an operator of a description, as in `WeightSlice(out="width")`."""
         template = args[0] if args else kwargs.get("template")
         if (args or kwargs) and not isinstance(template, nn.Module):
-            raise InsertError(
-                f"{cls.__name__}(...) is made by insert_; describe a module with {cls.__name__}.on(...)"
-            )
+            name = cls.__name__
+            raise InsertError(f"{name}(...) is made by insert_; describe a module with {name}.on(...)")
         return super().__new__(cls)
 
     def __init__(
@@ -199,9 +198,7 @@ class Operator(nn.Module):
             InsertError: the operator does not support the template's type or settings, or the given parts.
         """
         if self.slices and self.traits.kind not in self.slices:
-            raise self.refuse(
-                f"it slices layers of the kind {', '.join(self.slices)}; register_layer adds one"
-            )
+            raise self.refuse(f"it slices layers of kind {', '.join(self.slices)}; register_layer adds one")
         for part, lengths in self.segments.items():
             each = self.group_size(part)
             if any(length % each for length in lengths):

@@ -134,9 +134,8 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
                 short = torch.randint(-LARGEST_INT8, LARGEST_INT8 + 1, (64, 256), generator=generator)
                 short[:4] = LARGEST_INT8  # Kernels without VNNI may saturate in 16 bits.
                 rows, right = short.to(torch.int8).to(facts.device), short @ short.t()
-                good = all(
-                    torch.equal(int8_product(rows[:n], rows).cpu().long(), right[:n]) for n in (1, len(rows))
-                )
+                counts = (1, len(rows))
+                good = all(torch.equal(int8_product(rows[:n], rows).cpu().long(), right[:n]) for n in counts)
                 return None if good else "its int8 products are wrong"
             x, weight = torch.randn(2, 512, 512, generator=generator).to(facts.device)
             short = F.linear(x.bfloat16(), weight.bfloat16()).float()

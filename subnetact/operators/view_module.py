@@ -135,19 +135,28 @@ def keep_(module: nn.Module, keeping: Keeping) -> None:
             keep_(child, keeping)
 
 
+class _Refused:
+    """A method that modules of views have if their class has it, and that refuses every call."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name, self.why = name, why
+
+    def __get__(self, view: Any, cls: Any) -> Any:
+        getattr(super(_View, cls if view is None else view), self.name)  # AttributeError if there is none
+        return self._raise
+
+    def _raise(self, *_: Any, **__: Any) -> Any:
+        raise ViewError(self.why)
+
+
 class _View(nn.Module):
     """The base of all modules of views. It refuses whatever would write into shared tensors."""
 
-    @property
-    def resize_token_embeddings(self) -> Any:  # which hasattr finds if the class has it
-        @wraps(super().resize_token_embeddings)
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise ViewError(
-                "a view shares its embeddings with every other subnet; resize those of supernet.network, or "
-                "of supernet.extract(spec)"
-            )
-
-        return refuse
+    resize_token_embeddings = _Refused(
+        "resize_token_embeddings",
+        "a view shares its embeddings with every other subnet; resize those of supernet.network, or of "
+        "supernet.extract(spec)",
+    )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [*self.parameters(recurse), *self.buffers(recurse)]
