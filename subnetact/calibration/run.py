@@ -111,7 +111,7 @@ class CalibrationRun:
             if failure(full, x) is None:
                 advice = f"the largest subnet does run: {missing_entry(view, error)}"
                 raise InsertError(f"{fact}; {advice}") from error
-            raise SpecError(f"{fact}; give batches the network takes, (N, C, H, W) for images") from error
+            raise SpecError(f"{fact}; give batches that the network takes, images as (N, C, H, W)") from error
 
     # -- results ---------------------------------------------------------------------------------
 

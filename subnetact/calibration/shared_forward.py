@@ -294,11 +294,8 @@ class SharedForward:
 
     def _make_room(self, values: dict[int, Any], pending: Mapping[int, int], position: int) -> None:
         """Drop outputs that only later subnets read, until they fit; those that are needed last go first."""
-        later = {
-            value: use
-            for value in values
-            if value and not pending.get(value) and (use := self._next_use(value, position)) is not None
-        }
+        idle = [value for value in values if value and not pending.get(value)]
+        later = {value: use for value in idle if (use := self._next_use(value, position)) is not None}
         held = sum(_nbytes(values[value]) for value in later)
         while held > self.memory:
             value = max(later, key=later.__getitem__)

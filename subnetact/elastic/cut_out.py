@@ -179,11 +179,8 @@ def _made(full: nn.Module, extracted: nn.Module, factory: dict[str, Any]) -> tup
     changed: dict[str, Any] = {}
     left = differing(changed)
     for _ in range(MOST_CHANGES if left else 0):
-        tries = [
-            {**changed, name: value}
-            for name, number in {**known, **changed}.items()
-            for value in _candidates(number, shares, lengths)
-        ]
+        numbers = {**known, **changed}.items()
+        tries = [{**changed, n: v} for n, number in numbers for v in _candidates(number, shares, lengths)]
         now, best = min(((differing(t), t) for t in tries), key=itemgetter(0), default=(left, changed))
         if now >= left:
             break

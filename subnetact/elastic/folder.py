@@ -335,9 +335,7 @@ def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Pat
     """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
     own: dict[str, Tensor] = supernet.network.state_dict()
     tensors.update(with_tied_names(tensors, own))  # Files leave out tied output layers.
-    differing = sorted(set(own) ^ set(tensors)) or [
-        name for name, tensor in tensors.items() if tensor.shape != own[name].shape
-    ]
+    differing = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if differing:
         raise FileFormatError(
             f"{folder}: the tensors do not fit the supernet; the first that differs is {differing[0]}; give "

@@ -112,8 +112,6 @@ def _output(view: nn.Module, spec: SubnetSpec, x: Any) -> Any:
 def _scores(output: Any) -> Tensor:
     scores = logits(output)
     if not isinstance(scores, Tensor) or scores.dim() != 2:
-        raise SpecError(
-            "evaluation needs class scores of shape (N, classes), the network returns "
-            f"{describe_input(scores)}"
-        )
+        got = describe_input(scores)
+        raise SpecError(f"evaluation needs class scores of shape (N, classes), the network returns {got}")
     return scores

@@ -182,8 +182,7 @@ class _View(nn.Module):
 
     def _load_from_state_dict(self, *_: Any, **__: Any) -> Any:  # a module around the view loads, too
         raise ViewError(
-            "loading into a view would change every subnet; load into the supernet, or into "
-            "supernet.extract(spec)"
+            "loading into a view would change every subnet; load into the supernet or supernet.extract(spec)"
         )
 
     def reset_parameters(self) -> None:

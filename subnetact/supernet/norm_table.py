@@ -294,4 +294,4 @@ def _require_sound(path: Any, spec: SubnetSpec, row: NormRow, error: type[Subnet
     elif (row.flat.chunk(2)[1] < 0).any():
         wrong = "have a negative variance"
     if wrong:
-        raise error(f"{path}: the statistics of {spec} {wrong}; calibrate, and save again")
+        raise error(f"{path}: the statistics of {spec} {wrong}; calibrate and save again")

@@ -144,9 +144,5 @@ def _place(entry: Any) -> Any:
 
 
 def _members(network: nn.Module) -> list[Any]:
-    return [
-        entry
-        for module in network.modules()
-        for entry in (module, *module._parameters.values(), *module._buffers.values())
-        if entry is not None
-    ]
+    entries = ((m, *m._parameters.values(), *m._buffers.values()) for m in network.modules())
+    return [entry for of_module in entries for entry in of_module if entry is not None]

@@ -846,8 +846,7 @@ class Supernet(nn.Module):
         network: nn.Module = self.__dict__["_network"]
         if type(network) is nn.Module:
             raise InsertError(
-                "the operators of this supernet were removed; call insert_ again, or use the network that "
-                "remove() returned"
+                "the supernet's operators were removed; call insert_ again, or use what remove() returned"
             )
         return network
 

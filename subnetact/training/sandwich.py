@@ -214,8 +214,7 @@ def _check_loss(total: Any) -> None:
         raise SpecError(f"loss: the result must be a scalar, got {got}; average over the batch")
     if not total.requires_grad:
         raise SpecError(
-            "loss: the result has no gradient; compute it from the scores, and let the parameters require "
-            "gradients"
+            "loss: the result has no gradient; compute it from scores, and let parameters require gradients"
         )
 
 
