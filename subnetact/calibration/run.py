@@ -111,9 +111,7 @@ class CalibrationRun:
             if failure(full, x) is None:
                 advice = f"the largest subnet does run: {missing_entry(view, error)}"
                 raise InsertError(f"{fact}; {advice}") from error
-            raise SpecError(
-                f"{fact}; give batches that the network takes, (N, C, H, W) for images"
-            ) from error
+            raise SpecError(f"{fact}; give batches that the network takes, images as (N, C, H, W)") from error
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -129,6 +127,5 @@ class CalibrationRun:
     def row(self, spec: SubnetSpec) -> NormRow:
         """Return the statistics row of a subnet; BatchNorms that it never calls have the shared ones."""
         sizes, norms = self._supernet.space.resolve(spec), self.shared.norms(spec)
-        return NormRow.of(
-            {path: norm.average or norm.norm.shared_statistics(sizes) for path, norm in norms.items()}
-        )
+        pairs = {path: norm.average or norm.norm.shared_statistics(sizes) for path, norm in norms.items()}
+        return NormRow.of(pairs)

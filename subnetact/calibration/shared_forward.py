@@ -181,9 +181,7 @@ class SharedForward:
 
     def _signature(self, module: nn.Module, norm: CalibrationNorm | None = None) -> Any:
         """Return a key of everything on which the output of a module depends, apart from its input."""
-        own = tuple(
-            (name, self._frozen(value)) for name, value in module.__dict__.items() if name not in _NO_SETTINGS
-        )
+        own = tuple((n, self._frozen(v)) for n, v in module.__dict__.items() if n not in _NO_SETTINGS)
         hooks = tuple(self._frozen(tuple(module.__dict__[name].values())) for name in HOOKS)
         buffers = () if norm is not None else self._frozen(tuple(module._buffers.items()))
         children = tuple((n, None if m is None else self._signature(m)) for n, m in module._modules.items())
@@ -296,11 +294,8 @@ class SharedForward:
 
     def _make_room(self, values: dict[int, Any], pending: Mapping[int, int], position: int) -> None:
         """Drop outputs that only later subnets read, until they fit; those that are needed last go first."""
-        later = {
-            value: use
-            for value in values
-            if value and not pending.get(value) and (use := self._next_use(value, position)) is not None
-        }
+        idle = [value for value in values if value and not pending.get(value)]
+        later = {value: use for value in idle if (use := self._next_use(value, position)) is not None}
         held = sum(_nbytes(values[value]) for value in later)
         while held > self.memory:
             value = max(later, key=later.__getitem__)

@@ -30,7 +30,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.lowered_weight import Low
-from subnetact.operators.tensor_version import storage_id
+from subnetact.operators.tensor_version import storage_id, tensor_place
 from subnetact.space import SizeRow
 from subnetact.spec import shown
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
@@ -46,6 +46,9 @@ MOST_VIEWS = 4096
 _MOVES_DATA = ("arange", "cat", "clone", "copy", "detach", "embedding", "empty", "full", "ones", "pad",
                "view", "zeros")  # fmt: skip
 """Parts of the names of operators that only move data. Operators that return views are not counted either."""
+
+WITHOUT_VALUES = "; costs follow from shapes: leave out inputs whose values a forward reads, as a mask's"
+"""What an error advises if a forward reads values."""
 
 _AS = {torch.ops.aten._int_mm: torch.ops.aten.mm}
 """ATen operators that multiply as others do."""
@@ -81,8 +84,7 @@ class MetaForward:
         given = as_batch(example)
         if not any(isinstance(part, Tensor) for part in tensors_of(given)):
             raise SpecError(
-                f"example: {shown(example)} is no batch with a tensor; give torch.empty(1, 3, 224, 224), for "
-                "example"
+                f"example: {shown(example)} is no batch with a tensor; give one: torch.empty(1, 3, 224, 224)"
             )
         self.input = map_tensors(lambda t: t.new_empty((1, *t.shape[1:]), device="meta"), given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
@@ -104,11 +106,7 @@ class MetaForward:
                 call_with(network.module, self.input)
         except Exception as error:
             raise_if_out_of_memory(error)
-            advice = ""
-            if "meta tensor" in str(error):
-                advice = (
-                    "; costs follow from shapes: leave out inputs whose values a forward reads, as a mask's"
-                )
+            advice = WITHOUT_VALUES if "meta tensor" in str(error) else ""
             raise SpecError(
                 f"{self.space.name}: the network does not run without data on {describe_input(self.input)}: "
                 f"{summary(network.module, error)}{advice}"
@@ -165,15 +163,13 @@ class _CountedModule:
         """The part of `held` that is tied parameters, each by its place in memory."""
         if own:
             scale = module.lowered.scale if isinstance(module, Low) else None
-            self.held[0] = sum(t.numel() for t in own.values()) - (0 if scale is None else scale.numel())
+            self.held[0] = 0 if scale is None else -scale.numel()
             self.held[feature(kind, "modules")] = 1
-            self.held[feature(kind, "weight_bytes")] = sum(t.numel() * t.element_size() for t in own.values())
-        for t in own.values():
+        for place, t in {tensor_place(t): t for t in own.values()}.items():
+            one = np.zeros(len(FEATURES), np.int64)
+            one[0], one[feature(kind, "weight_bytes")] = t.numel(), t.nbytes
+            self.held += one
             if storage_id(t) in tied:
-                place = storage_id(t), t.storage_offset(), t.shape, t.stride()
-                one = np.zeros(len(FEATURES), np.int64)
-                one[0], one[feature(kind, "weight_bytes")] = t.numel(), t.numel() * t.element_size()
-                self.held -= one * (place in self.tied)
                 self.tied[place] = one
         object.__setattr__(module, "forward", self)
 

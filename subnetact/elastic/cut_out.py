@@ -136,22 +136,20 @@ def _plain(model: Any) -> nn.Module:
     return found  # type: ignore[no-any-return]
 
 
-def _made(
-    whole: nn.Module, extracted: nn.Module, factory: Mapping[str, Any]
-) -> tuple[nn.Module, dict[str, Any]]:
+def _made(full: nn.Module, extracted: nn.Module, factory: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """Return an extracted network as its class makes it with other arguments, and the factory of that."""
     moved, weights = renumbered(extracted), extracted.state_dict()
     scaled = Counter(
         new / old
-        for name, tensor in whole.state_dict().items()
+        for name, tensor in full.state_dict().items()
         for new, old in zip(getattr(weights.get(name), "shape", ()), tensor.shape, strict=False)
         if new != old
     )
     shares = [share for share, _ in scaled.most_common(MOST_SHARES)]
-    lengths = {(len(list(whole.get_submodule(p).children())), len(kept)) for p, kept in moved.items()}
+    lengths = {(len(list(full.get_submodule(p).children())), len(kept)) for p, kept in moved.items()}
     weights = renamed(weights, moved)
     wanted = {name: tensor.shape for name, tensor in weights.items()}
-    kind, torchvision = type(whole), factory["library"] == "torchvision"
+    kind, torchvision = type(full), factory["library"] == "torchvision"
     explicit = _arguments(kind, factory)
     known = {n: p.default for n, p in inspect.signature(kind).parameters.items()} | explicit
 
@@ -181,11 +179,8 @@ def _made(
     changed: dict[str, Any] = {}
     left = differing(changed)
     for _ in range(MOST_CHANGES if left else 0):
-        tries = [
-            {**changed, name: value}
-            for name, number in {**known, **changed}.items()
-            for value in _candidates(number, shares, lengths)
-        ]
+        numbers = {**known, **changed}.items()
+        tries = [{**changed, n: v} for n, number in numbers for v in _candidates(number, shares, lengths)]
         now, best = min(((differing(t), t) for t in tries), key=itemgetter(0), default=(left, changed))
         if now >= left:
             break

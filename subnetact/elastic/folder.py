@@ -57,14 +57,9 @@ __all__ = ["BUNDLE", "INDEX", "from_pretrained", "load_folder", "save_cut_out", 
 INDEX, NORMS, SHARED = "elastic.json", "norms.safetensors", "shared_norms.safetensors"
 ACCURACY = "accuracy"
 """The quality that engines know, in percent."""
-BUNDLE = FolderFormat(
-    "a bundle",
-    "subnetact.elastic",
-    1,
-    "give the folder that save_pretrained() or Engine.save() wrote",
-    INDEX,
-    json.loads(Path(__file__).with_name("bundle.schema.json").read_text(encoding="utf-8")),
-)
+_NEXT_STEP = "give the folder that save_pretrained() or Engine.save() wrote"
+_SCHEMA = json.loads(Path(__file__).with_name("bundle.schema.json").read_text(encoding="utf-8"))
+BUNDLE = FolderFormat("a bundle", "subnetact.elastic", 1, _NEXT_STEP, INDEX, _SCHEMA)
 Extra = TypeVar("Extra")
 
 
@@ -340,9 +335,7 @@ def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Pat
     """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
     own: dict[str, Tensor] = supernet.network.state_dict()
     tensors.update(with_tied_names(tensors, own))  # Files leave out tied output layers.
-    differing = sorted(set(own) ^ set(tensors)) or [
-        name for name, tensor in tensors.items() if tensor.shape != own[name].shape
-    ]
+    differing = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if differing:
         raise FileFormatError(
             f"{folder}: the tensors do not fit the supernet; the first that differs is {differing[0]}; give "

@@ -59,9 +59,7 @@ def evaluate_images(
     with torch.inference_mode():
         classes = logits(call_with(supernet.subnet(specs[0]), found[0][0][None])).shape[-1]
     if classes != len(found.classes):
-        raise SpecError(
-            f"{images}: has {len(found.classes)} classes, the network {classes}; give all of them"
-        )
+        raise SpecError(f"{images}: has {len(found.classes)} classes, the network {classes}; give all")
     batches = torch.utils.data.DataLoader(found, batch_size)
     accuracy = dict(zip(names, subnetact.evaluate(supernet, specs, batches), strict=True))
     source = f"{len(found)} images in {classes} classes of {Path(images).name}, {size} x {size} pixels"

@@ -9,10 +9,5 @@ from subnetact.nas.latency_predictor import LatencyPredictor, PredictionError
 from subnetact.nas.search import Candidate, SearchResult
 
 __all__ = [
-    "AccuracyPredictor",
-    "Candidate",
-    "LatencyPredictor",
-    "PredictionError",
-    "SearchResult",
-    "evaluate",
-]
+    "AccuracyPredictor", "Candidate", "LatencyPredictor", "PredictionError", "SearchResult", "evaluate",
+]  # fmt: skip

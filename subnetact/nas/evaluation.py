@@ -66,9 +66,8 @@ def evaluate(
         device = supernet.device
         views = [supernet.subnet(spec) for spec in wanted]
         right, seen = [0] * len(wanted), 0
-        bar = tqdm(
-            batches, f"evaluating {len(wanted)} subnets", disable=not progress or None, leave=None, delay=1
-        )
+        title = f"evaluating {len(wanted)} subnets"
+        bar = tqdm(batches, title, disable=not progress or None, leave=None, delay=1)
         with torch.inference_mode():
             for batch in bar:
                 x, labels = _pair(batch)
@@ -113,8 +112,6 @@ def _output(view: nn.Module, spec: SubnetSpec, x: Any) -> Any:
 def _scores(output: Any) -> Tensor:
     scores = logits(output)
     if not isinstance(scores, Tensor) or scores.dim() != 2:
-        raise SpecError(
-            "evaluation needs class scores of shape (N, classes), the network returns "
-            f"{describe_input(scores)}"
-        )
+        got = describe_input(scores)
+        raise SpecError(f"evaluation needs class scores of shape (N, classes), the network returns {got}")
     return scores

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from subnetact.latency.arrays import Floats
-from subnetact.space import SubnetSpace
+from subnetact.space import Slot, SubnetSpace
 from subnetact.spec import SubnetSpec
 
 __all__ = ["Genes", "Variation"]
@@ -41,24 +42,24 @@ class Variation:
 
     def genes(self, spec: SubnetSpec) -> Genes:
         """Return the genes of a subnet. Genes of slots that the subnet skips are drawn at random."""
-        values = [value for chosen in self.space.values(spec).values() for value in chosen]
         return [
             int(self.rng.integers(len(slot.choices))) if value is None else slot.choices.index(value)
-            for slot, value in zip(self.slots, values, strict=True)
+            for slot, value in self._chosen(spec)
         ]
 
     def features(self, specs: Sequence[SubnetSpec]) -> Floats:
         """Return what describes subnets to a surrogate, (subnets, slots), from 0 (smallest choice) to 1."""
-        chosen = [[v for values in self.space.values(spec).values() for v in values] for spec in specs]
-        return np.array(
-            [
-                [
-                    SKIPPED_FEATURE if value is None else slot.choices.index(value) / max(count - 1, 1)
-                    for slot, count, value in zip(self.slots, self.counts, values, strict=True)
-                ]
-                for values in chosen
-            ]
-        )
+
+        def feature(slot: Slot, value: Any) -> float:
+            if value is None:
+                return SKIPPED_FEATURE
+            return slot.choices.index(value) / max(len(slot.choices) - 1, 1)
+
+        return np.array([[feature(slot, value) for slot, value in self._chosen(spec)] for spec in specs])
+
+    def _chosen(self, spec: SubnetSpec) -> Iterator[tuple[Slot, Any]]:
+        """Yield every slot with what a subnet has there; None if it skips the slot."""
+        yield from zip(self.slots, chain.from_iterable(self.space.values(spec).values()), strict=True)
 
     def initial(self, levels: int) -> Iterator[SubnetSpec]:
         """Yield without end what a search begins with: even levels, every axis alone, random ones."""

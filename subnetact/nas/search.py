@@ -22,6 +22,7 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Candidate", "SearchResult", "search"]
 
+Measured: TypeAlias = Callable[[SubnetSpec], Objectives]
 Latency: TypeAlias = Callable[[SubnetSpec], float]
 """Returns the latency of a subnet in ms."""
 
@@ -141,9 +142,7 @@ def search(
         given: Any = state.found[spec][1:] if remeasure is None else remeasure(spec)
         listed = np.atleast_1d(np.asarray(given, dtype=np.float64)).tolist()
         if len(listed) != len(functions):
-            raise SearchError(
-                f"remeasure: {len(functions)} latencies are needed for {spec}, got {len(listed)}"
-            )
+            raise SearchError(f"remeasure: {spec} needs {len(functions)} latencies, got {len(listed)}")
         return _finite(spec, [], listed)
 
     evaluate = _remembered(measured, journal, "evaluated", space, 1 + len(functions))
@@ -158,12 +157,8 @@ def search(
 
 
 def _remembered(
-    function: Callable[[SubnetSpec], Objectives],
-    journal: Journal | None,
-    record: str,
-    space: SubnetSpace,
-    count: int,
-) -> Callable[[SubnetSpec], Objectives]:
+    function: Measured, journal: Journal | None, record: str, space: SubnetSpace, count: int
+) -> Measured:
     """Return a function that is called once for each subnet, also if the search is killed and resumed."""
     known: dict[SubnetSpec, Objectives] = {}
     if journal is not None:
@@ -184,13 +179,7 @@ def _remembered(
     return remembered
 
 
-def _run(
-    state: SearchState,
-    method: str,
-    evaluations: int,
-    evaluate: Callable[[SubnetSpec], Objectives],
-    progress: bool,
-) -> None:
+def _run(state: SearchState, method: str, evaluations: int, evaluate: Measured, progress: bool) -> None:
     generation = min(max(evaluations // 10, 16), 100)
     total = state.space.size()
     if method != "exhaustive":
@@ -207,7 +196,7 @@ def _run(
 
 
 def _remeasured(
-    state: SearchState, size: int, remeasure: Callable[[SubnetSpec], Objectives], progress: bool
+    state: SearchState, size: int, remeasure: Measured, progress: bool
 ) -> dict[SubnetSpec, Objectives]:
     """Measure subnets of the front again until `size` of the measured ones are Pareto-optimal."""
     found, specs = state.found, list(state.found)

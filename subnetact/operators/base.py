@@ -142,9 +142,8 @@ class Operator(nn.Module):
         """Refuse to make an operator of a description, as in `WeightSlice(out="width")`."""
         template = args[0] if args else kwargs.get("template")
         if (args or kwargs) and not isinstance(template, nn.Module):
-            raise InsertError(
-                f"{cls.__name__}(...) is made by insert_; describe a module with {cls.__name__}.on(...)"
-            )
+            name = cls.__name__
+            raise InsertError(f"{name}(...) is made by insert_; describe a module with {name}.on(...)")
         return super().__new__(cls)
 
     def __init__(
@@ -199,9 +198,8 @@ class Operator(nn.Module):
             InsertError: the operator does not support the template's type or settings, or the given parts.
         """
         if self.slices and self.traits.kind not in self.slices:
-            raise self.refuse(
-                f"it slices layers of the kind {', '.join(self.slices)}; register_layer adds one"
-            )
+            kinds = ", ".join(self.slices)
+            raise self.refuse(f"it slices layers of the kind {kinds}; register_layer adds one")
         for part, lengths in self.segments.items():
             each = self.group_size(part)
             if any(length % each for length in lengths):
@@ -344,9 +342,8 @@ class Operator(nn.Module):
         mixin = LinearInRuns if "weight_0_0" in given else low
         sliced = any(any(self.axes(name)) for name in self._buffers)
         buffers = self.sliced(sizes, self._buffers) if sliced else None
-        return view_module(
-            self.shell, parameters=given, buffers=buffers, mixin=mixin, **self.attributes(sizes)
-        )
+        attributes = self.attributes(sizes)
+        return view_module(self.shell, parameters=given, buffers=buffers, mixin=mixin, **attributes)
 
     def parameters_of(
         self, sizes: tuple[int, ...], trainable: bool, bits: int = FLOAT_BITS
@@ -388,10 +385,11 @@ class Operator(nn.Module):
                 if storage_id(tensor) not in own:
                     apart.add(name)
         if apart:
-            packed = self.packed(
-                ("sizes", bits, sizes),
-                lambda: {n: t for n, t in self.view_tensors(sizes, bits).items() if n in apart},
-            )
+
+            def make() -> dict[str, Tensor | None]:
+                return {n: t for n, t in self.view_tensors(sizes, bits).items() if n in apart}
+
+            packed = self.packed(("sizes", bits, sizes), make)
             made.update({name: packed.frozen(name, t) for name, t in packed.tensors.items()})
         return made
 
@@ -484,9 +482,8 @@ class Operator(nn.Module):
             operator = type(self)(module, self.path, self.dims, *([self.segments] if self.segments else []))
             if all(operator.full(part) == self.full(part) for part in self.dims if part in self.parts):
                 operator.check()
-                vars(operator).update(
-                    {n: v for n, v in vars(self).items() if n in ("packs", "precision_dim", "placed")}
-                )
+                settings = ("packs", "precision_dim", "placed")
+                vars(operator).update({n: v for n, v in vars(self).items() if n in settings})
                 return operator
         return None
 

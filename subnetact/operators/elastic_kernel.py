@@ -99,12 +99,8 @@ class ElasticKernel(Operator):
         """Return the numbers of channels, the kernel size and the padding of the subnet's module."""
         channels, size = sizes
         counts = dict.fromkeys(("in_channels", "out_channels", "groups"), channels)
-        return {
-            **counts,
-            "kernel_size": (size, size),
-            "padding": (size // 2, size // 2),
-            "_reversed_padding_repeated_twice": [size // 2] * 4,
-        }
+        padding = {"padding": (size // 2, size // 2), "_reversed_padding_repeated_twice": [size // 2] * 4}
+        return {**counts, **padding, "kernel_size": (size, size)}
 
     def view_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
         """Return slices of the one kernel of these `sizes` that matrices computed; `bits` change nothing."""

@@ -23,20 +23,9 @@ from subnetact.errors import PrecisionError, first_line
 from subnetact.spec import FLOAT32, PRECISIONS
 
 __all__ = [
-    "CUBLAS",
-    "LARGEST_INT8",
-    "NATIVE",
-    "REFERENCE",
-    "STRIDED",
-    "Kernel",
-    "int8_product",
-    "is_traced",
-    "kernel_for",
-    "kernel_here",
-    "padded_to_eights",
-    "require_precision",
-    "why_not",
-]
+    "CUBLAS", "LARGEST_INT8", "NATIVE", "REFERENCE", "STRIDED", "Kernel", "int8_product", "is_traced",
+    "kernel_for", "kernel_here", "padded_to_eights", "require_precision", "why_not",
+]  # fmt: skip
 
 LARGEST_INT8 = 127
 """The largest int8 magnitude that is used. -128 is left out, so that scales are symmetric."""
@@ -62,6 +51,8 @@ _VNNI = (
     "a CPU with AVX-512 VNNI or AMX (Intel since Cascade Lake, AMD since Zen 4), or a CUDA device of compute "
     "capability 7.5"
 )
+_SLICED = "oneDNN, on slices of the one int8 copy; packed in fused programs"
+_SATURATES = "int8 products saturate in 16 bits, or are slower than those of float32"
 _BF16 = "a CPU with AVX-512 BF16 or AMX, or a CUDA device of compute capability 8.0"
 
 
@@ -70,25 +61,18 @@ def _x86_with(facts: MachineFacts, unit: str) -> bool:
     return x86 and (facts.uses(unit) or facts.uses("amx"))
 
 
+def _cuda_from(facts: MachineFacts, *capability: int) -> bool:
+    return facts.device == "cuda" and facts.cuda >= capability
+
+
 _ROWS: tuple[tuple[Callable[[MachineFacts], bool], Kernel], ...] = (
     (lambda m: m.reference, Kernel("int8", REFERENCE, "products in float64, exact on every machine")),
-    (
-        lambda m: m.device == "cuda" and m.cuda >= (7, 5),
-        Kernel("int8", CUBLAS, "cuBLAS, with sizes padded to multiples of 8"),
-    ),
-    (
-        lambda m: _x86_with(m, "vnni"),
-        Kernel("int8", STRIDED, "oneDNN, on slices of the one int8 copy; packed in fused programs"),
-    ),
-    (
-        lambda m: m.device == "cpu",
-        Kernel("int8", "", "int8 products saturate in 16 bits, or are slower than those of float32", _VNNI),
-    ),
+    (lambda m: _cuda_from(m, 7, 5), Kernel("int8", CUBLAS, "cuBLAS, with sizes padded to multiples of 8")),
+    (lambda m: _x86_with(m, "vnni"), Kernel("int8", STRIDED, _SLICED)),
+    (lambda m: m.device == "cpu", Kernel("int8", "", _SATURATES, _VNNI)),
     (lambda _: True, Kernel("int8", "", "there are no int8 products, or none that are known", _VNNI)),
-    (
-        lambda m: m.reference or (m.device == "cuda" and m.cuda >= (8, 0)),
-        Kernel("bfloat16", NATIVE, "torch's own bfloat16 products"),
-    ),
+    (lambda m: m.reference, Kernel("bfloat16", NATIVE, "torch's own bfloat16 products")),
+    (lambda m: _cuda_from(m, 8, 0), Kernel("bfloat16", NATIVE, "torch's own bfloat16 products")),
     (lambda m: _x86_with(m, "bf16"), Kernel("bfloat16", NATIVE, "oneDNN's bfloat16 products")),
     (lambda _: True, Kernel("bfloat16", "", "its bfloat16 products are slow or not known", _BF16)),
 )
@@ -150,9 +134,8 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
                 short = torch.randint(-LARGEST_INT8, LARGEST_INT8 + 1, (64, 256), generator=generator)
                 short[:4] = LARGEST_INT8  # Kernels without VNNI may saturate in 16 bits.
                 rows, right = short.to(torch.int8).to(facts.device), short @ short.t()
-                good = all(
-                    torch.equal(int8_product(rows[:n], rows).cpu().long(), right[:n]) for n in (1, len(rows))
-                )
+                counts = (1, len(rows))
+                good = all(torch.equal(int8_product(rows[:n], rows).cpu().long(), right[:n]) for n in counts)
                 return None if good else "its int8 products are wrong"
             x, weight = torch.randn(2, 512, 512, generator=generator).to(facts.device)
             short = F.linear(x.bfloat16(), weight.bfloat16()).float()

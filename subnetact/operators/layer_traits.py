@@ -45,38 +45,23 @@ class LayerTraits:
 
 
 def _matrix(kind: str, out: str, in_: str, inputs_first: bool = False) -> LayerTraits:
-    return LayerTraits(
-        kind,
-        axes={"weight": ("in_", "out") if inputs_first else ("out", "in_"), "bias": ("out",)},
-        sizes={"out": out, "in_": in_},
-        reads="in_",
-        mixes=True,
-        fresh=True,
-        finite=True,
-    )
+    axes = {"weight": ("in_", "out") if inputs_first else ("out", "in_"), "bias": ("out",)}
+    sizes = {"out": out, "in_": in_}
+    return LayerTraits(kind, axes, sizes, reads="in_", mixes=True, fresh=True, finite=True)
+
+
+def _norm_of_channels(kind: str, part: str) -> LayerTraits:
+    axes = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (part,))
+    return LayerTraits(kind, axes, {part: "num_features"}, reads=part, fresh=True, finite=True)
 
 
 CHANNEL_NORM = "channel norm"
 """The kind of norms that treat each channel by itself, with frozen statistics or those of one image."""
-_CHANNELS = ("weight", "bias", "running_mean", "running_var")
 _UNKNOWN = LayerTraits()
 _CONTAINER = LayerTraits("container")
 _TRANSPOSED = _matrix("transposed convolution", "out_channels", "in_channels", inputs_first=True)
-_BATCH_NORM = LayerTraits(
-    "batch norm",
-    axes=dict.fromkeys(_CHANNELS, ("channels",)),
-    sizes={"channels": "num_features"},
-    reads="channels",
-    fresh=True,
-    finite=True,
-)
-_CHANNEL_NORM = replace(
-    _BATCH_NORM,
-    kind=CHANNEL_NORM,
-    axes=dict.fromkeys(_CHANNELS, ("features",)),
-    sizes={"features": "num_features"},
-    reads="features",
-)
+_BATCH_NORM = _norm_of_channels("batch norm", "channels")
+_CHANNEL_NORM = _norm_of_channels(CHANNEL_NORM, "features")
 _PER_WIDTH_NORM = replace(_BATCH_NORM, kind="per-width batch norm")
 _NORM = LayerTraits("norm", {"weight": ("features",), "bias": ("features",)}, reads="features", finite=True)
 _ACTIVATION = LayerTraits("activation", finite=True)

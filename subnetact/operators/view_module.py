@@ -28,8 +28,8 @@ from subnetact.operators.tensor_version import tensor_place
 from subnetact.operators.weight_runs import LinearInRuns
 
 __all__ = [
-    "HOOKS", "Keeping", "is_view", "keep_", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned",
-    "view_module",
+    "HOOKS", "Keeping", "Registry", "is_view", "keep_", "mix_in_", "mix_out_", "mixed_class", "module_class",
+    "owned", "view_module",
 ]  # fmt: skip
 
 HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
@@ -65,37 +65,43 @@ class Keeping:
         return type(None), ()  # A copy of a view is not kept.
 
 
-class _Registry(dict[str, Any]):
-    """The submodules, parameters or buffers of a module of a view that is kept; a write lets it leave."""
+class Registry(dict[str, Any]):
+    """The submodules, parameters or buffers of a module; all methods that write call `write`."""
+
+    __slots__ = ()
+
+    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `dict` that writes."""
+        return method(self, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # A copy is an ordinary dictionary.
+
+
+def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(method)(lambda self, *args, **kwargs: self.write(method, *args, **kwargs))
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(Registry, _name, _writing(getattr(dict, _name)))
+
+
+class _KeptRegistry(Registry):
+    """The registry of a module of a view that is kept; a write lets the view leave."""
 
     __slots__ = ("keeping",)
     keeping: Keeping
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-def _leaving(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def write(self: _Registry, *args: Any, **kwargs: Any) -> Any:
+    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.keeping.end()
-        return plain(self, *args, **kwargs)
-
-    return write
+        return method(self, *args, **kwargs)
 
 
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(_Registry, _name, _leaving(_name))
-
-
-class _NoEntries(dict[str, Any]):
+class _NoEntries(Registry):
     """A registry that many modules share and that therefore has to stay empty."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         raise ViewError("submodules and tensors are registered as attributes of a module")
-
-    __reduce__ = _Registry.__reduce__
 
 
 _NO_ENTRIES = _NoEntries()
@@ -121,7 +127,7 @@ def keep_(module: nn.Module, keeping: Keeping) -> None:
     for name in _DICTS:
         registry: Any = _NO_ENTRIES
         if entries := known[name]:
-            registry = _Registry(entries)
+            registry = _KeptRegistry(entries)
             registry.keeping = keeping
         put(module, name, registry)
     for child in known["_modules"].values():
@@ -176,8 +182,7 @@ class _View(nn.Module):
 
     def _load_from_state_dict(self, *_: Any, **__: Any) -> Any:  # a module around the view loads, too
         raise ViewError(
-            "loading into a view would change every subnet; load into the supernet, or into "
-            "supernet.extract(spec)"
+            "loading into a view would change every subnet; load into the supernet or supernet.extract(spec)"
         )
 
     def reset_parameters(self) -> None:

@@ -18,15 +18,9 @@ from subnetact.errors import SpecError
 from subnetact.files.tensors import tensor_bytes
 
 __all__ = [
-    "as_batch",
-    "as_pair",
-    "call_with",
-    "describe_input",
-    "hash_tensors",
-    "logits",
-    "map_tensors",
+    "as_batch", "as_pair", "call_with", "describe_input", "hash_tensors", "logits", "map_tensors",
     "tensors_of",
-]
+]  # fmt: skip
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
@@ -47,9 +41,7 @@ def as_pair(batch: Any, where: str) -> tuple[Any, Any]:
     """Return the inputs and the labels of a batch that is such a pair; in the SpecError, `where` needs it."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         got = describe_input(as_batch(batch))
-        raise SpecError(
-            f"{where}: a batch is a pair (inputs, labels) here, got {got}; write (inputs, labels)"
-        )
+        raise SpecError(f"{where}: a batch is a pair (inputs, labels), got {got}; write (inputs, labels)")
     return as_batch(batch[0]), batch[1]
 
 

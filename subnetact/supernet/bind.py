@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -14,6 +14,9 @@ from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
 __all__ = ["OF_LAYERS", "bind", "bind_module", "each_tensor", "operators_in", "private_buffers"]
+
+NormBinding: TypeAlias = Callable[[SubnetNorm], nn.Module]
+Freezing: TypeAlias = Callable[[Tensor], Tensor] | None
 
 OF_LAYERS = "_numbers_of_layers"
 """The attribute of a module with its own whole numbers that are the largest of those of several layers: name
@@ -26,11 +29,7 @@ def operators_in(network: nn.Module) -> list[Operator]:
 
 
 def bind(
-    network: nn.Module,
-    row: SizeRow,
-    norm: Callable[[SubnetNorm], nn.Module],
-    trainable: bool = False,
-    frozen: Callable[[Tensor], Tensor] | None = None,
+    network: nn.Module, row: SizeRow, norm: NormBinding, trainable: bool = False, frozen: Freezing = None
 ) -> nn.Module:
     """Return the network of one subnet; `norm` makes its BatchNorms, `frozen` what no operator slices."""
     done: dict[int, nn.Module] = {}
@@ -63,9 +62,9 @@ def bind_module(
     module: nn.Module,
     row: SizeRow,
     child: Callable[[str], nn.Module | None],
-    norm: Callable[[SubnetNorm], nn.Module],
+    norm: NormBinding,
     trainable: bool = False,
-    frozen: Callable[[Tensor], Tensor] | None = None,
+    frozen: Freezing = None,
 ) -> nn.Module:
     """Return one module of a subnet; `child` returns its submodules, and is asked only for those it keeps."""
     if isinstance(module, LayerSelect):

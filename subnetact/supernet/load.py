@@ -12,12 +12,13 @@ from torch import Tensor
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.operators.tensor_version import tensor_place
+from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
 __all__ = [
     "after_outer_load", "before_outer_load", "fitting", "load_", "warn_caller", "warn_of_dropped",
-    "with_tied_names",
+    "warn_of_shared", "with_tied_names",
 ]  # fmt: skip
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
@@ -154,6 +155,15 @@ def warn_of_dropped(rows: int, instead: str) -> None:
             f"and are dropped; {instead}, or call subnetact.calibrate(supernet, specs, batches)",
             UncalibratedSubnetWarning,
         )
+
+
+def warn_of_shared(spec: SubnetSpec) -> None:
+    """Say that a subnet has no BatchNorm statistics of its own, and how it gets them."""
+    warn_caller(
+        f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
+        "call subnetact.calibrate(supernet, specs, batches)",
+        UncalibratedSubnetWarning,
+    )
 
 
 def warn_caller(text: str, kind: type[Warning]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.errors import FileFormatError, ForeignSpec, SpecError
+from subnetact.errors import FileFormatError, ForeignSpec, SpecError, SubnetActError
 from subnetact.files.documents import DocumentFormat
 from subnetact.files.fork import new_lock
 from subnetact.files.tensors import documented_tensors, write_tensors
@@ -228,8 +228,7 @@ class NormTable:
         starts: dict[bytes, int] = {}
         rows = []
         for spec, row in self._rows.items():
-            if wrong := _wrong(row):
-                raise SpecError(f"{path}: the statistics of {spec} {wrong}; calibrate, and save again")
+            _require_sound(path, spec, row, SpecError)
             dtype, own = str(row.flat.dtype).removeprefix("torch."), []
             for pair in row.map(lambda flat: flat.detach().cpu()).pairs().values():
                 both = torch.cat(pair)
@@ -274,10 +273,7 @@ class NormTable:
                 if left < 0:
                     raise ValueError("its rows claim far more memory than it stores")
                 row = table._rows[spec] = NormRow.of(found)
-                if wrong := _wrong(row):
-                    raise FileFormatError(
-                        f"{path}: the statistics of {spec} {wrong}; calibrate and save again"
-                    )
+                _require_sound(path, spec, row, FileFormatError)
         return table
 
 
@@ -288,11 +284,14 @@ def _moved(flat: Tensor, result: Tensor) -> Tensor:
     return flat.to(result.device, torch.promote_types(result.dtype, torch.float32))
 
 
-def _wrong(row: NormRow) -> str | None:
+def _require_sound(path: Any, spec: SubnetSpec, row: NormRow, error: type[SubnetActError]) -> None:
+    """Refuse a statistics row that no file may hold with an `error`."""
+    wrong = ""
     if not row.flat.is_floating_point():
-        return f"are {row.flat.dtype}, not floating-point numbers"
-    if not row.flat.isfinite().all():
-        return "are not finite"
-    if (row.flat.chunk(2)[1] < 0).any():
-        return "have a negative variance"
-    return None
+        wrong = f"are {row.flat.dtype}, not floating-point numbers"
+    elif not row.flat.isfinite().all():
+        wrong = "are not finite"
+    elif (row.flat.chunk(2)[1] < 0).any():
+        wrong = "have a negative variance"
+    if wrong:
+        raise error(f"{path}: the statistics of {spec} {wrong}; calibrate and save again")

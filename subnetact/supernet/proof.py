@@ -110,9 +110,8 @@ def prove(
         if parameter.is_floating_point():
             noise = torch.randn(parameter.shape, generator=draw).to(parameter)
             parameter.mul_(1 + ROUNDING * noise)
-    return Finding(
-        "differs", where, rounded=_first_difference(run(reference)[0], expected, tolerance) is not None
-    )
+    rounded = _first_difference(run(reference)[0], expected, tolerance) is not None
+    return Finding("differs", where, rounded=rounded)
 
 
 def _other_call(calls: Calls, others: Calls) -> str:

@@ -25,9 +25,7 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
     operators: dict[nn.Module, Operator] = {}
     for path, entry in elastic.items():
         if not isinstance(entry, Elastic):
-            raise InsertError(
-                f"{path}: {entry!r} is no description; write WeightSlice.on(out=...) for example"
-            )
+            raise InsertError(f"{path}: {entry!r} is no description; make one with WeightSlice.on(out=...)")
         if path == "" and entry.operator is not ElasticAttribute:
             raise InsertError(
                 f"{entry}: only ElasticAttribute describes the network itself; wrap it in a Sequential"

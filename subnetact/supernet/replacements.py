@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators.base import Operator, template_of
+from subnetact.operators.view_module import Registry
 
 __all__ = ["Replacements", "substituted"]
 
@@ -25,7 +26,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class _Registry(dict[str, Any]):
+class _Registry(Registry):
     """The parameters, the buffers or the submodules of one module; it counts every write.
 
     The parameters of an elastic `layer` get no other names, as pruning and parametrisations would give them.
@@ -46,29 +47,16 @@ class _Registry(dict[str, Any]):
                 "supernet.remove(), change it, and call insert_ again"
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # A copy is watched again by the supernet that it belongs to.
-
-
-def _counting(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def write(self: _Registry, *args: Any, **kwargs: Any) -> Any:
-        self.require_same_names(name, *args[:1])
-        if name == "__setitem__":
+    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `dict` that writes, and count it, for those who look meanwhile and afterwards."""
+        self.require_same_names(method.__name__, *args[:1])
+        if method.__name__ == "__setitem__":
             args = args[0], _successor(self.get(args[0]), args[1])
         self.count.writes += 1
         try:
-            return plain(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         finally:
             self.count.writes += 1
-
-    write.__name__ = name
-    return write
-
-
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(_Registry, _name, _counting(_name))
 
 
 _REMOVING = ("__delitem__", "clear", "pop", "popitem")
@@ -156,9 +144,5 @@ def _place(entry: Any) -> Any:
 
 
 def _members(network: nn.Module) -> list[Any]:
-    return [
-        entry
-        for module in network.modules()
-        for entry in (module, *module._parameters.values(), *module._buffers.values())
-        if entry is not None
-    ]
+    entries = ((m, *m._parameters.values(), *m._buffers.values()) for m in network.modules())
+    return [entry for of_module in entries for entry in of_module if entry is not None]

@@ -45,7 +45,10 @@ Place: TypeAlias = tuple[str, str]
 """The name of an operator, and of a part of it or a segment of a part."""
 Pieces: TypeAlias = list[tuple[nn.Parameter, int, int, int, int]]
 """Parameters of a view: how many axes stack others in front, an axis, and a start and a size on it."""
-Run: TypeAlias = Callable[[], dict[Any, Tensor]]
+Weak: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Pieces of parameters, each with a mask of where they are weak."""
+Outputs: TypeAlias = dict[Any, Tensor]
+Run: TypeAlias = Callable[[], Outputs]
 Shapes: TypeAlias = dict[Any, torch.Size]
 
 
@@ -75,7 +78,7 @@ def showing(
     return useful, {dims[path][part]: f"{path}.{part}" for path, part in hidden}
 
 
-def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> dict[Any, Tensor]:
+def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> Outputs:
     """Run a view; return the tensors of its output or, given shapes, those of its modules that have them."""
     outputs = module_outputs(view, x, lambda _, tensor: tensor, inside=shapes is not None)
     tensors = {(output.path, i): t for output in outputs for i, t in enumerate(output.tensors)}
@@ -114,7 +117,7 @@ def _hidden(run: Run, places: dict[Place, Pieces], asked: Iterable[Place]) -> li
         for place, pieces in places.items()
     }
     least = WEAK * max(float(strength.max()) for strengths in lines.values() for strength in strengths)
-    weak: dict[Place, list[tuple[Tensor, Tensor]]] = {}
+    weak: dict[Place, Weak] = {}
     for place in asked:
         low = sum(float(strength.square().sum()) for strength in lines[place]) ** 0.5 < LOW
         masks = [strength <= (torch.inf if low else least) for strength in lines[place]]
@@ -124,9 +127,7 @@ def _hidden(run: Run, places: dict[Place, Pieces], asked: Iterable[Place]) -> li
     return _still(run, weak, outputs)
 
 
-def _still(
-    run: Run, weak: dict[Place, list[tuple[Tensor, Tensor]]], outputs: dict[Any, Tensor]
-) -> list[Place]:
+def _still(run: Run, weak: dict[Place, Weak], outputs: Outputs) -> list[Place]:
     """Return the places in which other numbers change no output, by halves of those that do together."""
     if not weak or not _moves(run, [piece for pieces in weak.values() for piece in pieces], outputs):
         return list(weak)
@@ -145,9 +146,7 @@ def _lines(gradient: Tensor, place: Place, lead: int, axis: int, start: int, siz
     return torch.nan_to_num(strength)
 
 
-def _gradients(
-    run: Run, parameters: list[nn.Parameter]
-) -> tuple[dict[Any, Tensor], dict[nn.Parameter, Tensor]]:
+def _gradients(run: Run, parameters: list[nn.Parameter]) -> tuple[Outputs, dict[nn.Parameter, Tensor]]:
     """Return the outputs of a run, and the gradients of a random sum of them, zeros where there are none."""
     gradients: Any = [None] * len(parameters)
     try:
@@ -176,7 +175,7 @@ def _gradients(
 
 
 @torch.no_grad()
-def _moves(run: Run, weak: list[tuple[Tensor, Tensor]], outputs: dict[Any, Tensor]) -> bool:
+def _moves(run: Run, weak: Weak, outputs: Outputs) -> bool:
     """Tell whether other numbers, at last very large ones, in the place of weak ones change an output."""
     draw = torch.Generator().manual_seed(1)
     former = [piece.clone() for piece, _ in weak]
@@ -221,9 +220,8 @@ def other_inputs(network: nn.Module, x: Any) -> Iterator[Any]:
         return longer
 
     for times, changed in product((1, 4) if length == 1 else (1,), (indices[:1], indices)):
-        varied = (
-            map_tensors(partial(other, times=times, changed=changed, most=n), x) for n in sorted(rows)[::-1]
-        )
+        vary = partial(other, times=times, changed=changed)
+        varied = (map_tensors(partial(vary, most=n), x) for n in sorted(rows)[::-1])
         yield from (variant for variant in varied if failure(network, variant) is None)
 
 

@@ -36,10 +36,8 @@ def subnet_cover(network: nn.Module, space: SubnetSpace) -> list[SubnetSpec]:
         column_of.append(next(free, len(columns)))
         columns += [set()] if column_of[-1] == len(columns) else []
         columns[column_of[-1]] |= scopes
-    sizes = [
-        max(len(s.choices) for s, c in zip(slots, column_of, strict=True) if c == i)
-        for i in range(len(columns))
-    ]
+    placed = list(zip(slots, column_of, strict=True))
+    sizes = [max(len(slot.choices) for slot, at in placed if at == i) for i in range(len(columns))]
     rng = random.Random(0)
     choices = [(slot.choices[0], *rng.sample(slot.choices[1:], len(slot.choices) - 1)) for slot in slots]
     specs = []
@@ -74,19 +72,15 @@ def _scopes(network: nn.Module, space: SubnetSpace) -> list[set[str]]:
 
 def _array(sizes: list[int], rng: random.Random) -> list[list[int]]:
     """Return rows with all pairs of levels of two columns of some sizes; the first has zeros only."""
-    columns = range(len(sizes))
-    missing = {
-        (a, i, b, j) for a, b in combinations(columns, 2) for i in range(sizes[a]) for j in range(sizes[b])
-    }
+    pairs = list(combinations(range(len(sizes)), 2))
+    missing = {(a, i, b, j) for a, b in pairs for i in range(sizes[a]) for j in range(sizes[b])}
     rows = [[level % size for size in sizes] for level in range(max(sizes) if len(sizes) == 1 else 1)]
     while True:
-        missing -= {(a, rows[-1][a], b, rows[-1][b]) for a, b in combinations(columns, 2)}
+        missing -= {(a, rows[-1][a], b, rows[-1][b]) for a, b in pairs}
         if not missing:
             return rows
-        candidates = [[rng.randrange(size) for size in sizes] for _ in range(CANDIDATES)]
+        drawn = [[rng.randrange(size) for size in sizes] for _ in range(CANDIDATES)]
         a, i, b, j = min(missing)
-        for row in candidates:
+        for row in drawn:
             row[a], row[b] = i, j
-        rows.append(
-            max(candidates, key=lambda row: sum(row[a] == i and row[b] == j for a, i, b, j in missing))
-        )
+        rows.append(max(drawn, key=lambda row: sum(row[a] == i and row[b] == j for a, i, b, j in missing)))

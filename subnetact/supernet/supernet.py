@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from subnetact.errors import (
-    ForeignSpec,
-    InsertError,
-    NotCalibrated,
-    PrecisionError,
-    SpecError,
-    UncalibratedSubnetWarning,
-    ViewError,
-)
+from subnetact.errors import ForeignSpec, InsertError, NotCalibrated, PrecisionError, SpecError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator, template_of
@@ -40,7 +32,7 @@ from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.compiled_call import compiled_call
 from subnetact.supernet.forward_state import own_state_
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_caller
+from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_of_shared
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
@@ -644,10 +636,8 @@ class Supernet(nn.Module):
         There is one per operator and sizes, for all subnets with these sizes. `lowered_bytes` counts those at
         lower precisions.
         """
-        every = sum(
-            packed.nbytes for operator in operators_in(self.network) for packed in operator.packed_copies()
-        )
-        return every - self.lowered_bytes()
+        copies = (copy for operator in operators_in(self.network) for copy in operator.packed_copies())
+        return sum(copy.nbytes for copy in copies) - self.lowered_bytes()
 
     def verify(self, refresh: bool = False) -> tuple[str, ...]:
         """Find cached slices and copies that no longer match the weights that they were made of.
@@ -857,8 +847,7 @@ class Supernet(nn.Module):
         network: nn.Module = self.__dict__["_network"]
         if type(network) is nn.Module:
             raise InsertError(
-                "the operators of this supernet were removed; call insert_ again, or use the network that "
-                "remove() returned"
+                "the supernet's operators were removed; call insert_ again, or use what remove() returned"
             )
         return network
 
@@ -921,8 +910,4 @@ class Supernet(nn.Module):
     def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
         if not self._warned and self.norm_operators():
             self._warned = True
-            warn_caller(
-                f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
-                "call subnetact.calibrate(supernet, specs, batches)",
-                UncalibratedSubnetWarning,
-            )
+            warn_of_shared(spec)

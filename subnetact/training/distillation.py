@@ -296,9 +296,7 @@ def _check_data(batches: Any, held_out: Any, resume: Any) -> None:
             "cannot read the same batches; give the DataLoader persistent_workers=False"
         )
     if batches is held_out:
-        raise TrainingError(
-            "held_out is the training data; measure on other data, or the figures say nothing"
-        )
+        raise TrainingError("held_out is the training data; measure on other data, or figures say nothing")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -214,8 +214,7 @@ def _check_loss(total: Any) -> None:
         raise SpecError(f"loss: the result must be a scalar, got {got}; average over the batch")
     if not total.requires_grad:
         raise SpecError(
-            "loss: the result has no gradient; compute it from the scores, and let the parameters require "
-            "gradients"
+            "loss: the result has no gradient; compute it from scores, and let parameters require gradients"
         )
 
 
@@ -226,16 +225,15 @@ def _scores(scores: Any, class_dim: int | None) -> Tensor:
             f"distillation needs class scores of shape (N, classes, ...), got {describe_input(scores)}; give "
             "distillation=0.0 for other outputs"
         )
+    shape = tuple(scores.shape)
     if class_dim is None and scores.dim() > 2:
         raise SpecError(
-            f"class_dim: scores of shape {tuple(scores.shape)} do not say which dimension holds the classes; "
+            f"class_dim: scores of shape {shape} do not say which dimension holds the classes; "
             "give class_dim=-1 for language models, 1 for (N, classes, ...), or distillation=0.0"
         )
     place = 1 if class_dim is None else class_dim
     if type(place) is not int or not -scores.dim() < place < scores.dim() or not place:
-        raise SpecError(
-            f"class_dim: {class_dim!r} is no dimension of scores of shape {tuple(scores.shape)} but 0"
-        )
+        raise SpecError(f"class_dim: {class_dim!r} is no dimension of scores of shape {shape} but 0")
     return scores.movedim(place, 1)
 
 

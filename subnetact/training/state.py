@@ -55,9 +55,8 @@ class TrainingState:
             wrong = [n for n, t in own.items() if n not in stored or stored[n].shape != t.shape]
             if wrong:
                 raise ValueError(f"{wrong[0]} is missing or of another shape")
-            state: dict[int, dict[str, Any]] = {
-                int(index): dict(numbers) for index, numbers in document["optimizer"]["state"].items()
-            }
+            numbers = document["optimizer"]["state"].items()
+            state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in numbers}
             for name, tensor in stored.items():
                 if name.startswith("optimizer/"):
                     _, index, key = name.split("/", 2)

@@ -157,9 +157,7 @@ class Task:
         if self.name == "classes":
             found, wanted = output.argmax(1), labels.argmax(1) if labels.shape == output.shape else labels
             if found.shape != wanted.shape:
-                raise TrainingError(
-                    f"labels of shape {tuple(labels.shape)} need metric=, a function of theirs"
-                )
+                raise TrainingError(f"labels of shape {tuple(labels.shape)} need metric=, a function of them")
             counts = (wanted >= 0) & (wanted < output.shape[1])
             return 100.0 * int((found == wanted)[counts].sum()), int(counts.sum())
         if self.name == "vectors" and not self.labels:

@@ -175,7 +175,7 @@ def test_statistics_that_no_batch_norm_can_have_are_refused(
     whole = {name: damage(*pair) if name == "n1" else pair for name, pair in ROWS[1].items()}
     if "not floating-point" in words:
         whole = {"n1": whole["n1"]}
-    with pytest.raises(SpecError, match=f"the statistics of a=1 {words}; calibrate, and save again"):
+    with pytest.raises(SpecError, match=f"the statistics of a=1 {words}; calibrate and save again"):
         table(ROWS[0], whole).save(path)
     assert not path.exists()
     with monkeypatch.context() as patch:
