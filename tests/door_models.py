@@ -156,10 +156,9 @@ class Door:
             if self.kind.name == "vit":
                 cut.embed_dim = cut.num_features
             if self.kind.name == "resnet":
+                inputs = self.inputs.to(next(cut.parameters()).dtype)
                 with torch.no_grad():
-                    maps = (
-                        copy.deepcopy(cut).eval().forward_intermediates(self.inputs, intermediates_only=True)
-                    )
+                    maps = copy.deepcopy(cut).eval().forward_intermediates(inputs, intermediates_only=True)
                 for info, features in zip(cut.feature_info, maps, strict=True):
                     info["num_chs"] = features.shape[1]
 

@@ -243,7 +243,7 @@ def test_a_replica_refuses_no_more_than_the_engine(supernet: Supernet) -> None:
     torch.testing.assert_close(replica(X, 0), engine(X, 0), rtol=1e-3, atol=1e-4)
 
 
-def test_weights_are_loaded_after_a_check_that_has_begun(
+def test_weights_that_are_loaded_during_a_check_are_checked_next(
     supernet: Supernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"norms": supernet.norms}
@@ -251,15 +251,14 @@ def test_weights_are_loaded_after_a_check_that_has_begun(
     before, checks = supernet.fingerprint(), []
 
     def check(_: Any, thorough: bool) -> None:
-        if not checks:
-            loading.start()
-            loading.join(0.2)
         checks.append(supernet.fingerprint())
+        if len(checks) == 1:
+            loading.start()
+            loading.join()
 
     monkeypatch.setattr(supernet, "check", check)
     for _ in range(3):
         supernet.check_once(X[:, :, :2])
-        loading.join()
     assert checks[0] == before != checks[1]
     assert len(checks) == 2, "once for each of the weights"
 
