@@ -134,7 +134,7 @@ def test_labels_that_are_not_named_are_refused_before_anything_runs() -> None:
     with pytest.raises(SpecError, match=r"missing a required argument: 'extra'.*give calibrate labels=True"):
         calibrate(supernet, specs, [[image]])
     for wrong in ((image, extra, torch.arange(6)), {"image": image, "extra": extra}, image):
-        with pytest.raises(SpecError, match=r"labels=True: a batch is a pair \(inputs, labels\) here, got a"):
+        with pytest.raises(SpecError, match=r"labels=True: a batch is a pair \(inputs, labels\), got a"):
             calibrate(supernet, specs, [wrong], labels=True)
     for value in ("yes", 0, None):
         with pytest.raises(SpecError, match=f"labels: {value!r} is no truth value"):
@@ -164,7 +164,7 @@ def test_bad_batches_are_named() -> None:
     with pytest.raises(SpecError, match=r"does not run on a torch\.float32 tensor of shape"):
         calibrate(supernet, specs, [image])
     for wrong in ({"image": image}, {"image": image, "labels": torch.zeros(6)}, (image,)):
-        with pytest.raises(SpecError, match=r"evaluate: a batch is a pair \(inputs, labels\) here, got a"):
+        with pytest.raises(SpecError, match=r"evaluate: a batch is a pair \(inputs, labels\), got a"):
             evaluate(supernet, specs, [wrong])
     with pytest.raises(SpecError, match=r"evaluate: a batch has labels of shape \(N,\).*\(3, 3, 8, 8\)"):
         evaluate(supernet, specs, [((image, image[:3]), torch.zeros(6))])
