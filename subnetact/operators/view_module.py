@@ -346,7 +346,7 @@ def view_module(
         elif name == "training":
             value = False
         put(view, name, value)
-    return _rebound(view, template)
+    return _rebound(view, template) if "forward" in template.__dict__ else view
 
 
 def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
