@@ -9,5 +9,10 @@ from subnetact.nas.latency_predictor import LatencyPredictor, PredictionError
 from subnetact.nas.search import Candidate, SearchResult
 
 __all__ = [
-    "AccuracyPredictor", "Candidate", "LatencyPredictor", "PredictionError", "SearchResult", "evaluate",
-]  # fmt: skip
+    "AccuracyPredictor",
+    "Candidate",
+    "LatencyPredictor",
+    "PredictionError",
+    "SearchResult",
+    "evaluate",
+]

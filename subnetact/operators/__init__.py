@@ -48,7 +48,22 @@ from subnetact.operators.subnet_norm import CALIBRATION_RULES, SubnetNorm
 from subnetact.operators.weight_slice import WeightSlice
 
 __all__ = [
-    "CALIBRATION_RULES", "AttentionSlice", "Elastic", "ElasticAttribute", "ElasticKernel", "KernelConv2d",
-    "LayerNormSlice", "LayerSelect", "LayerTraits", "ModuleSwitch", "Operator", "PerWidthBatchNorm2d",
-    "PerWidthNorm", "Segments", "SubnetNorm", "SwitchableModule", "WeightSlice", "register_layer",
-]  # fmt: skip
+    "CALIBRATION_RULES",
+    "AttentionSlice",
+    "Elastic",
+    "ElasticAttribute",
+    "ElasticKernel",
+    "KernelConv2d",
+    "LayerNormSlice",
+    "LayerSelect",
+    "LayerTraits",
+    "ModuleSwitch",
+    "Operator",
+    "PerWidthBatchNorm2d",
+    "PerWidthNorm",
+    "Segments",
+    "SubnetNorm",
+    "SwitchableModule",
+    "WeightSlice",
+    "register_layer",
+]

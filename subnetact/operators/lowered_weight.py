@@ -34,9 +34,16 @@ from subnetact.operators.view_module import mixed_class
 from subnetact.spec import FLOAT32, PRECISIONS
 
 __all__ = [
-    "FLOAT_BITS", "SMALLEST_SCALE", "Low", "LowConv", "LowConv1D", "LowLinear", "LoweredWeight",
-    "quantise_rows", "sliced_low",
-]  # fmt: skip
+    "FLOAT_BITS",
+    "SMALLEST_SCALE",
+    "Low",
+    "LowConv",
+    "LowConv1D",
+    "LowLinear",
+    "LoweredWeight",
+    "quantise_rows",
+    "sliced_low",
+]
 
 FLOAT_BITS = PRECISIONS[FLOAT32]
 """The size of a precision in a size row that leaves weights as they are."""

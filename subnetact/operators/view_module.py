@@ -28,9 +28,18 @@ from subnetact.operators.tensor_version import tensor_place
 from subnetact.operators.weight_runs import LinearInRuns
 
 __all__ = [
-    "HOOKS", "Keeping", "Registry", "is_view", "keep_", "mix_in_", "mix_out_", "mixed_class", "module_class",
-    "owned", "view_module",
-]  # fmt: skip
+    "HOOKS",
+    "Keeping",
+    "Registry",
+    "is_view",
+    "keep_",
+    "mix_in_",
+    "mix_out_",
+    "mixed_class",
+    "module_class",
+    "owned",
+    "view_module",
+]
 
 HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")

@@ -18,9 +18,15 @@ from subnetact.errors import SpecError
 from subnetact.files.tensors import tensor_bytes
 
 __all__ = [
-    "as_batch", "as_pair", "call_with", "describe_input", "hash_tensors", "logits", "map_tensors",
+    "as_batch",
+    "as_pair",
+    "call_with",
+    "describe_input",
+    "hash_tensors",
+    "logits",
+    "map_tensors",
     "tensors_of",
-]  # fmt: skip
+]
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
