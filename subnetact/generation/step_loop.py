@@ -24,7 +24,7 @@ from subnetact.generation.phases import CacheKinds
 from subnetact.generation.step_scheduler import Fits, Step, StepRequest
 from subnetact.insertion.key_value_cache import cache_relation, empty_pages, switch
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.generation import is_counter
+from subnetact.supernet.generation import Moment, is_counter
 from subnetact.supernet.supernet import Supernet
 
 with extra_needed("generation needs transformers 5.20 or newer: pip install 'subnetact[hf]'"):
@@ -51,6 +51,8 @@ Plan = Callable[[Fits], Step | None]
 
 class ElasticDecoder(nn.Module):
     """A language model that runs as the subnet `chosen`, in the place of transformers' model."""
+
+    _moment: Moment
 
     def __init__(
         self,
@@ -135,9 +137,11 @@ class ElasticDecoder(nn.Module):
         It is of no use where every forward writes what its keys depend on, such as their frequencies.
         """
         generation, former = self._supernet[0].generation, self._moment
-        if generation.number != self._number or generation.moment() != self._moment:
+        moment = generation.moment()
+        if generation.number != self._number:
             self._take_views()
-        if changed := self._moment != former or self._has_state:
+        self._moment = moment
+        if changed := moment != former or self._has_state:
             self._empty(cache)
         return changed
 
@@ -152,7 +156,8 @@ class ElasticDecoder(nn.Module):
         self._has_state = not all(is_counter(network.get_buffer(name)) for name in supernet.state)
         with supernet.generation.lock:
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
-            self._views = [supernet.subnet(spec) for spec in self._subnets]
+            # Views of its own, which have one implementation of attention with the network.
+            self._views = [supernet.private_view(spec)[0] for spec in self._subnets]
 
     def _empty(self, cache: Any, subnet: int = 0) -> None:
         self._writes = self.kinds.shared[subnet]

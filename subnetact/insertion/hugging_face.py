@@ -66,7 +66,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     old = copy.deepcopy(old)
     for field, number in vars(model).get("full_sizes", {}).items():
         setattr(old.get_text_config(), field, number)
-        if number is None:
+        if number is None and field in vars(old.get_text_config()):
             delattr(old.get_text_config(), field)
     cls: Any = module_class(model)
     config, moved = copy.deepcopy(old), renumbered(model)

@@ -31,10 +31,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subnetact.errors import CacheMismatch, SpecError, ViewError
+from subnetact.errors import CacheMismatch, SpecError
 from subnetact.insertion.cache_rules import CacheArgument, CacheRules, CacheSignature, attentions, rules_of
 from subnetact.operators.skipped_layer import SkippedLayer
-from subnetact.operators.view_module import is_view
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import Moment, Weights
 from subnetact.supernet.supernet import Supernet
@@ -50,7 +49,7 @@ def guard_caches_(supernet: Supernet, example: Any = None) -> Supernet:
     """Let all views of a language model check the caches that they are given; return the supernet."""
     rules = rules_of(supernet, example)
     if rules is not None:
-        supernet.on_bind = CacheGuard(rules, rules.signature(supernet.space, supernet.space.largest())[0])
+        supernet.on_bind = CacheGuard(rules)
     return supernet
 
 
@@ -147,16 +146,12 @@ class CacheGuard:
     """Lets views check the caches that they are given; `Supernet.on_bind` of language models."""
 
     rules: CacheRules
-    full: tuple[Any, ...] = ()
-    """The shapes of the keys and values of the largest subnet."""
 
     def __call__(self, supernet: Supernet, view: nn.Module, spec: SubnetSpec, weights: Weights) -> None:
         """Register the hooks of a new view: before its first layers, and before skipped ones."""
         signature = self.rules.signature(supernet.space, spec)
         writer = CacheWriter(self.rules, supernet.space.id, signature, weights)
         object.__setattr__(view, "cache_writer", writer)
-        if is_view(view) and any(a not in (None, b) for a, b in zip(signature[0], self.full, strict=True)):
-            object.__setattr__(view, "init_continuous_batching", _refuse_pages)
         first = {layer.name.rpartition(".")[0]: layer for layer in reversed(self.rules.layers)}
         for layer in first.values():
             hook = partial(_claim, writer, layer.argument)
@@ -165,13 +160,6 @@ class CacheGuard:
             skipped = view.get_submodule(layer.name) if layer.kept else None
             if isinstance(skipped, SkippedLayer):
                 note_skipped_(supernet.network.get_submodule(layer.name), skipped)
-
-
-def _refuse_pages(*_: Any, **__: Any) -> Any:
-    raise ViewError(
-        "transformers makes the pages of continuous batching for the heads of the full network, and this "
-        "view has others; take supernet.extract(spec), or generate with subnetact.generation.Generator"
-    )
 
 
 @dataclass(frozen=True)

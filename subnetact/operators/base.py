@@ -42,7 +42,7 @@ from subnetact.errors import InsertError, SpecError, ViewError
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import FLOAT_BITS, Low, LoweredWeight, sliced_low
 from subnetact.operators.outside_modes import outside_modes
-from subnetact.operators.packed_copy import PackedCopy, follow_
+from subnetact.operators.packed_copy import PackedCopy, follow_, frozen_parameter
 from subnetact.operators.segments import Kept, Segments, cut
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import view_module
@@ -381,7 +381,7 @@ class Operator(nn.Module):
                 packed, whole = copies[storage_id(tensor)]
                 made[name] = packed.frozen(whole, tensor)
             else:
-                made[name] = nn.Parameter(tensor, requires_grad=False)
+                made[name] = frozen_parameter(tensor)
                 if storage_id(tensor) not in own:
                     apart.add(name)
         if apart:

@@ -6,6 +6,7 @@ place gets new ones, so that nobody reads half of a copy.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from subnetact.files.fork import new_lock
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.tensor_version import changes_of
 
-__all__ = ["PackedCopy", "follow_", "registries_of_copies"]
+__all__ = ["PackedCopy", "follow_", "frozen_parameter", "registries_of_copies"]
 
 
 class PackedCopy:
@@ -65,7 +66,7 @@ class PackedCopy:
             name, size, stride, offset, buffer = place
             with outside_modes():
                 found = tensors[name].as_strided(size, stride, offset)
-                found = found if buffer else nn.Parameter(found, requires_grad=False)
+                found = found if buffer else frozen_parameter(found)
             found.packed, found.place = self, place
             if tensors is self.tensors:
                 found = known.setdefault(place, found)
@@ -77,6 +78,16 @@ class PackedCopy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # A parameter of a copied view is an ordinary one, which follows nothing.
+
+
+def frozen_parameter(tensor: Tensor) -> nn.Parameter:
+    """Return what many views hold for a parameter; torch swaps no tensor that has a weak reference."""
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    _parameters_of_views.add(parameter)
+    return parameter
+
+
+_parameters_of_views = weakref.WeakSet[nn.Parameter]()
 
 
 def registries_of_copies(view: nn.Module) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ has the view alone from then on: it leaves those that are kept (`Keeping`). Hook
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable
@@ -23,8 +24,10 @@ from torch import Tensor, nn
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import ViewError
+from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import follow_
 from subnetact.operators.tensor_version import tensor_place
+from subnetact.operators.vocabulary import FEATURES
 from subnetact.operators.weight_runs import LinearInRuns
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "mix_out_",
     "mixed_class",
     "module_class",
+    "own_settings_",
     "owned",
     "view_module",
 ]
@@ -44,6 +48,8 @@ __all__ = [
 HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
 _REGISTRIES = {*HOOKS, *_DICTS, "_non_persistent_buffers_set"}
+_SETTINGS = ("config", "generation_config", "feature_info", "pretrained_cfg", "default_cfg", *FEATURES)
+_settling = new_lock(threading.RLock)
 
 
 class _NoHooks(OrderedDict[int, Any]):
@@ -60,15 +66,37 @@ _NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: _NoHooks() for name in HOOK
 
 
 class Keeping:
-    """What the modules of one view know of it: how it leaves the views that are kept for everybody."""
+    """What the modules of one view know of it.
 
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self.leave = leave
+    `leave` takes it from the views that are kept for everybody. `settle` gives it settings of its own, when
+    somebody else than its forward reads one of them; until then it has those of the supernet.
+    """
+
+    def __init__(self, leave: Callable[[], None], settle: Callable[[], Any]) -> None:
+        self.leave, self._settle = leave, settle
+        self.settled = False
 
     def end(self) -> None:
         """Let the view leave, as somebody changes it; a forward may write its own state."""
-        if not torch.compiler.is_compiling() and not _forward_runs():
+        if self.outside():
             self.leave()
+
+    def settle(self) -> None:
+        """Give the view its own settings, if it has none and somebody outside reads them."""
+        if self.outside():
+            with _settling:  # Whoever settles the view reads its settings.
+                settle, self._settle = self._settle, bool
+                settle()
+                self.settled = True
+
+    def outside(self) -> bool:
+        """Tell whether this thread runs something else than the forward of a module of the view."""
+        if torch.compiler.is_compiling():
+            return False
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code is not _CALL:
+            frame = frame.f_back
+        return frame is None or vars(frame.f_locals["self"]).get("_keeping") is not self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # A copy of a view is not kept.
@@ -116,14 +144,6 @@ class _NoEntries(Registry):
 _NO_ENTRIES = _NoEntries()
 
 
-def _forward_runs() -> bool:
-    """Tell whether the forward of a module is being run by this thread."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not _CALL:
-        frame = frame.f_back
-    return frame is not None
-
-
 _CALL: Any = nn.Module._call_impl.__code__
 
 
@@ -156,6 +176,28 @@ class _Refused:
 
     def _raise(self, *_: Any, **__: Any) -> Any:
         raise ViewError(self.why)
+
+
+class _Setting:
+    """An attribute of modules of views that is the view's own for whoever reads it outside of its forward."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, view: Any, cls: Any) -> Any:
+        attributes = {} if view is None else view.__dict__
+        if self.name not in attributes:
+            return getattr(super(_View, cls if view is None else view), self.name)
+        keeping: Keeping | None = attributes.get("_keeping")
+        if keeping is not None and not keeping.settled:
+            keeping.settle()
+        return attributes[self.name]
+
+    def __set__(self, view: Any, value: Any) -> None:
+        view.__dict__[self.name] = value
+
+    def __delete__(self, view: Any) -> None:
+        del view.__dict__[self.name]
 
 
 class _View(nn.Module):
@@ -236,7 +278,7 @@ class _View(nn.Module):
         if registry.get(name, self) is value:
             return
         keeping: Keeping | None = self.__dict__.get("_keeping")
-        if keeping is not None and name == "training" and value and not _forward_runs():
+        if keeping is not None and name == "training" and value and keeping.outside():
             self.train()
         if registry is not self.__dict__ or isinstance(value, Tensor | nn.Module):
             self._unshare()
@@ -274,6 +316,8 @@ def _unsharing(register: str) -> Callable[..., Any]:
 for _name in dir(nn.Module):
     if _name in ("add_module", "__delattr__") or _name.lstrip("_").startswith("register_"):
         setattr(_View, _name, _unsharing(_name))
+for _name in _SETTINGS:
+    setattr(_View, _name, _Setting(_name))
 
 
 @cache
@@ -364,6 +408,16 @@ def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
     if getattr(forward, "__self__", None) is former:
         object.__setattr__(module, "forward", forward.__func__.__get__(module))
     return module
+
+
+def own_settings_(view: nn.Module) -> tuple[Any, Any]:
+    """Give the modules of a view their own copies of settings, in place; return the former and the copies."""
+    modules = [vars(module) for module in view.modules()]
+    shared = [{name: module[name] for name in _SETTINGS if name in module} for module in modules]
+    copies = _copied(shared, {})
+    for module, settings in zip(modules, copies, strict=True):
+        module.update(settings)
+    return shared, copies
 
 
 def owned(view: nn.Module, originals: Iterable[tuple[str, nn.Module]] = ()) -> nn.Module:

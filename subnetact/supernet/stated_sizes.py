@@ -12,12 +12,20 @@ from typing import Any
 
 from torch import nn
 
+from subnetact.operators.base import template_of
 from subnetact.operators.vocabulary import CONFIGURED_HEADS, FEATURES, number_of
 
-__all__ = ["state_configuration_", "state_features_"]
+__all__ = ["state_sizes_"]
 
 
-def state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
+def state_sizes_(network: nn.Module, whole: nn.Module, layers: Any) -> None:
+    """Let a subnet of the `whole` network state its sizes, in place; `layers` are as a space writes them."""
+    templates = whole.named_modules(remove_duplicate=False)
+    _state_features_(network, {path: template_of(module) for path, module in templates})
+    _state_configuration_(network, layers)
+
+
+def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
     """Let an extracted network of timm, whose head can be replaced, state its numbers of features, in place.
 
     A number means the last tensor up to the end of its module that had an axis of this size.
@@ -44,7 +52,7 @@ def state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
         for name in () if original is None else set(FEATURES) - read_names(module):
             stated = number_of(original, name)
             if name in vars(module) and number_of(module, name) == stated:
-                setattr(module, name, sizes.get(stated, getattr(module, name)))
+                vars(module)[name] = sizes.get(stated, stated)
         for info in infos:
             if info["module"] == path:
                 info["num_chs"] = sizes.get(info["num_chs"], info["num_chs"])
@@ -52,7 +60,7 @@ def state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
     walk("", network)
 
 
-def state_configuration_(network: nn.Module, layers: Any) -> None:
+def _state_configuration_(network: nn.Module, layers: Any) -> None:
     """Let the configuration of an extracted network state what its layers, written by a space, have alike."""
     config: Any = vars(network).get("config")
     if not isinstance(layers, Mapping) or not any(isinstance(layer, int) for layer in layers):
@@ -63,14 +71,26 @@ def state_configuration_(network: nn.Module, layers: Any) -> None:
     read = {name for names in every if "config" in names for name in names}
     if isinstance(inspect.getattr_static(type(text), "head_dim", None), property):
         read |= {"hidden_size", *CONFIGURED_HEADS}  # It would give another width.
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
+    differing = dict[str, str]()  # field that layers have not alike -> its name in this configuration
     for field in {field for fields in kept for field in fields}:
         numbers = {fields.get(field, number_of(text, field)) for fields in kept}
-        if len(numbers) == 1 and not {field, text.attribute_map.get(field, field)} & read:
+        name = text.attribute_map.get(field, field)
+        if {field, name} & read:
+            continue
+        if len(numbers) > 1:
+            differing[field] = name
+        else:
             sizes[field] = numbers.pop()
-    full: dict[str, int | None] = {field: number_of(text, field) for field in sizes}
+    full: dict[str, Any] = {field: number_of(text, field) for field in sizes}
     if not number_of(text, "head_dim") and (heads := number_of(text, CONFIGURED_HEADS[0])):
         full["head_dim"], sizes["head_dim"] = None, text.hidden_size // heads  # else it follows from others
+    if differing and hasattr(text, "per_layer_config"):
+        full["per_layer_config"] = None  # with which transformers refuses to read one number for all layers
+        sizes["per_layer_config"] = {
+            i: {differing[field]: n for field, n in fields.items() if field in differing}
+            for i, fields in layers.items()
+        }
     for field, size in sizes.items():
         setattr(text, field, size)
     vars(network)["full_sizes"] = full

@@ -37,7 +37,7 @@ from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.saver import Saver
-from subnetact.supernet.stated_sizes import state_configuration_, state_features_
+from subnetact.supernet.stated_sizes import state_sizes_
 from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.unused_weights import snapshot
@@ -441,8 +441,7 @@ class Supernet(nn.Module):
             view = self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)
             named = dict(self._present().named_modules(remove_duplicate=False))
             network = owned(view, ((p, o) for p, m in named.items() for o in (m, template_of(m)))).eval()
-            state_features_(network, {path: template_of(module) for path, module in named.items()})
-            state_configuration_(network, self.space.format(spec))
+            state_sizes_(network, self._present(), self.space.format(spec))
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
             return network
@@ -869,7 +868,14 @@ class Supernet(nn.Module):
             with self._views.lock:
                 cached = self._views.get(spec, statistics)
                 if cached is None:
-                    self._views.keep(spec, view, statistics, self.cached_views)
+                    whole, space = self._present(), self.space
+                    self._views.keep(
+                        spec,
+                        view,
+                        statistics,
+                        self.cached_views,
+                        lambda view: state_sizes_(view, whole, space.format(spec)),
+                    )
         return view if cached is None else cached
 
     def _bind(

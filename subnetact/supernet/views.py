@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from subnetact.files.fork import new_lock
-from subnetact.operators.view_module import Keeping, keep_
+from subnetact.operators.packed_copy import frozen_parameter
+from subnetact.operators.view_module import Keeping, keep_, own_settings_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.untraced_changes import NamedView
@@ -23,26 +27,42 @@ class Views:
     def __init__(self) -> None:
         self.lock = new_lock()
         self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
+        self._settings: dict[SubnetSpec, tuple[Any, Any]] = {}
         self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def get(self, spec: SubnetSpec, row: NormRow | None) -> nn.Module | None:
-        """Return the view of a subnet, unless it runs on another statistics row."""
+        """Return the view of a subnet, unless it runs on another statistics row, or has other settings."""
         view, statistics = self._kept.get(spec, (None, None))
         if view is None or statistics is not row:
+            return None
+        if self._settings and spec in self._settings and not _alike(*self._settings[spec]):
             return None
         self._kept.move_to_end(spec)
         return view
 
-    def keep(self, spec: SubnetSpec, view: nn.Module, row: NormRow | None, limit: int) -> None:
-        """Keep a view until somebody changes it, and evict others beyond the limit."""
+    def keep(
+        self,
+        spec: SubnetSpec,
+        view: nn.Module,
+        row: NormRow | None,
+        limit: int,
+        state_sizes: Callable[[nn.Module], None],
+    ) -> None:
+        """Keep a view until somebody changes it, and evict others beyond the limit.
+
+        Settings of its own say the sizes of the subnet: `state_sizes` puts them there.
+        """
         self._kept[spec] = view, row
-        keep_(view, Keeping(partial(_drop, weakref.ref(self), spec, weakref.ref(view))))
+        self._settings.pop(spec, None)
+        known = weakref.ref(self), spec, weakref.ref(view)
+        keep_(view, Keeping(partial(_drop, *known), partial(_settle, *known, state_sizes)))
         while len(self._kept) > limit:
             self._kept.popitem(last=False)
 
     def clear(self) -> None:
         """Drop everything."""
         self._kept.clear()
+        self._settings.clear()
         self._frozen.clear()
 
     def listed(self) -> list[NamedView]:
@@ -56,8 +76,7 @@ class Views:
             return tensor  # of a subclass, whose meaning a plain parameter would lose
         known = self._frozen.get(id(tensor))
         if known is None or known[0] is not tensor or known[1].data_ptr() != tensor.data_ptr():
-            plain = type(tensor) is Tensor
-            frozen = tensor.detach() if plain else nn.Parameter(tensor, requires_grad=False)
+            frozen = tensor.detach() if type(tensor) is Tensor else frozen_parameter(tensor)
             frozen.__dict__.update(tensor.__dict__)
             known = self._frozen[id(tensor)] = tensor, frozen
         return known[1]
@@ -70,3 +89,33 @@ def _drop(views: weakref.ref[Views], spec: SubnetSpec, view: weakref.ref[nn.Modu
         with present.lock:
             if present._kept.get(spec, (None,))[0] is view():
                 present._kept.pop(spec, None)
+
+
+def _settle(
+    views: weakref.ref[Views],
+    spec: SubnetSpec,
+    view: weakref.ref[nn.Module],
+    state_sizes: Callable[[nn.Module], None],
+) -> None:
+    """Give a view settings of its own; it stays kept until they, or those of the supernet, are changed."""
+    present, whole = views(), view()
+    if whole is not None:
+        settings = own_settings_(whole)
+        state_sizes(whole)
+        if present is not None:
+            with present.lock:
+                if present._kept.get(spec, (None,))[0] is whole:
+                    present._settings[spec] = settings, deepcopy(settings)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Tell whether settings are equal in all their members; of what has none but identity they are not."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if hasattr(one, "__dict__"):
+        return _alike(vars(one), vars(other))
+    return isinstance(one, str | bytes | int | float | complex | set | frozenset) and one == other

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import subnetact
-from subnetact.errors import InsertError, SpecError, ViewError
+from subnetact.errors import InsertError, SpecError
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.arange(8).view(1, 8)
@@ -173,10 +173,13 @@ def test_the_configuration_of_an_extract_states_what_its_layers_have_alike():
     stated = (config.hidden_size, config.intermediate_size, config.head_dim, config.num_hidden_layers)
     assert stated == (16, 48, 8, 4)
     assert (config.num_attention_heads, config.num_key_value_heads) == (2, 1)
-    uneven = supernet.extract(
-        supernet.space.spec(ffn=[0.5, 1.0, 1.0, 1.0], heads=1.0, stream=1.0, depth=1.0)
-    ).config
-    assert uneven.intermediate_size == supernet.network.config.intermediate_size == 96
+    spec = supernet.space.spec(ffn=[0.5, 1.0, 1.0, 1.0], heads=1.0, stream=1.0, depth=1.0)
+    for uneven in (supernet.subnet(spec), supernet.extract(spec)):
+        with pytest.raises(RuntimeError, match="per-layer"):
+            _ = uneven.config.intermediate_size
+        assert [layer.intermediate_size for layer in uneven.config.per_layer_config] == [48, 96, 96, 96]
+        assert uneven.generate(IDS, max_new_tokens=2).shape == (len(IDS), IDS.shape[1] + 2)
+    assert supernet.network.config.intermediate_size == 96
 
 
 def test_a_subnet_with_fewer_heads_generates_with_caches_of_a_fixed_size():
@@ -192,7 +195,45 @@ def test_a_subnet_with_fewer_heads_generates_with_caches_of_a_fixed_size():
     )
     settings = transformers.GenerationConfig(eos_token_id=-1, **options)
     batch = {"generation_config": settings, "continuous_batching_config": pages, "progress_bar": False}
-    with pytest.raises(ViewError, match=r"supernet.extract\(spec\)"):
-        view.generate_batch(IDS.tolist(), **batch)
-    (result,) = own.generate_batch(IDS.tolist(), **batch).values()
-    assert result.generated_tokens == expected[0, 8:].tolist()
+    for each in (view, own):
+        (result,) = each.generate_batch(IDS.tolist(), **batch).values()
+        assert result.generated_tokens == expected[0, 8:].tolist()
+
+
+def test_a_view_whose_settings_are_read_stays_kept_until_they_or_those_of_the_supernet_change():
+    supernet = llama("ffn", "heads")
+    spec = supernet.space.smallest()
+    view = supernet.subnet(spec)
+    view(IDS)
+    assert vars(view)["config"] is supernet.network.config, "a forward needs no copy"
+    assert view.config.intermediate_size == 48
+    assert view.model.layers[0].mlp.config is view.config is not supernet.network.config
+    assert supernet.subnet(spec) is view
+    view.config.output_hidden_states = True
+    other = supernet.subnet(spec)
+    assert other is not view
+    assert other(IDS).hidden_states is None
+    assert other.generation_config.max_new_tokens is None
+    supernet.network.generation_config.max_new_tokens = 2
+    supernet.network.config.output_hidden_states = True
+    last = supernet.subnet(spec)
+    assert last is not other
+    assert last(IDS).hidden_states is not None
+    assert last.generate(IDS).shape[1] == IDS.shape[1] + 2
+
+
+class Around(nn.Module):
+    """Reads in its own forward what a model says of its size."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids).logits, self.model.config.intermediate_size
+
+
+def test_a_module_around_a_view_reads_the_sizes_of_the_view():
+    supernet = llama("ffn")
+    around = Around(supernet.subnet(supernet.space.smallest()))
+    assert around(IDS)[1] == 48
