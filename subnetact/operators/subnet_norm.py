@@ -95,7 +95,8 @@ class SubnetNorm(Operator):
         Subnets without a statistics row of their own run on them. Segments that do not touch are packed
         copies, which training does not move.
         """
-        mean, var = (self.get_buffer(name) for name in self.statistics_names(row))
+        buffers: dict[str, Any] = self._buffers
+        mean, var = (buffers[name] for name in self.statistics_names(row))
         sizes = self.sizes(row)
         if self.segments and len(self.kept_parts(sizes)[0].runs()) > 1:
             packed = self.packed(

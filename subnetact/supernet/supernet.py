@@ -141,7 +141,7 @@ class Supernet(nn.Module):
         self.report = report
         self._hold(network)
         self._norms = self._own(NormTable(space.id))
-        self._active = space.largest()
+        self._active = self._largest = space.largest()
         self._views = Views()
         self._generation = Generation(self, self._views)
         self._warned = False
@@ -383,8 +383,8 @@ class Supernet(nn.Module):
     def _bound(self, spec: SubnetSpec) -> nn.Module:
         if not self.training:
             return self.subnet(spec)
-        row, largest = self.space.resolve(spec), spec.base == self.space.largest().base
-        full, listed = self.space.resolve(self.space.largest()), set[nn.Module]()
+        row, largest = self.space.resolve(spec), spec.base == self._largest
+        full, listed = self.space.resolve(self._largest), set[nn.Module]()
 
         def bind_norm(norm: SubnetNorm) -> nn.Module:
             bound = norm.bind(row, trainable=True)
@@ -411,7 +411,7 @@ class Supernet(nn.Module):
 
     def statistics_of_largest(self) -> dict[str, Tensor]:
         """Return, by name, the shared statistics that are others in the row of the largest subnet."""
-        row, sizes = self.norms.get(self.space.largest()), self.space.resolve(self.space.largest())
+        row, sizes = self.norms.get(self._largest), self.space.resolve(self._largest)
         pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
         for path, norm in self._present().named_modules(remove_duplicate=False):
             if isinstance(norm, SubnetNorm) and norm.path in pairs:
@@ -905,7 +905,7 @@ class Supernet(nn.Module):
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
             own_state_(view, () if fresh else self.state)
             object.__setattr__(view, "is_whole", True)
-            if hasattr(type(view), "save_pretrained") and spec.base != self.space.largest().base:
+            if hasattr(type(view), "save_pretrained") and spec.base != self._largest:
                 object.__setattr__(view, "save_pretrained", Saver(view))
             if hooked and self.proved is not None:
                 view.register_forward_pre_hook(self.proved.look, with_kwargs=True)
