@@ -308,6 +308,11 @@ class Supernet(nn.Module):
         calibrated runs on the shared BatchNorm statistics; the first one gives an
         `UncalibratedSubnetWarning`.
 
+        Whoever changes a module of a view has that view alone: others get a new one. Settings (`config`,
+        `generation_config`, `feature_info`, `pretrained_cfg`) become the view's own when something else than
+        its forward reads them, and state the sizes of the subnet as those of `extract` do. Values that are
+        written into a parameter of a view without a trace (`parameter.data = other`) reach other subnets.
+
         `torch.compile(view)` reads packed copies (`packed_bytes`) as they are and does not let them follow:
         after changes in place call `refresh` and compile the new view, or use `torch.compile(supernet)`.
         """
@@ -430,8 +435,9 @@ class Supernet(nn.Module):
         saved and exported like any other. Tied parameters that are sliced in the same way stay tied. It
         shares no object that can change with the supernet; only what cannot be copied, such as a lock, is the
         same. What a model of timm says of its features, and the configuration of a language model of Hugging
-        Face of what all kept layers have alike, are the sizes of the subnet, unless a forward reads them;
-        `num_hidden_layers` counts skipped layers. `save_pretrained` of a Hugging Face model writes a model
+        Face of its kept layers, are the sizes of the subnet, unless a forward reads them. A field that layers
+        have not alike is refused on reading, and is in `config.per_layer_config[i]`; `num_hidden_layers`
+        counts skipped layers. `save_pretrained` of a Hugging Face model writes a model
         of its library with the sizes of the subnet, or refuses; `insertion.as_pretrained` returns that model.
         """
         spec = self.space.check(spec)
