@@ -165,27 +165,30 @@ def _lock(handle: int, wait: bool = True) -> bool:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process after the other into the block."""
-    handle = os.open(folder, os.O_RDONLY)
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """Yield a handle of a file or folder, open for reading."""
+    handle = os.open(path, os.O_RDONLY | flags)
     try:
-        _lock(handle)
-        yield
+        yield handle
     finally:
         os.close(handle)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process after the other into the block."""
+    with _opened(folder) as handle:
+        _lock(handle)
+        yield
 
 
 def _remove_leftovers(target: Path) -> None:
     """Remove the temporary versions of writers that were killed."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.{SUFFIX}")
     for path in [Path(entry) for entry in os.scandir(target.parent) if name.fullmatch(entry.name)]:
-        with suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-            try:
-                if _lock(handle, wait=False):
-                    _remove(path)
-            finally:
-                os.close(handle)
+        with suppress(OSError), _opened(path, os.O_NONBLOCK | os.O_NOFOLLOW) as handle:
+            if _lock(handle, wait=False):
+                _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -198,14 +201,12 @@ def _remove(path: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # This file system cannot do it.
-            raise
-    finally:
-        os.close(handle)
+    with _opened(path) as handle:
+        try:
+            os.fsync(handle)
+        except OSError as error:  # Some file systems cannot do it.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
 
 
 def _refuse_others(target: Path, marker: str, noun: str) -> None:
