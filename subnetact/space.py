@@ -8,9 +8,10 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Any, TypeAlias, overload
 
@@ -175,15 +176,15 @@ class SubnetSpace:
         for spec in self._hashed():
             digest.update(json.dumps(self._sizes_of(spec)).encode())
         self.id = f"{name}-{digest.hexdigest()[:12]}"
-        self.resolve = lru_cache(maxsize=4096)(self._row)
+
+    @cached_property
+    def resolve(self) -> Callable[[SubnetSpec], SizeRow]:
+        """The function from a specification to its size row, with a cache of its own in every space."""
+        return lru_cache(maxsize=4096)(lambda spec: self._sizes_of(self.check(spec)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickle take along; pickle needs functions of the top level of a module."""
         return {key: v for key, v in self.__dict__.items() if key != "resolve"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.resolve = lru_cache(maxsize=4096)(self._row)
 
     def with_precision(self, *precisions: str) -> SubnetSpace:
         """Return this space with one more axis, `precision`, and one more dimension, its bits.
@@ -421,9 +422,6 @@ class SubnetSpace:
             for values in itertools.product(*options):
                 yield self._assemble(values)
 
-    def _row(self, spec: SubnetSpec) -> SizeRow:
-        return self._sizes_of(self.check(spec))
-
     # -- inner parts -----------------------------------------------------------------------------
 
     def _sizes_of(self, spec: SubnetSpec) -> SizeRow:
@@ -468,12 +466,9 @@ class SubnetSpace:
         return sizes
 
     def _whole(self, name: str, size: Any) -> int:
-        try:
-            whole = int(size)
-            if bool(whole == size):
-                return whole
-        except (TypeError, ValueError, OverflowError):
-            pass
+        with suppress(TypeError, ValueError, OverflowError):
+            if bool(int(size) == size):
+                return int(size)
         raise SpecError(
             f"{self.name}: the size {name!r} comes out as {size!r}; make it a whole number where sizes are "
             "computed, with round(...)"
