@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -19,6 +18,10 @@ from subnetact.spec import SubnetSpec
 __all__ = ["AccuracyPredictor"]
 
 HIDDEN_WIDTH, HIDDEN_LAYERS = 400, 3
+TUTORIAL_NAMES = {"6.weight": "layers.3.weight", "6.bias": "base_acc"} | {
+    f"{2 * i}.{part}": f"layers.{i}.0.{part}" for i in range(HIDDEN_LAYERS) for part in ("weight", "bias")
+}
+"""The parameter names of the tutorial's predictor, whose last bias is the added mean, and ours."""
 
 
 class _Network(nn.Module):
@@ -81,7 +84,7 @@ class AccuracyPredictor:
             tensors = read(checkpoint)
         else:
             tensors = unwrap(checkpoint, "accuracy predictor")
-        tensors = {_name(key): tensor for key, tensor in tensors.items()}
+        tensors = {TUTORIAL_NAMES.get(key, key): tensor for key, tensor in tensors.items()}
         try:
             predictor = cls(encode, int(tensors["layers.0.0.weight"].shape[1]))
             predictor.network.load_state_dict(tensors)
@@ -102,14 +105,3 @@ class AccuracyPredictor:
             )
         with torch.inference_mode():
             return 100.0 * float(self.network(torch.from_numpy(features)))
-
-
-def _name(key: str) -> str:
-    """Translate a parameter name of the tutorial's predictor, whose last bias is the added mean."""
-    found = re.fullmatch(r"(\d+)\.(weight|bias)", key)
-    if found is None:
-        return key
-    layer = int(found[1]) // 2
-    if layer < HIDDEN_LAYERS:
-        return f"layers.{layer}.0.{found[2]}"
-    return f"layers.{HIDDEN_LAYERS}.weight" if found[2] == "weight" else "base_acc"
