@@ -217,9 +217,7 @@ class SharedForward:
         self._uses = {}
         for step, position in first.items():
             for value in set(self._steps[step].inputs):
-                self._uses.setdefault(value, []).append(position)
-        for positions in self._uses.values():
-            positions.sort()
+                self._uses.setdefault(value, []).append(position)  # They ascend, as in `first`.
 
     def _missing(self, targets: Sequence[int], known: Any) -> set[int]:
         """Return the steps that have to run for the targets if the outputs of some steps are known."""
@@ -310,8 +308,7 @@ def _call(node: fx.Node, module: nn.Module | None) -> Callable[..., Any]:
     if node.op == "call_method":
         name = str(node.target)
         return lambda owner, *args, **kwargs: getattr(owner, name)(*args, **kwargs)
-    function: Any = node.target
-    return function  # type: ignore[no-any-return]
+    return node.target  # type: ignore[return-value]
 
 
 def _version(value: Any) -> int:
