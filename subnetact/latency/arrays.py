@@ -113,7 +113,6 @@ def checked_cells(
 def json_copy(stamp: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy of a stamp, as JSON gives it back."""
     try:
-        copy = json.loads(json.dumps(dict(stamp), allow_nan=False))
+        return dict(json.loads(json.dumps(dict(stamp), allow_nan=False)))
     except (TypeError, ValueError, RecursionError) as error:
         raise TableError(f"stamp: not serialisable as JSON ({error})") from error
-    return dict(copy)

@@ -86,5 +86,4 @@ class Comparison:
 
 def _apart(ratios: Floats) -> Floats:
     """Return by how much the slower table exceeds the faster one, percent."""
-    apart: Floats = 100.0 * (np.maximum(ratios, 1.0 / ratios) - 1.0)
-    return apart
+    return 100.0 * (np.maximum(ratios, 1.0 / ratios) - 1.0)

@@ -74,10 +74,8 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
     accuracy = Surrogate(known, costs[training_set, 0])
     predicted = [accuracy.predict(new)]
     for latency in costs[training_set, 1:].T:
-        if (latency > 0).all():
-            predicted.append(np.exp(Surrogate(known, np.log(latency)).predict(new)))
-        else:
-            predicted.append(Surrogate(known, latency).predict(new))
+        scale, inverse = (np.log, np.exp) if (latency > 0).all() else (np.positive, np.positive)
+        predicted.append(inverse(Surrogate(known, scale(latency)).predict(new)))
     selected = select_by_expected_improvement(np.stack(predicted, 1), accuracy.loo_rmse, costs, count)
     return [children[i] for i in selected]
 

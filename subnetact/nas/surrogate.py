@@ -44,13 +44,11 @@ class Surrogate:
         products = a @ b.T
         squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * products
         curved = CURVED_WEIGHT * np.exp(-np.maximum(squares, 0) / 2)
-        kernel: Floats = curved + 2 * (1 - CURVED_WEIGHT) * products + 1.0
-        return kernel
+        return curved + 2 * (1 - CURVED_WEIGHT) * products + 1.0  # type: ignore[no-any-return]
 
     def predict(self, features: Floats) -> Floats:
         """Return the mean of the Gaussian process, (subnets,), at features of shape (subnets, features)."""
-        mean: Floats = self._mean + self._scale * (self._kernel(features, self._features) @ self._weights)
-        return mean
+        return self._mean + self._scale * (self._kernel(features, self._features) @ self._weights)
 
 
 def select_by_expected_improvement(predicted: Costs, loo_rmse: float, known: Costs, count: int) -> list[int]:
@@ -83,5 +81,4 @@ def _expected_area(predicted: Costs, front: Costs, worst: Floats, scale: float) 
     starts = np.array([0.0, *front[order, 1]])
     width = np.clip(ends[None] - np.maximum(starts[None], predicted[:, 1:]), 0, None)
     better: Floats = scale * np.logaddexp(0, (accuracy_cost[None] - predicted[:, :1]) / scale)
-    area: Floats = (width * better).sum(1)
-    return area
+    return (width * better).sum(1)  # type: ignore[no-any-return]

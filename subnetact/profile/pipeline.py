@@ -189,8 +189,7 @@ def _quick_medians(
     sweep = Sweep(_runner(job, source, specs), batch_sizes, settings, journal, "fit")
     sweep.run(len(specs) > 1, "measuring a few subnets")
     none = np.full((len(specs), len(batch_sizes)), math.nan)
-    medians: list[list[float]] = sweep.statistics().get("p50", none).tolist()
-    return medians
+    return sweep.statistics().get("p50", none).tolist()  # type: ignore[no-any-return]
 
 
 def count_stable(table: LatencyTable) -> tuple[int, int]:
