@@ -108,21 +108,17 @@ class LatencyTable:
         further = {
             str(n): checked_cells(f"statistics[{n!r}]", a, keys, sizes) for n, a in (statistics or {}).items()
         }
-        checked = {
-            "subnets": keys,
-            "accuracy": percentages(tuple(accuracy), keys),
-            "batch_sizes": sizes,
-            "latency_ms": cells,
-            "statistics": MappingProxyType(further),
-            "stamp": MappingProxyType(json_copy(stamp or {})),
-            "co_runners": numbers,
-            "co_runner_ms": checked_cells(
-                "co_runner_ms", beside, keys, sizes, (len(numbers),), positive=True
-            ),
-            "pad_index": tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(  # The class is frozen.
+            subnets=keys,
+            accuracy=percentages(tuple(accuracy), keys),
+            batch_sizes=sizes,
+            latency_ms=cells,
+            statistics=MappingProxyType(further),
+            stamp=MappingProxyType(json_copy(stamp or {})),
+            co_runners=numbers,
+            co_runner_ms=checked_cells("co_runner_ms", beside, keys, sizes, (len(numbers),), positive=True),
+            pad_index=tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)),
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LatencyTable) and self.to_json() == other.to_json()
