@@ -194,9 +194,8 @@ class Sweep:
                 ) from error
             if runner.engine.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self.measurements.add(cell, None)
-        else:
-            self.measurements.add(cell, window)
+            window = None
+        self.measurements.add(cell, window)
 
     def statistics(self, co_runners: int = 0) -> dict[str, np.ndarray]:
         """Return arrays (subnets, batch sizes) by name, NaN where memory ran out; none if it always did."""
