@@ -57,7 +57,7 @@ def inspect(path: str) -> int:
         print(f"if it was trained as {name}, published at {family.source} ({family.licence}):")
     else:
         print(f"looks like {name}, published at {family.source} ({family.licence})")
-    constructor = family.infer(tensors, {}) if family.infer else {}
+    constructor = family.infer(tensors, {})
     try:
         with torch.device("meta"):
             network, _, _ = family.build(**constructor)

@@ -59,18 +59,18 @@ class Family:
         spellings: regular expressions for other spellings of upstream's names, older ones and those of
             extracted networks, and what replaces them in both the names and the table before it is read.
         dialect: takes the constructor arguments; returns the rows of `names` that are right for them where
-            several names of upstream are one of the plain network. If None, there are no such names.
+            several names of upstream are one of the plain network. By default, there are no such names.
         completed: takes a state_dict with upstream's names; returns it with the tensors that upstream's code
-            wants and the network does not have. If None, there are none.
+            wants and the network does not have. By default, there are none.
         unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
         infer: takes the tensors and the constructor arguments that were given; returns the arguments
-            completed with what the tensors reveal. If None, nothing is inferred.
+            completed with what the tensors reveal. By default, nothing is inferred.
         convert: takes the tensors of a checkpoint; returns them as the network has them, if several tensors
-            there are one here.
+            there are one here. By default, they stay as they are.
         settings: takes a directory that transformers saved; returns the constructor arguments that its
             `config.json` states. If None, its entries of the same names are taken.
         named: takes the constructor arguments; returns the subnets that the checkpoint has names for, as
-            `space.parse` takes them. If None, there are none.
+            `space.parse` takes them. By default, there are none.
         calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
         packs: whether views have packed copies of slices in several runs, as `Supernet.packs` says. It is
             False where these would take much memory.
@@ -88,13 +88,13 @@ class Family:
     ordinary: str | None = None
     checkpoints: tuple[str, ...] = ()
     spellings: Sequence[tuple[str, str]] = ()
-    dialect: Callable[[Mapping[str, Any]], Names] | None = None
-    completed: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    dialect: Callable[[Mapping[str, Any]], Names] = lambda _: ()
+    completed: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
     unused: str | None = None
-    infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
-    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
+    infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] = lambda _, given: dict(given)
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
     settings: Callable[[str | PathLike[str]], dict[str, Any]] | None = None
-    named: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
     calibration: str = WEIGHTED_BIASED
     packs: bool = True
     listed_statistics: bool = False
@@ -108,8 +108,7 @@ class Family:
 
     def upstream(self, constructor: Mapping[str, Any]) -> Callable[[str], str]:
         """Return what turns a name of the plain network into upstream's name."""
-        rows = (*(self.dialect(constructor) if self.dialect else ()), *self.names)
-        return _renaming([(own, theirs) for theirs, own in rows])
+        return _renaming([(own, theirs) for theirs, own in (*self.dialect(constructor), *self.names)])
 
     @cached_property
     def _inward(self) -> Callable[[str], str]:

@@ -133,9 +133,8 @@ def load(
     elif checkpoint is not None:
         subject = f"{family}: state_dict"
         tensors = unwrap(checkpoint, subject)
-    if tensors is not None and found.convert is not None:
+    if tensors is not None:
         tensors = found.convert(tensors)
-    if tensors is not None and found.infer is not None:
         constructor = found.infer(tensors, constructor)
     network, space, elastic = _built(family, found, constructor)
     if tensors is not None:
@@ -144,9 +143,8 @@ def load(
     supernet.origin = {"name": family, "constructor": constructor}
     if not found.packs:
         supernet.packs = False
-    if found.named is not None:
-        named = found.named(constructor).items()
-        supernet.card = Card({name: supernet.space.parse(config) for name, config in named})
+    named = found.named(constructor).items()
+    supernet.card = Card({name: supernet.space.parse(config) for name, config in named})
     for norm in supernet.norm_operators().values():
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:
@@ -190,8 +188,7 @@ def upstream_state_dict(supernet: Supernet) -> dict[str, Tensor]:
             names = norms[path].statistics_names(sizes)
             state |= {f"{path}.{name}": tensor for name, tensor in zip(names, pair, strict=True)}
     upstream = found.upstream(origin["constructor"])
-    named = {upstream(name): tensor for name, tensor in state.items()}
-    return found.completed(named) if found.completed else named
+    return found.completed({upstream(name): tensor for name, tensor in state.items()})
 
 
 def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:
