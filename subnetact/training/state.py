@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,31 +22,27 @@ __all__ = ["TrainingState"]
 STATE = DocumentFormat("a training state", "subnetact.training", 1, "choose another file, or remove it")
 
 
+@dataclass(frozen=True)
 class TrainingState:
-    """Weights, optimizer, scheduler, gradient scaler and facts in one file, of one `environment`.
+    """Weights, optimizer, others (scheduler, gradient scaler) and facts in one file, of one `environment`.
 
     Randomness needs no state: every batch has a seed of its own.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        environment: Mapping[str, Any],
-        supernet: Supernet,
-        optimizer: torch.optim.Optimizer,
-        others: Mapping[str, Any],
-    ) -> None:
-        self._path = None if path is None else Path(path)
-        self._environment = json.loads(json.dumps(dict(environment)))
-        self._supernet, self._optimizer, self._others = supernet, optimizer, others
+    path: str | os.PathLike[str] | None
+    environment: Mapping[str, Any]
+    supernet: Supernet
+    optimizer: torch.optim.Optimizer
+    others: Mapping[str, Any]
 
     def load(self) -> dict[str, Any] | None:
         """Restore everything, and return the facts; None if there is no file yet."""
-        path = self._path
-        if path is None or not path.exists():
+        path = self.path
+        if path is None or not os.path.exists(path):
             return None
         with documented_tensors(path, STATE, passing=(ResumeMismatch,)) as (document, stored):
-            if others := sorted(differing(dict(document["environment"]), self._environment)):
+            environment = json.loads(json.dumps(dict(self.environment)))
+            if others := sorted(differing(dict(document["environment"]), environment)):
                 raise ResumeMismatch(
                     f"{path}: was begun with others: {'; '.join(others)}. Give the same supernet, as it was "
                     "before the training, and the same arguments, or remove the file to begin anew"
@@ -62,8 +58,8 @@ class TrainingState:
                     _, index, key = name.split("/", 2)
                     state.setdefault(int(index), {})[key] = tensor
             facts = dict(document["facts"])
-            self._optimizer.load_state_dict({"state": state, "param_groups": document["optimizer"]["groups"]})
-            for name, other in self._others.items():
+            self.optimizer.load_state_dict({"state": state, "param_groups": document["optimizer"]["groups"]})
+            for name, other in self.others.items():
                 other.load_state_dict(document[name])
             with torch.no_grad():
                 for name, tensor in own.items():
@@ -72,10 +68,10 @@ class TrainingState:
 
     def save(self, facts: Mapping[str, Any]) -> None:
         """Replace the file; WriteError if the disk is full, and the earlier version stays."""
-        if self._path is None:
+        if self.path is None:
             return
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._weights().items()}
-        given, numbers = self._optimizer.state_dict(), dict[str, dict[str, Any]]()
+        given, numbers = self.optimizer.state_dict(), dict[str, dict[str, Any]]()
         for index, entries in given["state"].items():
             for key, value in entries.items():
                 if isinstance(value, Tensor):
@@ -84,10 +80,10 @@ class TrainingState:
                     numbers.setdefault(str(index), {})[key] = value
         document = {
             **STATE.header,
-            "environment": self._environment,
+            "environment": dict(self.environment),
             "facts": dict(facts),
             "optimizer": {"state": numbers, "groups": given["param_groups"]},
-            **{name: other.state_dict() for name, other in self._others.items()},
+            **{name: other.state_dict() for name, other in self.others.items()},
         }
         try:
             text = json.dumps(document)
@@ -96,11 +92,11 @@ class TrainingState:
                 f"resume: the optimizer or the scheduler holds what no file can hold ({error}); use ones of "
                 "torch, whose state is tensors and numbers, or train without resume"
             ) from error
-        write_tensors(self._path, tensors, {"document": text})
+        write_tensors(self.path, tensors, {"document": text})
 
     def _weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, those that share memory once."""
         found: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
-        for name, tensor in self._supernet.network.state_dict().items():
+        for name, tensor in self.supernet.network.state_dict().items():
             found.setdefault((tensor.data_ptr() or id(tensor), tensor.shape), (f"weights/{name}", tensor))
         return dict(found.values())
