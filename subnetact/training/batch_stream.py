@@ -32,7 +32,10 @@ class BatchStream:
     def next(self) -> Any:
         """Return the next batch, after seeding torch, NumPy and `random` by its number."""
         for _ in range(2):
-            self._seed_all(self.number)
+            seed = (self._seed * 1_000_003 + self.number) % 2**63
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
             if self._iterator is None:
                 self.epoch = self.number
                 own = getattr(self._batches, "generator", None)
@@ -67,12 +70,6 @@ class BatchStream:
                 "(torch, NumPy and random are seeded before every batch)"
             )
         self.mark()
-
-    def _seed_all(self, number: int) -> None:
-        seed = (self._seed * 1_000_003 + number) % 2**63
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
 
 
 @contextmanager
