@@ -153,8 +153,11 @@ class FolderFormat(DocumentFormat):
 
     def _keep_others(self, folder: Path, former: Path) -> None:
         """Copy what others put into the former version, which another writer may be replacing."""
-        own = self._listed(former)
-        for path in former.iterdir() if own else ():
+        try:
+            own = {self.index, *self.read(former / self.index)["files"]}
+        except (FileFormatError, KeyError, TypeError):  # There is no former version.
+            return
+        for path in former.iterdir():
             if path.is_file() and path.name not in own and not (folder / path.name).exists():
                 shutil.copy2(path, folder)
 
@@ -169,13 +172,6 @@ class FolderFormat(DocumentFormat):
         Without `verify`, only the sizes of tensor files are compared, because they take long to read.
         """
         return one_version(directory, lambda folder: read(folder, self._checked_index(folder, verify)))
-
-    def _listed(self, folder: Path) -> set[str]:
-        """Return the names of the index and of the files that it lists; nothing without a former version."""
-        try:
-            return {self.index, *self.read(folder / self.index)["files"]}
-        except (FileFormatError, KeyError, TypeError):
-            return set()
 
     def _checked_index(self, folder: Path, verify: bool) -> dict[str, Any]:
         index = folder / self.index
