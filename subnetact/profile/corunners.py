@@ -28,16 +28,13 @@ class CoRunners:
     """Processes that run a network while the context lasts; `run(n)` lets the first n of them work."""
 
     def __init__(self, network: nn.Module, x: Any, count: int) -> None:
-        self._context: Any = torch.multiprocessing.get_context("spawn")
-        self._turns = [self._context.Event() for _ in range(count)]
-        self._busy = [self._context.Lock() for _ in range(count)]
-        self._passes = [self._context.Value("q", 0) for _ in range(count)]
+        spawn: Any = torch.multiprocessing.get_context("spawn")
+        # For every process its turn, a lock that it holds while it runs, and the number of its passes.
+        self._shared = [(spawn.Event(), spawn.Lock(), spawn.Value("q", 0)) for _ in range(count)]
         self._running = 0
         here = os.getpid(), torch.get_num_threads()
-        self._processes = [
-            self._context.Process(target=_work, args=(network, x, *own, *here), daemon=True)
-            for own in zip(self._turns, self._busy, self._passes, strict=True)
-        ]
+        arguments = [(network, x, *shared, *here) for shared in self._shared]
+        self._processes = [spawn.Process(target=_work, args=args, daemon=True) for args in arguments]
 
     def __enter__(self) -> CoRunners:
         try:
@@ -59,7 +56,7 @@ class CoRunners:
     @property
     def passes(self) -> tuple[int, ...]:
         """The number of forward passes that each process has finished so far."""
-        return tuple(int(passes.value) for passes in self._passes)
+        return tuple(int(passes.value) for _, _, passes in self._shared)
 
     def run(self, count: int) -> None:
         """Let the first processes run and the others pause; return once they do."""
@@ -67,11 +64,11 @@ class CoRunners:
         if count == self._running:
             return
         self._running = count
-        for i, turn in enumerate(self._turns):
+        for i, (turn, _, _) in enumerate(self._shared):
             turn.set() if i < count else turn.clear()
         before = self.passes
         self._wait(lambda: all(self.passes[i] >= before[i] + 2 for i in range(count)))
-        for busy in self._busy[count:]:
+        for _, busy, _ in self._shared[count:]:
             self._wait(lambda busy=busy: busy.acquire(timeout=0.05))  # type: ignore[misc]
             busy.release()
 
