@@ -37,6 +37,8 @@ AxisValues: TypeAlias = Mapping[str, tuple[Any, ...]]
 """The values of every axis, one per slot. A slot that the subnet does not use holds None."""
 
 Rng: TypeAlias = random.Random | np.random.Generator
+Place: TypeAlias = tuple[str, int]
+"""Where a slot is: the name of its axis, and its position there."""
 
 
 def make_divisible(value: float, divisor: int = 8, minimum: int | None = None) -> int:
@@ -169,8 +171,8 @@ class SubnetSpace:
         self._check_axes()
         self.dimensions: tuple[str, ...] = tuple(self._sizes(dict(self.largest().values)))
         described = [
-            [axis.name, i, slot.choices, [w.axis, w.slot, w.values] if (w := slot.used_when) else 0]
-            for axis, i, slot in self._slots()
+            [*place, slot.choices, [w.axis, w.slot, w.values] if (w := slot.used_when) else 0]
+            for place, slot in self._slots()
         ]
         digest = hashlib.sha256(json.dumps([described, self.dimensions]).encode())
         for spec in self._hashed():
@@ -291,8 +293,7 @@ class SubnetSpace:
         Raises:
             SpecError: the configuration is malformed or outside the space.
         """
-        keyed = self._keyed(config) if isinstance(config, str) and "=" in config else None
-        if keyed is not None:
+        if isinstance(config, str) and "=" in config and (keyed := self._keyed(config)) is not None:
             return keyed
         precision: dict[str, Any] = {}
         if isinstance(config, Mapping) and PRECISION in config:
@@ -396,28 +397,26 @@ class SubnetSpace:
 
     def size(self) -> int:
         """Return the exact number of distinct subnets."""
-        conditional = [slot for _, _, slot in self._slots() if slot.used_when]
-        total = 1
-        for axis, index, slot in self._slots():
-            if slot.used_when is None:
-                total *= sum(
-                    math.prod(len(s.choices) for s in conditional if _used(s, {(axis.name, index): choice}))
-                    for choice in slot.choices
-                )
-        return total
+        conditional = [slot for _, slot in self._slots() if slot.used_when]
+        return math.prod(
+            sum(
+                math.prod(len(other.choices) for other in conditional if _used(other, {place: choice}))
+                for choice in slot.choices
+            )
+            for place, slot in self._slots()
+            if slot.used_when is None
+        )
 
     def enumerate(self, limit: int = 1_000_000) -> Iterator[SubnetSpec]:
         """Yield every distinct subnet, the smallest first; `SpecError` if there are more than `limit`."""
         if self.size() > limit:
             raise SpecError(f"{self.name}: {self.size():.3g} subnets are more than {limit}; sample instead")
-        slots = list(self._slots())
-        free = [i for i, (_, _, slot) in enumerate(slots) if slot.used_when is None]
-        for choices in itertools.product(*(slots[i][2].choices for i in free)):
-            fixed = dict(zip(free, choices, strict=True))
-            gates = {(slots[i][0].name, slots[i][1]): value for i, value in fixed.items()}
+        free = {place: slot.choices for place, slot in self._slots() if slot.used_when is None}
+        for choices in itertools.product(*free.values()):
+            gates = dict(zip(free, choices, strict=True))
             options: list[tuple[Value | None, ...]] = [
-                (fixed[i],) if i in fixed else slot.choices if _used(slot, gates) else (None,)
-                for i, (_, _, slot) in enumerate(slots)
+                (gates[place],) if place in gates else slot.choices if _used(slot, gates) else (None,)
+                for place, slot in self._slots()
             ]
             for values in itertools.product(*options):
                 yield self._assemble(values)
@@ -451,10 +450,10 @@ class SubnetSpace:
         """The axis of precisions, which is the last one."""
         return self.axes[-1] if self.axes and self.axes[-1].name == PRECISION else None
 
-    def _slots(self) -> Iterator[tuple[Axis, int, Slot]]:
+    def _slots(self) -> Iterator[tuple[Place, Slot]]:
         for axis in self.axes:
             for index, slot in enumerate(axis.slots):
-                yield axis, index, slot
+                yield (axis.name, index), slot
 
     def _sizes(self, values: AxisValues) -> dict[str, int]:
         computed: Mapping[str, Any] = self._resolve({n: v for n, v in values.items() if n != PRECISION})
@@ -487,19 +486,10 @@ class SubnetSpace:
         return tuple(values)
 
     def _canonical(self, given: Mapping[str, tuple[Any, ...]]) -> SubnetSpec:
-        gates = {
-            (axis.name, index): self._choice(axis, index, given[axis.name][index])
-            for axis, index, slot in self._slots()
-            if slot.used_when is None
-        }
-        return self._assemble(
-            gates[axis.name, index]
-            if slot.used_when is None
-            else self._choice(axis, index, given[axis.name][index])
-            if _used(slot, gates)
-            else None
-            for axis, index, slot in self._slots()
-        )
+        slots = list(self._slots())
+        chosen = {place: self._choice(place, slot, given) for place, slot in slots if slot.used_when is None}
+        chosen |= {p: self._choice(p, s, given) for p, s in slots if p not in chosen and _used(s, chosen)}
+        return self._assemble(chosen.get(place) for place, _ in slots)
 
     def _assemble(self, values: Iterator[Value | None] | tuple[Value | None, ...]) -> SubnetSpec:
         rest = iter(values)
@@ -508,8 +498,9 @@ class SubnetSpace:
             pairs.pop()
         return SubnetSpec(self.id, tuple(pairs))
 
-    def _choice(self, axis: Axis, index: int, value: Any) -> Value:
-        slot = axis.slots[index]
+    def _choice(self, place: Place, slot: Slot, given: Mapping[str, tuple[Any, ...]]) -> Value:
+        axis, index = place
+        value = given[axis][index]
         plain = value.item() if isinstance(value, np.generic) else value
         huge = isinstance(plain, int) and not -(2**63) <= plain < 2**63
         if isinstance(plain, int | float | str) and not isinstance(plain, bool) and not huge:
@@ -521,7 +512,7 @@ class SubnetSpace:
                 ):
                     return slot.aliases.get(legal, legal)
         raise IllegalChoice(
-            f"{self.name}: {axis.name}[{index}] ({slot.name}): {shown(value)} is not a choice; "
+            f"{self.name}: {axis}[{index}] ({slot.name}): {shown(value)} is not a choice; "
             f"choose from {', '.join(map(str, slot.choices))}"
         )
 
@@ -536,19 +527,19 @@ class SubnetSpace:
         ]
         covered = {(name, i, v) for spec in drawn for name, slots in spec.values for i, v in enumerate(slots)}
         yield from (self.smallest(), self.largest(), *drawn)
-        for axis, index, slot in self._slots():
+        for (axis, index), slot in self._slots():
             for choice in slot.choices:
-                if (axis.name, index, choice) not in covered:
+                if (axis, index, choice) not in covered:
                     values = {a.name: [s.choices[0] for s in a.slots] for a in self.axes}
                     if slot.used_when and slot.used_when.values:
                         values[slot.used_when.axis][slot.used_when.slot] = slot.used_when.values[0]
-                    values[axis.name][index] = choice
+                    values[axis][index] = choice
                     yield self._canonical({name: tuple(v) for name, v in values.items()})
 
     def _check_axes(self) -> None:
-        gates = {(a.name, i): s for a, i, s in self._slots() if s.used_when is None}
-        for axis, index, slot in self._slots():
-            where = f"{self.name}: {axis.name}[{index}] ({slot.name})"
+        gates = {place: slot for place, slot in self._slots() if slot.used_when is None}
+        for (axis, index), slot in self._slots():
+            where = f"{self.name}: {axis}[{index}] ({slot.name})"
             if not slot.choices or len(set(slot.choices)) != len(slot.choices):
                 raise SpecError(f"{where}: choices must be distinct and at least one, got {slot.choices}")
             flags = [choice for choice in slot.choices if isinstance(choice, bool)]
@@ -575,6 +566,6 @@ class SubnetSpace:
             )
 
 
-def _used(slot: Slot, gates: Mapping[tuple[str, int], Value]) -> bool:
+def _used(slot: Slot, gates: Mapping[Place, Value]) -> bool:
     when = slot.used_when
     return when is None or gates.get((when.axis, when.slot)) in when.values
