@@ -24,21 +24,18 @@ INITIAL_DEVIATION = 0.3
 
 
 class Variation:
-    """Crossover and mutation; every subnet that they make is legal. `axes` has the genes of every axis."""
+    """Crossover and mutation; every subnet that they make is legal."""
 
     def __init__(self, space: SubnetSpace, rng: np.random.Generator) -> None:
         self.space = space
         self.rng = rng
         self.slots = [slot for axis in space.axes for slot in axis.slots]
         self.counts = [len(slot.choices) for slot in self.slots]
-        ends = np.cumsum([len(axis.slots) for axis in space.axes])
-        self.axes = [range(end - len(a.slots), end) for a, end in zip(space.axes, ends, strict=True)]
 
     def spec(self, genes: Sequence[int]) -> SubnetSpec:
         """Return the subnet of the genes. Genes of slots that the subnet skips are ignored."""
-        values = [slot.choices[gene] for slot, gene in zip(self.slots, genes, strict=True)]
-        named = zip(self.space.axes, self.axes, strict=True)
-        return self.space.spec(**{axis.name: values[slots.start : slots.stop] for axis, slots in named})
+        rest = iter(genes)
+        return self.space.chosen(lambda choices: choices[next(rest)])
 
     def genes(self, spec: SubnetSpec) -> Genes:
         """Return the genes of a subnet. Genes of slots that the subnet skips are drawn at random."""
@@ -65,10 +62,10 @@ class Variation:
         """Yield without end what a search begins with: even levels, every axis alone, random ones."""
         for level in (0.0, 1.0, *np.linspace(0, 1, levels)[1:-1]):
             yield self.spec([round(level * (count - 1)) for count in self.counts])
-        for slots in self.axes:
-            for inside, outside in ((0, 1), (1, 0)):
-                ends = [inside if i in slots else outside for i in range(len(self.counts))]
-                yield self.spec([end * (count - 1) for end, count in zip(ends, self.counts, strict=True)])
+        axes = self.space.axes
+        for axis in axes:
+            for inside, outside in ((0, -1), (-1, 0)):
+                yield self.spec([inside if other is axis else outside for other in axes for _ in other.slots])
         while True:
             level = self.rng.uniform()
             share = np.clip(level + INITIAL_DEVIATION * self.rng.standard_normal(len(self.counts)), 0, 1)
