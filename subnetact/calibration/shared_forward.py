@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,12 +163,10 @@ class SharedForward:
         kwargs: Any = map_aggregate(node.kwargs, refer)
         operation = elementwise(node, leaves)
         module = leaves[str(node.target)] if node.op == "call_module" else None
-        what: Any
+        what: Any = node.op, node.target
         if operation is not None:
             what, kwargs = operation.name, {}
-        elif module is None:
-            what = node.op, node.target
-        else:
+        elif module is not None:
             what = self._signature(module, norm)
         key = what, self._frozen(args), self._frozen(kwargs)
         if key not in self._numbers:
@@ -248,10 +247,7 @@ class SharedForward:
         self, targets: Sequence[int], position: int, values: dict[int, Any], batch: int, check: bool
     ) -> None:
         missing = self._missing(targets, values)
-        pending: dict[int, int] = {}
-        for number in missing:
-            for value in set(self._steps[number].inputs):
-                pending[value] = pending.get(value, 0) + 1
+        pending = Counter(value for number in missing for value in set(self._steps[number].inputs))
         for number in sorted(missing):
             step = self._steps[number]
             kept = number in pending or self._next_use(number, position) is not None
