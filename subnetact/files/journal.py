@@ -72,12 +72,11 @@ class Journal:
         return ResumeMismatch(f"{self.path}: {what}, or remove {self._removable} to begin anew")
 
     def _write(self, records: Iterable[dict[str, Any]]) -> None:
-        known, lines = "", []
-        for line in ({**JOURNAL.header, "environment": self.environment}, *records):
-            text, known = signed(known, line)
-            lines.append(text)
+        known = ""
         with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
+            for line in ({**JOURNAL.header, "environment": self.environment}, *records):
+                text, known = signed(known, line)
+                file.write(text)
         self._sum, self._records = known, list(records)
 
     def _read(self, resume: bool) -> None:
