@@ -136,14 +136,7 @@ def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
         wanted, batches = checked(job, source)
         journal = open_journal(job, source)
-        selection = select_subnets(
-            source,
-            job.request,
-            wanted,
-            journal=journal,
-            batch_sizes=job.batch_sizes,
-            measure=partial(_quick_medians, job, source),
-        )
+        selection = select_subnets(wanted, journal, job.batch_sizes, partial(_quick_medians, job, source))
         accuracy = percentages(selection.accuracy, [spec.key for spec in selection.specs])
         warn_of_fractions(accuracy)
         calibrated = _calibrate(job, source, selection.specs, batches)

@@ -96,6 +96,8 @@ class SelectionRequest:
 class Wanted:
     """What a request comes to; `specs` is None if they are to be searched, `accuracy` if none is known."""
 
+    source: ProfileSource
+    request: SelectionRequest
     specs: list[SubnetSpec] | None
     accuracy: AccuracyFunction | None
     origin: str
@@ -115,7 +117,7 @@ def what_is_wanted(source: ProfileSource, request: SelectionRequest) -> Wanted:
     specs = _listed(source, request)
     if specs is None and request.fit_subnets:
         require_scipy()
-    return Wanted(specs, *_accuracy(source, request, specs))
+    return Wanted(source, request, specs, *_accuracy(source, request, specs))
 
 
 def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec] | None:
@@ -198,15 +200,10 @@ def _named_accuracy(name: str, source: ProfileSource) -> tuple[AccuracyFunction,
 
 
 def select_subnets(
-    source: ProfileSource,
-    request: SelectionRequest,
-    wanted: Wanted,
-    *,
-    journal: Journal,
-    batch_sizes: Sequence[int],
-    measure: MeasureLatencies,
+    wanted: Wanted, journal: Journal, batch_sizes: Sequence[int], measure: MeasureLatencies
 ) -> Selection:
     """Return the subnets of a request, the same ones whenever the journal is resumed."""
+    source, request = wanted.source, wanted.request
     statistics = journal.path.with_name("chosen-norms.safetensors")
     for line in journal.of("chosen"):
         with journal.fields():
@@ -216,7 +213,7 @@ def select_subnets(
             source.supernet.norms = NormTable.load(statistics)
         return selection
     if wanted.specs is None:
-        selection = _search(source, request, wanted, journal, batch_sizes, measure)
+        selection = _search(wanted, journal, batch_sizes, measure)
     else:
         function = wanted.accuracy or (lambda _: math.nan)
         percents = map(function, tqdm(wanted.specs, desc="accuracy", disable=None))
@@ -233,16 +230,12 @@ def select_subnets(
 
 
 def _search(
-    source: ProfileSource,
-    request: SelectionRequest,
-    wanted: Wanted,
-    journal: Journal,
-    batch_sizes: Sequence[int],
-    measure: MeasureLatencies,
+    wanted: Wanted, journal: Journal, batch_sizes: Sequence[int], measure: MeasureLatencies
 ) -> Selection:
     """Search for subnets that are not dominated; they are measured first if accuracies are known."""
-    supernet, count = source.supernet, request.count or 0
-    costs = CostModel(supernet, source.sample[None])
+    request, supernet = wanted.request, wanted.source.supernet
+    count = request.count or 0
+    costs = CostModel(supernet, wanted.source.sample[None])
     latencies: list[LatencyPredictor] = []
     if request.fit_subnets:
         some = supernet.space.sample(request.seed, request.fit_subnets)
