@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ofa_adapters.family import Family
 from subnetact.errors import CheckpointError, FileFormatError
@@ -20,7 +20,7 @@ from subnetact.files.documents import parse_json
 from subnetact.files.tensors import MODEL, SHARDS, read_model, read_tensors
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["fill", "match", "parsed_config", "read", "sizes_in", "unwrap"]
+__all__ = ["match", "parsed_config", "read", "require_finite", "sizes_in", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = (MODEL, "pytorch_model.bin")
@@ -171,26 +171,14 @@ def match(
     return given, "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names)
 
 
-def fill(
-    family: Family,
-    network: nn.Module,
-    tensors: Mapping[str, Tensor],
-    subject: str,
-    hint: str,
-    allow_nonfinite: bool,
-) -> None:
-    """Copy tensors into a network if all of them fit; otherwise leave the network unchanged."""
-    own = network.state_dict()
-    given, wrong = match(family, own, tensors)
-    if wrong:
-        raise CheckpointError(f"{subject} does not fit: {wrong}. {hint}")
-    wild = [n for n, t in given.items() if t.is_floating_point() and not t.float().isfinite().all()]
-    if wild and not allow_nonfinite:
+def require_finite(subject: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of which some have values that are NaN or infinite."""
+    wild = [n for n, t in tensors.items() if t.is_floating_point() and not t.float().isfinite().all()]
+    if wild:
         raise CheckpointError(
             f"{subject}: {len(wild)} tensors have values that are NaN or infinite: {_some(wild)}. "
             "The training diverged, or the file is damaged; allow_nonfinite=True loads it all the same"
         )
-    network.load_state_dict({**own, **given})
 
 
 def _some(names: list[str]) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ofa_adapters.checkpoint import fill, parsed_config, read, unwrap
+from ofa_adapters.checkpoint import match, parsed_config, read, require_finite, unwrap
 from ofa_adapters.family import Built, Family, Keys
 from ofa_adapters.features import Features
 from ofa_adapters.layout import plain
-from subnetact.errors import SpecError
+from subnetact.errors import CheckpointError, SpecError
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -138,7 +138,12 @@ def load(
         constructor = found.infer(tensors, constructor)
     network, space, elastic = _built(family, found, constructor)
     if tensors is not None:
-        fill(found, network, tensors, subject, _hint(recognised(tensors), family), allow_nonfinite)
+        weights, wrong = match(found, network.state_dict(), tensors)
+        if wrong:
+            raise CheckpointError(f"{subject} does not fit: {wrong}. {_hint(recognised(tensors), family)}")
+        if not allow_nonfinite:
+            require_finite(subject, weights)
+        network.load_state_dict(weights, strict=False)  # Those that are tied to others may be missing.
     supernet = put_operators_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
     if not found.packs:
