@@ -24,7 +24,10 @@ Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class MBConv(nn.Module):
-    """An inverted residual block; learned matrices make smaller kernels if `matrices`, crops otherwise."""
+    """An inverted residual block; learned matrices make smaller kernels if `matrices`, crops otherwise.
+
+    It has a residual connection if its input and output are alike, unless `residual` is false.
+    """
 
     def __init__(
         self,
@@ -36,8 +39,8 @@ class MBConv(nn.Module):
         activation: Activation,
         bn: Mapping[str, Any],
         squeeze: int | None = None,
-        residual: bool = False,
         matrices: bool = False,
+        residual: bool = True,
     ) -> None:
         super().__init__()
         self.expand_conv = None if mid is None else nn.Conv2d(in_, mid, 1, bias=False)
@@ -50,7 +53,7 @@ class MBConv(nn.Module):
         self.project_conv = nn.Conv2d(width, out, 1, bias=False)
         self.project_bn = nn.BatchNorm2d(out, **bn)
         self.activation = activation
-        self.residual = residual
+        self.residual = residual and stride == 1 and in_ == out
 
     def transform(self, x: Tensor) -> Tensor:
         """Map (N, in_, H, W) to (N, out, H / stride, W / stride), without the residual connection."""
@@ -189,9 +192,8 @@ class MobileLayout(Layout):
             out, stage = self.widths[2 + s], self.stages[s]
             mid, squeeze = full[f"block{i}.mid"], full[f"block{i}.squeeze"] if stage.squeeze else None
             stride = 1 if position else stage.stride
-            residual = stride == 1 and in_ == out
             blocks.append(
-                MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, residual, matrices)
+                MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, matrices)
             )
         last, *final, mixed = self.widths[1 + len(self.stages) :]
         widths, activations = (stem, last, mixed), (stem_act, head_act)

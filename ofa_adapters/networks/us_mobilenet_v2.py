@@ -109,8 +109,7 @@ def build(
     for i, (before, expansion, _, stride) in enumerate(layout.blocks):
         in_, out = full[before], full[f"block{i}.out"]
         mid = None if expansion == 1 else full[f"block{i}.mid"]
-        residual = stride == 1 and in_ == out
-        blocks.append(MBConv(in_, mid, out, (3,), stride, F.relu6, {}, residual=residual))
+        blocks.append(MBConv(in_, mid, out, (3,), stride, F.relu6, {}))
     tail = make_divisible(TAIL * max(layout.top, 1), minimum=1)  # The same at every width.
     widths = (full["stem"], full[f"block{len(blocks) - 1}.out"], tail)
     return layout.built(MobileNet(blocks, widths, None, (F.relu6, F.relu6), num_classes, {}))
