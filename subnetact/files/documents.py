@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from subnetact.errors import FileFormatError, MissingFile, SubnetActError
-from subnetact.files.atomic import one_version, read_regular, replacing, replacing_folder, require_regular
+from subnetact.files.atomic import (
+    StrPath,
+    one_version,
+    read_regular,
+    replacing,
+    replacing_folder,
+    require_regular,
+)
 from subnetact.files.schema import violation
 
 __all__ = ["DocumentFormat", "FolderFormat", "checksum", "described", "parse_json", "write_json"]
 
 Result = TypeVar("Result")
+Errors: TypeAlias = tuple[type[Exception], ...]
 
 _DAMAGED = (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError)
 
@@ -36,7 +43,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def write_json(path: str | os.PathLike[str], found: Any) -> None:
+def write_json(path: StrPath, found: Any) -> None:
     """Write a result as JSON; an earlier file is replaced as a whole."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -56,25 +63,23 @@ class DocumentFormat:
         """The fields that every document of this kind begins with."""
         return {"kind": self.kind, "schema": self.schema}
 
-    def write(
-        self, path: str | os.PathLike[str], facts: Mapping[str, Any], indent: int | None = None
-    ) -> None:
+    def write(self, path: StrPath, facts: Mapping[str, Any], indent: int | None = None) -> None:
         """Write a document of the header and these facts; ValueError if a number is not finite."""
         text = json.dumps({**self.header, **facts}, indent=indent, allow_nan=False)
         with replacing(path) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
 
-    def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def read(self, path: StrPath) -> dict[str, Any]:
         """Return all fields of a document, including those of the header."""
         return self.parsed(path, self._bytes(path))
 
-    def parsed(self, place: str | os.PathLike[str], text: str | bytes) -> dict[str, Any]:
+    def parsed(self, place: StrPath, text: str | bytes) -> dict[str, Any]:
         """Return all fields of a document that is given as text; `place` is for messages."""
         document = self._parsed(place, text)
         self.check(document, place)
         return dict(document)
 
-    def read_lines(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Any], int]:
+    def read_lines(self, path: StrPath) -> tuple[dict[str, Any], list[Any], int]:
         """Return the first line, the other complete lines, and the number of bytes of all of them."""
         raw = self._bytes(path)
         complete = raw[: raw.rfind(b"\n") + 1]
@@ -83,13 +88,13 @@ class DocumentFormat:
         self.check(header, path)
         return header, documents, len(complete)
 
-    def _bytes(self, path: str | os.PathLike[str]) -> bytes:
+    def _bytes(self, path: StrPath) -> bytes:
         try:
             return read_regular(path)
         except MissingFile as error:
             raise MissingFile(f"{path}: no file is there, expected {self.noun}; {self.next_step}") from error
 
-    def _parsed(self, place: str | os.PathLike[str], text: str | bytes) -> Any:
+    def _parsed(self, place: StrPath, text: str | bytes) -> Any:
         try:
             return parse_json(text)
         except ValueError as error:
@@ -97,7 +102,7 @@ class DocumentFormat:
                 f"{place}: not readable as {self.noun} ({error}); {self.next_step}"
             ) from error
 
-    def check(self, document: Any, path: str | os.PathLike[str]) -> None:
+    def check(self, document: Any, path: StrPath) -> None:
         """Raise FileFormatError unless a document is of this kind and schema; `path` is for messages."""
         if not isinstance(document, Mapping) or document.get("kind") != self.kind:
             raise FileFormatError(
@@ -111,10 +116,7 @@ class DocumentFormat:
 
     @contextmanager
     def fields(
-        self,
-        path: str | os.PathLike[str],
-        passing: tuple[type[Exception], ...] = (SubnetActError,),
-        damaged: tuple[type[Exception], ...] = (),
+        self, path: StrPath, passing: Errors = (SubnetActError,), damaged: Errors = ()
     ) -> Iterator[None]:
         """Turn KeyError and the like, and those of `damaged`, apart from `passing`, into FileFormatError."""
         try:
@@ -138,7 +140,7 @@ class FolderFormat(DocumentFormat):
     json_schema: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def writing(self, directory: str | os.PathLike[str], facts: Mapping[str, Any]) -> Iterator[Path]:
+    def writing(self, directory: StrPath, facts: Mapping[str, Any]) -> Iterator[Path]:
         """Yield a folder to fill; then write the index with `facts`, and move the folder into place.
 
         Files that others put into the former version, which its index does not list, are kept.
@@ -162,10 +164,7 @@ class FolderFormat(DocumentFormat):
                 shutil.copy2(path, folder)
 
     def read_version(
-        self,
-        directory: str | os.PathLike[str],
-        read: Callable[[Path, dict[str, Any]], Result],
-        verify: bool = True,
+        self, directory: StrPath, read: Callable[[Path, dict[str, Any]], Result], verify: bool = True
     ) -> Result:
         """Return what `read` returns of a folder and its index; `read` may be called twice.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from subnetact.errors import FileFormatError, ResumeMismatch
-from subnetact.files.atomic import replacing
+from subnetact.files.atomic import StrPath, replacing
 from subnetact.files.documents import DocumentFormat
 
 __all__ = ["Journal", "differing", "signed"]
@@ -29,11 +29,7 @@ class Journal:
     """Records in the order of writing; `folder` is what a user removes to begin anew, if not the file."""
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        environment: Mapping[str, Any],
-        resume: bool = True,
-        folder: Path | None = None,
+        self, path: StrPath, environment: Mapping[str, Any], resume: bool = True, folder: Path | None = None
     ) -> None:
         self.path = Path(path)
         self.environment = json.loads(json.dumps(dict(environment)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact.errors import FileFormatError
-from subnetact.files.atomic import read_regular, replacing, require_regular
+from subnetact.files.atomic import StrPath, read_regular, replacing, require_regular
 from subnetact.files.documents import DocumentFormat, parse_json
 
 __all__ = [
@@ -41,7 +40,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def write_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: StrPath, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write contiguous tensors, no two of which share memory, into a safetensors file, atomically."""
     with replacing(path) as temporary:
@@ -51,7 +50,7 @@ def write_tensors(
             raise OSError(str(error)) from error
 
 
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def read_tensors(path: StrPath) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file by name; together they are at most as large as the file."""
     require_regular(path)
     try:
@@ -62,7 +61,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 @contextmanager
 def documented_tensors(
-    path: str | os.PathLike[str], kind: DocumentFormat, passing: tuple[type[Exception], ...] = ()
+    path: StrPath, kind: DocumentFormat, passing: tuple[type[Exception], ...] = ()
 ) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Yield the document in the metadata of a safetensors file, and the tensors; errors as `fields` does."""
     require_regular(path)
