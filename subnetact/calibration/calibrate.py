@@ -201,15 +201,11 @@ def _pass(
     unchecked: Supernet | None,
     require: Callable[[], None],
 ) -> None:
-    length = len(batches) if isinstance(batches, Sized) else None
     subnets = len(run.specs)
-    with tqdm(
-        total=None if length is None else length * subnets,
-        desc=f"calibrating {subnets} subnets",
-        unit=" subnet batches",
-        disable=not progress or None,
-        leave=None,
-    ) as bar:
+    total = len(batches) * subnets if isinstance(batches, Sized) else None
+    title = f"calibrating {subnets} subnets"
+    bar = tqdm(total=total, desc=title, unit=" subnet batches", disable=not progress or None, leave=None)
+    with bar:
         for i, batch in enumerate(batches):
             x = map_tensors(lambda t: t.to(run.device), inputs(batch))
             kept.take(x)
