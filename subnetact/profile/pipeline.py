@@ -150,17 +150,14 @@ def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
 
 
 def _runner(
-    job: ProfileJob,
-    source: ProfileSource,
-    specs: Sequence[SubnetSpec],
-    accuracy: Sequence[float | None] | None = None,
+    job: ProfileJob, source: ProfileSource, specs: Sequence[SubnetSpec], accuracy: Sequence[float | None] = ()
 ) -> TimedRunner:
     engine = Engine(
         source.supernet,
         specs,
         example=source.sample[None],
         device=job.device,
-        accuracy=accuracy,
+        accuracy=accuracy or None,
         allow_uncalibrated=True,
         **mode_options(job.mode, job.memory_budget_mb),
     )
