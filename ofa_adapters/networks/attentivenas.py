@@ -254,16 +254,12 @@ def build(
     layout = AttentiveNASLayout.of(DEFAULT if supernet_cfg is None else supernet_cfg)
     bn = {"momentum": bn_param[0], "eps": bn_param[1]}
     first, *_, before, last = layout.stages.values()
-    network = MobileNet(
-        [ShortcutBlock(slot, bn) for slot in layout.blocks],
-        (first.widths[-1], before.widths[-1], last.widths[-1]),
-        HEAD_EXPANSION * before.widths[-1] if layout.v3_head else None,
-        (first.activation, last.activation),
-        n_classes,
-        bn,
-        stride=first.stride,
-        resize=Resize(layout.resolutions[-1]),
-    )
+    blocks = [ShortcutBlock(slot, bn) for slot in layout.blocks]
+    widths = (first.widths[-1], before.widths[-1], last.widths[-1])
+    activations = (first.activation, last.activation)
+    final = HEAD_EXPANSION * before.widths[-1] if layout.v3_head else None
+    resize = Resize(layout.resolutions[-1])
+    network = MobileNet(blocks, widths, final, activations, n_classes, bn, stride=first.stride, resize=resize)
     return layout.built(network)
 
 
@@ -288,7 +284,7 @@ def head_names(v3_head: bool) -> Names:
 
 FAMILY = Family(
     build,
-    (
+    names=(
         *block_names("blocks.#", "mobile_inverted_conv", "{0}.{0}"),
         ("blocks.#.shortcut.conv.conv", "blocks.#.shortcut.conv"),
         *((f"first_conv.{k}.{k}", f"first_{k}") for k in KINDS),

@@ -115,20 +115,15 @@ def build(
     if fixed_kernel:
         # Upstream indexes a list of four entries per stage by block position, even if stages are shorter.
         fixed = tuple(STAGE_KERNELS[i // SLOTS_PER_STAGE] for i in range(depths[-1] * len(STAGE_KERNELS)))
-    layout = CompoundLayout(
-        tuple(make_divisible(width * multipliers[0]) for width in WIDTHS),
-        choices(ks_list),
-        expands,
-        depths,
-        fixed,
-        dict(zip(depths, expands, strict=True)) if compound else None,
-    )
+    widths = tuple(make_divisible(width * multipliers[0]) for width in WIDTHS)
+    ratios = dict(zip(depths, expands, strict=True)) if compound else None
+    layout = CompoundLayout(widths, choices(ks_list), expands, depths, fixed, ratios)
     return layout.build(n_classes, bn_param, dropout_rate, kernel_transform_mode)
 
 
 FAMILY = Family(
     build,
-    mobile_names("mobile_inverted_conv"),
+    names=mobile_names("mobile_inverted_conv"),
     spellings=SPELLINGS,
     source="gatech-sysml/CompOFA",
     licence="Apache-2.0",
