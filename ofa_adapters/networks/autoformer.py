@@ -242,7 +242,7 @@ def build(
 
 FAMILY = Family(
     build,
-    (
+    names=(
         ("patch_embed_super.proj", "patch_embed"),
         ("blocks.#.attn.qkv", "blocks.#.qkv"),
         ("blocks.#.attn.proj", "blocks.#.proj"),

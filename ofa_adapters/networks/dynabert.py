@@ -248,7 +248,7 @@ ROBERTA = (
 
 FAMILY = Family(
     build,
-    (*BERT, *ROBERTA),
+    names=(*BERT, *ROBERTA),
     spellings=(
         (r"^bert\.|^roberta\.(?!pooler\.)", ""),
         (r"LayerNorm\.gamma$", "LayerNorm.weight"),

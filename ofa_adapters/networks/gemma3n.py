@@ -164,7 +164,6 @@ def settings(directory: str | PathLike[str]) -> dict[str, Any]:
 
 FAMILY = Family(
     build,
-    (),
     spellings=(
         (r"^(model\.language_model|language_model\.model)\.", "model."),
         (r"^language_model\.lm_head\.", "lm_head."),

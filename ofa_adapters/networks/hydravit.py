@@ -122,7 +122,7 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
 
 FAMILY = Family(
     build,
-    (
+    names=(
         ("patch_embed.proj", "patch_embed"),
         *((f"blocks.#.attn.{part}", f"blocks.#.{part}") for part in ("qkv", "proj")),
         *((f"blocks.#.mlp.{part}", f"blocks.#.{part}") for part in ("fc1", "fc2")),

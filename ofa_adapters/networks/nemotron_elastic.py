@@ -294,7 +294,6 @@ def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 FAMILY = Family(
     build,
-    (),
     spellings=((r"^backbone\.", "model."), (r"^model\.embedding\.", "model.embeddings.")),
     source="huggingface/transformers, NVIDIA/Megatron-LM",
     licence="Apache-2.0",

@@ -61,7 +61,7 @@ def _recognises(keys: Keys) -> bool:
 
 FAMILY = Family(
     build,
-    mobile_names("conv"),
+    names=mobile_names("conv"),
     spellings=SPELLINGS,
     source="mit-han-lab/once-for-all",
     licence="MIT",

@@ -64,7 +64,7 @@ def build(
 
 FAMILY = Family(
     build,
-    mobile_names("conv"),
+    names=mobile_names("conv"),
     spellings=SPELLINGS,
     source="mit-han-lab/once-for-all",
     licence="MIT",

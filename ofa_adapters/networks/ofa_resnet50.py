@@ -219,7 +219,7 @@ def build(
 
 FAMILY = Family(
     build,
-    (
+    names=(
         *((f"input_stem.{i}.{kind}.{kind}", f"input_stem.{i}.{kind}") for i in (0, 2) for kind in KINDS),
         *((f"input_stem.1.conv.{kind}.{kind}", f"input_stem.1.{kind}") for kind in KINDS),
         *((f"blocks.#.conv{i}.{kind}.{kind}", f"blocks.#.{kind}{i}") for i in (1, 2, 3) for kind in KINDS),

@@ -131,7 +131,7 @@ def build(
 
 FAMILY = Family(
     build,
-    (
+    names=(
         ("features.0.0", "input_stem.conv"),
         ("features.0.1.bn", "input_stem.bn"),
         *((f"features.#+1.body.{3 * i}", f"blocks.#.conv{i + 1}") for i in range(3)),

@@ -119,7 +119,7 @@ PARTS = ("expand_conv", "expand_bn", "depth_conv", "depth_bn", "project_conv", "
 
 FAMILY = Family(
     build,
-    (
+    names=(
         ("features.0.0", "first_conv"),
         ("features.0.1", "first_bn"),
         # The first block has no expansion.
