@@ -66,14 +66,10 @@ class TrainingRun:
         """Take the steps that are left, and save from time to time and at the end."""
         facts, began = self.facts, time.perf_counter() - self.facts["seconds"]
         saved, progress = time.perf_counter(), self.progress
-        total = self.steps if self.minutes is None else round(60 * self.minutes)
-        with tqdm(
-            total=total,
-            initial=facts["step"] if self.minutes is None else min(round(facts["seconds"]), total or 0),
-            desc="distilling",
-            unit=" steps" if self.minutes is None else " s",
-            disable=not progress or None,
-        ) as bar:
+        unit, total = (" steps", self.steps) if self.minutes is None else (" s", round(60 * self.minutes))
+        done = facts["step"] if self.minutes is None else min(round(facts["seconds"]), total or 0)
+        bar = tqdm(total=total, initial=done, desc="distilling", unit=unit, disable=not progress or None)
+        with bar:
             while self._share() < 1.0:
                 before = [(buffer, buffer.clone()) for buffer in self.supernet.buffers()]
                 try:
