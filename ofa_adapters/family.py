@@ -51,8 +51,8 @@ class Family:
         source: the repository that publishes the architecture.
         licence: the licence of that repository's code. This package copies none of that code.
         recognises: tells from the names in a state_dict whether it may belong to this family.
-        names: the names in an upstream state_dict, and those of the plain network, if they differ. Checkpoints
-            are loaded by the table from left to right, and written from right to left.
+        names: the names in an upstream state_dict, and those of the plain network. Checkpoints are loaded by
+            the table from left to right, and written from right to left. By default, they are the same.
         ordinary: what has the same names without belonging to the family, such as "a vision transformer of
             timm". If None, no other model has these names.
         checkpoints: names under which upstream publishes weights.

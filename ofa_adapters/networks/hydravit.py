@@ -88,12 +88,10 @@ def build(
     trained = choices(range(min(FEWEST_HEADS, num_heads), num_heads + 1) if heads is None else heads)
     if any(type(h) is not int or not 1 <= h <= num_heads for h in trained):
         raise SpecError(f"hydravit: heads are whole numbers from 1 to {num_heads}, got {trained}")
-    blocks = [
-        TransformerBlock(
-            nn.Linear(embed_dim, 3 * embed_dim), MLP_RATIO, EPS, proj_drop_rate, attn_drop_rate, rate
-        )
-        for rate in np.linspace(0, drop_path_rate, depth).tolist()
-    ]
+    blocks = []
+    for rate in np.linspace(0, drop_path_rate, depth).tolist():
+        qkv = nn.Linear(embed_dim, 3 * embed_dim)
+        blocks.append(TransformerBlock(qkv, MLP_RATIO, EPS, proj_drop_rate, attn_drop_rate, rate))
     layout = HydraViTLayout(trained, embed_dim, depth)
     return layout.built(VisionTransformer(blocks, arguments, EPS, pos_drop_rate, drop_rate))
 
