@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from subnetact.errors import FileFormatError, MissingFile, SubnetActError, WriteError
 
@@ -26,16 +26,14 @@ try:
 except ImportError:  # Windows has no such locks; what killed writers leave is not removed there.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["StrPath", "one_version", "read_regular", "replacing", "replacing_folder", "require_regular"]
-
-StrPath: TypeAlias = str | os.PathLike[str]
+__all__ = ["one_version", "read_regular", "replacing", "replacing_folder", "require_regular"]
 Result = TypeVar("Result")
 SUFFIX = "partial"
 MOST_READS = 100
 """How often a reader begins again because the folder was replaced while the reader was at work."""
 
 
-def require_regular(path: StrPath) -> None:
+def require_regular(path: str | os.PathLike[str]) -> None:
     """Raise MissingFile or FileFormatError unless a path is an ordinary file, so that reading it ends."""
     try:
         mode = os.stat(path).st_mode
@@ -47,7 +45,7 @@ def require_regular(path: StrPath) -> None:
         raise FileFormatError(f"{path}: not readable, it is {_kind(mode)} and not a file; give a file")
 
 
-def read_regular(path: StrPath) -> bytes:
+def read_regular(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of an ordinary file; MissingFile or FileFormatError if it cannot be read."""
     require_regular(path)
     try:
@@ -57,7 +55,7 @@ def read_regular(path: StrPath) -> bytes:
 
 
 @contextmanager
-def replacing(path: StrPath) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` (or what it links to) on success, and goes on error."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
@@ -76,7 +74,7 @@ def replacing(path: StrPath) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_folder(path: StrPath, marker: str, noun: str) -> Iterator[Path]:
+def replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> Iterator[Path]:
     """Yield a temporary folder that replaces `path`: new, empty, or a folder that holds the file `marker`."""
     target = Path(os.path.realpath(path))
     former = _former(target)
@@ -98,7 +96,7 @@ def replacing_folder(path: StrPath, marker: str, noun: str) -> Iterator[Path]:
                 _remove(former)
 
 
-def one_version(path: StrPath, read: Callable[[Path], Result]) -> Result:
+def one_version(path: str | os.PathLike[str], read: Callable[[Path], Result]) -> Result:
     """Return what `read` returns of a folder; it is called again if the folder is replaced meanwhile."""
     target = Path(path)
     former = _former(Path(os.path.realpath(target)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,19 +18,13 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from subnetact.errors import FileFormatError, MissingFile, SubnetActError
-from subnetact.files.atomic import (
-    StrPath,
-    one_version,
-    read_regular,
-    replacing,
-    replacing_folder,
-    require_regular,
-)
+from subnetact.files.atomic import one_version, read_regular, replacing, replacing_folder, require_regular
 from subnetact.files.schema import violation
 
-__all__ = ["DocumentFormat", "FolderFormat", "checksum", "described", "parse_json", "write_json"]
+__all__ = ["DocumentFormat", "FolderFormat", "StrPath", "checksum", "described", "parse_json", "write_json"]
 
 Result = TypeVar("Result")
+StrPath: TypeAlias = str | os.PathLike[str]
 Errors: TypeAlias = tuple[type[Exception], ...]
 
 _DAMAGED = (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from subnetact.errors import FileFormatError, ResumeMismatch
-from subnetact.files.atomic import StrPath, replacing
-from subnetact.files.documents import DocumentFormat
+from subnetact.files.atomic import replacing
+from subnetact.files.documents import DocumentFormat, StrPath
 
 __all__ = ["Journal", "differing", "signed"]
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact.errors import FileFormatError
-from subnetact.files.atomic import StrPath, read_regular, replacing, require_regular
-from subnetact.files.documents import DocumentFormat, parse_json
+from subnetact.files.atomic import read_regular, replacing, require_regular
+from subnetact.files.documents import DocumentFormat, StrPath, parse_json
 
 __all__ = [
     "MODEL",
