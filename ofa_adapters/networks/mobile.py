@@ -226,14 +226,10 @@ def mbconv_elastic(
 
 def block_names(block: str, inside: str, kind: str) -> Names:
     """Return the names in a block; `kind` is how upstream names the convolution or BatchNorm of a layer."""
-    layers = {"inverted_bottleneck": "expand", "depth_conv": "depth", "point_linear": "project"}
-    path = f"{block}.{inside}"
+    layers = (("inverted_bottleneck", "expand"), ("depth_conv", "depth"), ("point_linear", "project"))
+    path, parts = f"{block}.{inside}", [(*layer, k) for layer in layers for k in KINDS]
     return (
-        *(
-            (f"{path}.{name}.{kind.format(k)}", f"{block}.{layers[name]}_{k}")
-            for name in layers
-            for k in KINDS
-        ),
+        *((f"{path}.{name}.{kind.format(k)}", f"{block}.{own}_{k}") for name, own, k in parts),
         (f"{path}.depth_conv.conv.#to#_matrix", f"{block}.depth_conv.#to#_matrix"),
         *((f"{path}.depth_conv.se.fc.{way}", f"{block}.squeeze_{way}") for way in ("reduce", "expand")),
     )
