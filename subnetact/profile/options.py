@@ -70,8 +70,7 @@ def _kind(hint: Any) -> dict[str, Any] | None:
 
 def call_with_options(target: Callable[..., Result], args: argparse.Namespace, **more: Any) -> Result:
     """Call a dataclass or a function with the options that it has parameters for, and with `more`."""
-    given = {
-        name: getattr(args, name) for name in inspect.signature(target).parameters if hasattr(args, name)
-    }
+    parameters = inspect.signature(target).parameters
+    given = {name: value for name, value in vars(args).items() if name in parameters}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return target(**{**given, **lists, **more})

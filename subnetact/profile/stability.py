@@ -51,12 +51,8 @@ def statistics_of(
         if clock not in windows[0]:
             continue
         times = np.concatenate([window[clock] for window in windows])
-        values = {
-            "mean": times.mean(),
-            "std": times.std(),
-            "min": times.min(),
-            **{quantile_name(q): np.percentile(times, q) for q in quantiles},
-        }
+        values = {"mean": times.mean(), "std": times.std(), "min": times.min()}
+        values |= {quantile_name(q): np.percentile(times, q) for q in quantiles}
         found |= {f"{prefix}{key}": float(value) for key, value in values.items()}
         found["runs"] = float(len(times))
     return found
