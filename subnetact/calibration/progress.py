@@ -43,12 +43,11 @@ class Progress:
         self._stored: dict[str, Any] = {"run": {}, "given": 0, "seconds": 0.0, "first": "", "digest": ""}
         if path is None:
             return
-        rules = sorted({rule or norm.rule for norm in supernet.norm_operators().values()})
         keys = blake2b("\n".join(sorted(spec.key for spec in specs)).encode(), digest_size=8)
         environment = {
             "weights": supernet.fingerprint(),
             "subnets": f"{len(specs)} of {supernet.space.id}, {keys.hexdigest()}",
-            "rule": ", ".join(rules),
+            "rule": ", ".join(sorted({rule or norm.rule for norm in supernet.norm_operators().values()})),
             "device": supernet.device.type,
             "versions": f"subnetact {__version__}, torch {torch.__version__}",
         }

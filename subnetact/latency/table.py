@@ -308,13 +308,11 @@ class LatencyTable:
                 "the tables have no measured cell in common; compare tables of the same subnets and batch "
                 f"sizes ({self!r} and {other!r})"
             )
-        only = [int(np.isfinite(cells).sum() - both) for cells in compared]
+        first, second = (int(np.isfinite(cells).sum() - both) for cells in compared)
         names = [name for name in {**self.stamp, **other.stamp} if name != "measured"]
         facts = {name: (self.stamp.get(name), other.stamp.get(name)) for name in names}
         differing = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
-        return Comparison(
-            tuple(keys), tuple(sizes), ratios, statistic or "latency", only[0], only[1], differing
-        )
+        return Comparison(tuple(keys), tuple(sizes), ratios, statistic or "latency", first, second, differing)
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as dictionaries, lists, strings and numbers, for `from_json`."""

@@ -87,8 +87,7 @@ class DistillationReport:
         first.set(xlabel="subnet, the largest first", ylabel=f"{self.metric}, held-out data")
         if self.metric == "perplexity":
             first.set_yscale("log")
-        names = ("largest", "smallest", "random")
-        for i, name in enumerate(names, 1):
+        for i, name in enumerate(("largest", "smallest", "random"), 1):
             points = [(entry[0], entry[i]) for entry in self.losses if entry[i] == entry[i]]
             if points:
                 second.plot(*zip(*points, strict=True), label=name, linewidth=1)
