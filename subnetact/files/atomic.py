@@ -27,6 +27,7 @@ except ImportError:  # Windows has no such locks; what killed writers leave is n
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["one_version", "read_regular", "replacing", "replacing_folder", "require_regular"]
+
 Result = TypeVar("Result")
 SUFFIX = "partial"
 MOST_READS = 100
