@@ -137,8 +137,6 @@ class SubnetSpace:
         dimensions: the names of the dimensions, in the order of size rows.
         id: the name and a hash of the axes, the dimensions and the sizes of all subnets of a small space, or
             of a fixed sample of a large one in which every choice occurs. Specifications and tables carry it.
-        resolve: returns the size row of a specification, one size per dimension; `SpecError` if it is of
-            another space. The last 4,096 results are cached.
 
     Raises:
         SpecError: the axes contradict themselves, an axis has the name `precision`, a choice is a truth
@@ -181,7 +179,10 @@ class SubnetSpace:
 
     @cached_property
     def resolve(self) -> Callable[[SubnetSpec], SizeRow]:
-        """The function from a specification to its size row, with a cache of its own in every space."""
+        """The function that returns the size row of a specification, one size per dimension.
+
+        It raises `SpecError` if the specification is of another space. The last 4,096 results are cached.
+        """
         return lru_cache(maxsize=4096)(lambda spec: self._sizes_of(self.check(spec)))
 
     def __getstate__(self) -> dict[str, Any]:
