@@ -176,11 +176,12 @@ class Engine:
 
     def _open(self, supernet: Supernet, config: EngineConfig, check: bool | None) -> None:
         """Set the engine up; unless `check` is None, after a try of what it is to serve."""
-        config = config.checked(as_supernet(supernet))
+        check_weights(as_supernet(supernet))
+        self._budget = budget_bytes(config.memory_budget_mb, weight_bytes(supernet))
+        self.device = supernet.device if config.device is None else find_device(config.device)
+        config = config.checked(supernet)
         if check is not None and not config.allow_uncalibrated:
             supernet.require_calibrated(config.served)
-        check_weights(supernet)
-        self.device = supernet.device if config.device is None else find_device(config.device)
         self._casts = partial(torch.is_autocast_enabled, self.device.type)
         self.supernet = supernet
         if self.device != supernet.device:
@@ -199,7 +200,6 @@ class Engine:
         self._served: dict[int, ReadySubnet] = {}
         self._compiler = None if config.compile is None else Compiler(config.compile)
         backend = graph_backend(self.device)
-        self._budget = budget_bytes(config.memory_budget_mb, weight_bytes(supernet))
         for_graphs = 0 if backend is None else self._budget if self._never_fuses() else self._budget // 2
         self._graphs = Graphs(Budget(for_graphs), backend) if backend and for_graphs else None
         programs = Budget(self._budget - for_graphs)
