@@ -157,7 +157,7 @@ class Plan:
         self._reasons: dict[int, _Reason] = {}
         self._slower: dict[int, str] = {}  # what `slower_because` said
         self._sizes: dict[int, int] = {}  # bytes of the programs, estimated until they were made
-        self._warned = False
+        self._level = logging.WARNING  # of the first failure
 
     def __contains__(self, subnet: int) -> bool:
         return subnet in self._programs
@@ -171,12 +171,10 @@ class Plan:
 
     def program(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | None:
         """Return the program of a planned subnet, made again if necessary; None if the view has to run."""
-        if subnet.id not in self._programs:
-            return None
         found = self._programs.get(subnet.id)
         if found is not None and found.is_of(bound):
             return found
-        if not self._making.acquire(blocking=False):
+        if subnet.id not in self._programs or not self._making.acquire(blocking=False):
             return None  # Another thread makes programs; views answer meanwhile.
         try:
             found = self._programs.get(subnet.id)
@@ -298,9 +296,8 @@ class Plan:
                 return None
             why, moment = "its forward changes its own buffers", bound.moment()
         if why:
-            level = logging.DEBUG if self._warned else logging.WARNING
-            self._warned = True
-            _log.log(level, "%s runs as a view, not as a fused program: %s", subnet, why)
+            _log.log(self._level, "%s runs as a view, not as a fused program: %s", subnet, why)
+            self._level = logging.DEBUG
             return _Reason(why, moment)
         self._sizes[subnet.id] = program.nbytes
         holder = object()
