@@ -55,14 +55,13 @@ class FusedProgram:
         self.values: dict[str, Any] = {}
         self.paths: dict[str, str] = {}  # for layers that the network lacks, one that they stand for
         self.blocks: list[Callable[[Any], Any]] | None = None  # `blocks.py` keeps the parts of the graph here
-        self.forward: Callable[..., Any]
+        self.forward: Callable[..., Any] = view
         if traced:
             self.graph = self._fused(view, probe)
             self.forward = graph_function(self.graph, self.values)
             packed = list(self.values.values())
         else:
             packed = pack_linears_(use_fast_convs_(view))
-            self.forward = view
         self._convs = [layer for layer in packed if isinstance(layer, PackedConv)]
         self._linears = [layer for layer in packed if isinstance(layer, PackedLinear)]
         if not self._convs and not self._linears:
@@ -102,7 +101,6 @@ class FusedProgram:
         self._overwrite_added(graph)
         used = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
         self.values = {name: value for name, value in self.values.items() if name in used}
-        graph.lint()
         return graph
 
     def _fuse_conv(self, graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], merge: bool) -> None:
