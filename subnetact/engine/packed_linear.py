@@ -30,7 +30,7 @@ __all__ = ["PackedLinear", "can_pack_linear", "is_intel", "pack_linears_", "pack
 _MKL = torch.backends.mkl.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkl, "_mkl_linear"
 )
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_linear_pointwise"
 )
 _PACKING = new_lock()  # Shared by all engines: a weight that is being packed is in memory twice.
@@ -88,10 +88,10 @@ class PackedLinear(nn.Module):
         self.outputs, self.inputs = whole.shape
         self.plain = whole if len(weights) == 1 else None
         self.mkl: Tensor | None = None
-        if is_intel() or not _ONEDNN:
+        if is_intel() or not ONEDNN:
             self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, whole, MKL_ROWS)
         self.onednn: Tensor | None = None
-        if _ONEDNN and (self.mkl is None or min(whole.shape) <= LARGEST_ONEDNN_WIDTH):
+        if ONEDNN and (self.mkl is None or min(whole.shape) <= LARGEST_ONEDNN_WIDTH):
             self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, whole, ONEDNN_ROWS)
         self.from_rows = ONEDNN_ROWS  # From how many rows oneDNN computes the product.
         if self.mkl is None:
