@@ -7,6 +7,7 @@ one sample, that takes about as long as the smaller half of a network's layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,6 @@ def _forward_of(layer: Any) -> Callable[..., Any]:
         return layer  # type: ignore[no-any-return]
     if not (layer._parameters or layer._buffers or layer._modules):
         return layer.forward  # type: ignore[no-any-return]
-    quick = object.__new__(type(layer))
-    quick.__dict__.update(layer.__dict__)
+    quick = copy(layer)
     quick.__dict__.update({**layer._buffers, **layer._modules, **layer._parameters})
     return quick.forward  # type: ignore[no-any-return]
