@@ -53,8 +53,7 @@ class ExportedEngine:
         self,
         programs: Sequence[Callable[..., Any]],
         config: EngineConfig,
-        fingerprint: str,
-        dynamic_batch: bool,
+        facts: Mapping[str, Any],
         device: torch.device,
     ) -> None:
         self._programs = tuple(programs)
@@ -62,8 +61,8 @@ class ExportedEngine:
         self.keys = tuple(spec.key for spec in self.specs)
         self.ids = tuple(range(len(programs)))
         self.accuracy = tuple(config.accuracy or ())
-        self.fingerprint = fingerprint
-        self.dynamic_batch = dynamic_batch
+        self.fingerprint: str = facts["fingerprint"]
+        self.dynamic_batch: bool = facts["dynamic_batch"]
         self.device = device
         self.sample = config.sample
         self._stager = Stager(device)
@@ -193,7 +192,7 @@ def _read(
         load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
         bar = tqdm(names, desc="loading subnets", disable=not progress or None)
         programs = [load(folder / name, own) for name, own in zip(bar, tensors, strict=True)]
-        return ExportedEngine(programs, config, facts["fingerprint"], facts["dynamic_batch"], home)
+        return ExportedEngine(programs, config, facts, home)
 
 
 def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:

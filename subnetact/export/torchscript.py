@@ -126,10 +126,9 @@ def to_torchscript(
     norms, sizes = tuple(supernet.norm_operators()), len(supernet.space.dimensions)
     columns = [] if policy is None else list(policy.table.pad_index)
     steps = [] if policy is None else policy.steps()
-    slacks, decisions = [slacks for slacks, _ in steps], [decisions for _, decisions in steps]
     with quiet():
         network = record_network(supernet.network.requires_grad_(False).eval(), list(inputs), norms, sizes)
-        whole = ScriptedSubnets(network, rows, means, variances, keys, columns, slacks, decisions)
+        whole = ScriptedSubnets(network, rows, means, variances, keys, columns, steps)
         scripted: Any = torch.jit.script(whole.eval())
         scripted.define(_forward(inputs))
     for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
