@@ -75,7 +75,6 @@ class _Recording:
     def __init__(self, path: str, starts: Mapping[str, int], registered: set[int]) -> None:
         self.path = path
         self.starts = starts  # where the statistics of BatchNorms are in the row
-        self.registered = registered  # ids of tensors
         self.graph = fx.Graph()
         self.tracer = _Tracer(self.graph, registered)
         self.modules: dict[str, Any] = {}
@@ -126,11 +125,14 @@ class _Recording:
 
     def _bind(self, module: nn.Module, path: str) -> nn.Module:
         def child(name: str) -> nn.Module | None:
-            inner = module._modules[name]
-            return None if inner is None else self.bind(inner, f"{path}.{name}" if path else name)
+            inner, place = module._modules[name], f"{path}.{name}" if path else name
+            if inner is None:
+                return None
+            gate = module.gate(name) if isinstance(module, LayerSelect) else None
+            return self.bind(inner, place) if gate is None else self._skippable(inner, place, gate)
 
         if isinstance(module, LayerSelect):
-            return module.select({name: self._layer(module, name, path) for name in module._modules})
+            return module.select({name: child(name) for name in module._modules})
         if _is_leaf(module):
             name = f"module_{len(self.modules)}"
             self.modules[name] = _scripted(module, path)
@@ -155,12 +157,8 @@ class _Recording:
             object.__setattr__(bound, check, lambda _: None)
         return bound
 
-    def _layer(self, stack: LayerSelect, name: str, path: str) -> nn.Module | None:
+    def _skippable(self, layer: nn.Module, path: str, gate: tuple[int, int]) -> nn.Module:
         """Return a stand-in for a layer of a stack; calling it records the layer into a graph of its own."""
-        layer, path = stack._modules[name], f"{path}.{name}" if path else name
-        gate = stack.gate(name)
-        if layer is None or gate is None:
-            return None if layer is None else self.bind(layer, path)
 
         def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, fx.Proxy)]
@@ -169,7 +167,7 @@ class _Recording:
                     f"{path}: the tensor that it replaces must be its first argument, by position"
                 )
             made = f"layer_{len(self.modules)}"
-            inner = _Recording(path, self.starts, self.registered)
+            inner = _Recording(path, self.starts, self.tracer.registered)
             self.modules[made] = inner.script(layer, args, kwargs, gate)
             inputs = (*tensors, self.row, self.means, self.variances)
             return self.tracer.create_proxy("call_module", made, inputs, {})
