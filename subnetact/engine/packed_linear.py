@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from subnetact.device import machine, machine_facts
 from subnetact.files.fork import new_lock
-from subnetact.operators.view_module import mix_in_
 from subnetact.supernet.elementwise import has_hooks
 from subnetact.supernet.trace import is_layer
 
@@ -131,14 +130,6 @@ def _pack(reorder: Callable[[Tensor, int], Tensor], weight: Tensor, rows: int) -
         return reorder(weight.contiguous(), rows)
 
 
-class _Packed:
-    """The forward of a linear layer with its `product`, a PackedLinear."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        return self.product(x)  # type: ignore[no-any-return]
-
-
 def pack_linears_(view: nn.Module) -> list[PackedLinear]:
     """Pack the linear layers of a private view, and return their products."""
     products: list[PackedLinear] = []
@@ -148,8 +139,7 @@ def pack_linears_(view: nn.Module) -> list[PackedLinear]:
             continue
         if can_pack_linear(module):
             products.append(PackedLinear([module]))
-            object.__setattr__(module, "product", products[-1])  # not registered as a submodule
-            mix_in_(module, _Packed)
+            object.__setattr__(module, "forward", products[-1].forward)
         elif path and is_layer(module):  # Such as `nn.MultiheadAttention`, which reads the weights itself.
             inside = f"{path}."
     return products
