@@ -66,8 +66,7 @@ def to_torchscript(
     inputs with another number of dimensions than those of the example.
 
     A TorchScript file is code. Its interpreter runs no Python, but it has operators that read and write files
-    with the rights of the process, so load only files of people you trust. This package loads none but the
-    one that it has just written.
+    with the rights of the process, so load only files of people you trust. This package loads none.
 
     Args:
         engine: the engine with the subnets and the example input. It is not changed, and the result has its

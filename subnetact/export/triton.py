@@ -232,7 +232,6 @@ def _write_libtorch(
 ) -> None:
     path = version / "model.pt"
     with quiet():
-        to_torchscript(engine, path, table=table, slo_ms=slo_ms)
+        scripted = to_torchscript(engine, path, table=table, slo_ms=slo_ms)
         if shape_coded:
-            scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
             torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)
