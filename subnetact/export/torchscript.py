@@ -24,7 +24,7 @@ from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.elastic_graph import record_network
 from subnetact.export.scripted_subnets import ScriptedSubnets
-from subnetact.export.subnet_program import chosen_specs, quiet, require_equal
+from subnetact.export.subnet_program import SubnetProgram, chosen_specs, quiet
 from subnetact.files.atomic import replacing
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
@@ -131,7 +131,7 @@ def to_torchscript(
         scripted: Any = torch.jit.script(whole.eval())
         scripted.define(_forward(inputs))
     for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
-        _compare(scripted, view, x, varied, i, specs[i])
+        _compare(scripted, SubnetProgram(f"{i} ({specs[i]})", view, x), i, varied)
     with replacing(path) as temporary, quiet():
         torch.jit.save(scripted, temporary)
     return scripted  # type: ignore[no-any-return]
@@ -208,11 +208,11 @@ def _forward(inputs: Mapping[str, Tensor]) -> str:
     return "\n".join([f"def forward(self, {names}, subnet):", *checks, called]) + "\n"
 
 
-def _compare(scripted: Any, view: nn.Module, x: Any, varied: Any, i: int, spec: SubnetSpec) -> None:
+def _compare(scripted: Any, subnet: SubnetProgram, i: int, varied: Any) -> None:
     """Compare a subnet on the example, and on random numbers if the network runs on them."""
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:
         return scripted(*args, *kwargs.values(), torch.tensor([i]))
 
-    for batch in [x, varied] if failure(view, varied) is None else [x]:
-        require_equal(run, view, batch, f"{i} ({spec})", "TorchScript")
+    batches = [subnet.x, varied] if failure(subnet.view, varied) is None else [subnet.x]
+    subnet.require_equal(run, "TorchScript", batches=batches)
