@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.device import find_device, raise_if_out_of_memory
+from subnetact.device import find_device, raise_if_explained
 from subnetact.engine.blocks import Block, BlockRun, SubnetBlocks
 from subnetact.engine.budget import Budget, budget_bytes
 from subnetact.engine.bundle import load_bundle, save_bundle
@@ -421,10 +421,8 @@ class Engine:
         ready = self.ready(subnet)
         try:
             return self._run(ready, x)
-        except SubnetActError:
-            raise
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error, SubnetActError)
             check_batch(x, self._shapes.samples, error)
             raise
 
@@ -501,10 +499,8 @@ class Engine:
             inputs = self._shapes.padded(inputs)
             size = len(inputs) if self._compiler is None else max(len(inputs), batch_size)
             return self._stager.stack(inputs, size), size
-        except SubnetActError:
-            raise
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error, SubnetActError)
             for x in inputs:
                 self.check(x)
             raise

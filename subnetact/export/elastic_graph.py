@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import ExportError
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
@@ -100,10 +100,8 @@ class _Recording:
             bound = self.bind(module, self.path)
             args, kwargs = tree_unflatten(given, structure)
             self.graph.output(self.tracer.create_arg(bound(*args, **kwargs)))
-        except ExportError:
-            raise
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error, ExportError)
             where = ".".join(filter(None, (self.path, culprit(bound, error)))) or "the network"
             raise ExportError(
                 f"{where}: its forward cannot be traced ({error}); use "

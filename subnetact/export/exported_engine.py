@@ -27,7 +27,7 @@ from subnetact.errors import (
 from subnetact.export.programs import PROGRAM_WEIGHTS, PROGRAMS_KIND, capability, program_name
 from subnetact.export.subnet_program import export_format, quiet
 from subnetact.operators.kernel_table import require_precision
-from subnetact.supernet.batches import as_batch, call_with, tensors_of
+from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
 __all__ = ["ExportedEngine", "load_exported"]
 
@@ -225,7 +225,6 @@ def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.devic
     package.load_constants(dict(tensors), check_full_update=True, user_managed=True)
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:  # compiled code does not check strides
-        named = {name: part.contiguous() for name, part in kwargs.items()}
-        return package(*(part.contiguous() for part in args), **named)
+        return package(*map(Tensor.contiguous, args), **map_tensors(Tensor.contiguous, kwargs))
 
     return run

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained, raise_if_out_of_memory
 from subnetact.engine.config import EngineConfig
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, shapes
@@ -82,10 +82,8 @@ class SubnetProgram:
         """Turn an error inside the block into an `ExportError` that names the module where it happened."""
         try:
             yield
-        except ExportError:
-            raise
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error, ExportError)
             path = culprit(self.view, error)
             where = f"module {path}" if path else "its graph"
             raise ExportError(
