@@ -83,8 +83,7 @@ class Compiler:
         return run
 
     def _compile(self, subnet: int, view: nn.Module, x: Tensor, known: Container[Any]) -> Any:
-        lookup: Any = torch._dynamo.lookup_backend
-        backend = lookup(self._backend)
+        backend = torch._dynamo.lookup_backend(self._backend)
 
         def once(graph: Any, inputs: Any) -> Any:
             if (x.shape, x.dtype) in known:

@@ -673,12 +673,11 @@ class Engine:
         found += self.supernet.generation.outdated((str(b.spec), b.view) for b in current if b.current)
         stale = self._plan.stale()
         found += [f"{self.ready(i)}: the fused program was made of other weights" for i in stale]
-        if refresh:
-            self._plan.make_again(stale)
-        if found and refresh:
-            self.supernet.refresh()
-        elif found:
+        if found and not refresh:
             raise stale_weights(found, "engine")
+        if found:
+            self._plan.make_again(stale)
+            self.supernet.refresh()
         return tuple(found)
 
     # -- bundles ---------------------------------------------------------------------------------

@@ -138,15 +138,14 @@ class PackedConv(nn.Module):
             packed, layout = self._reordered(shape), b""
             if packed.is_mkldnn:
                 layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
-            found = self._by_layout.get(layout)
-            if found is None:
+            if layout not in self._by_layout:
                 if not self._reserve(self._nbytes(packed)):
                     return packed
-                found = self._by_layout.setdefault(layout, packed)
+                self._by_layout[layout] = packed
             if len(self._by_shape) >= SHAPES:
                 self._by_shape = {}
-            self._by_shape[shape] = found
-            return found
+            self._by_shape[shape] = self._by_layout[layout]
+            return self._by_layout[layout]
 
     def _reordered(self, shape: torch.Size) -> Tensor:
         weight = self._weight
