@@ -56,13 +56,11 @@ class TritonPythonModel:
         samples = torch.from_numpy(pb.get_input_tensor_by_name(request, "INPUT__0").as_numpy().copy())
         if not len(samples):
             raise InvalidRequest("INPUT__0: expected at least one sample")
-        deadline_ms = asked.get("deadline_ms", self.slo_ms)
+        deadline_ms, floor = asked.get("deadline_ms", self.slo_ms), asked.get("min_accuracy")
         queued: list[Future[Any]] = []
         try:
             for sample in samples:
-                queued.append(
-                    self.batcher.submit(sample, deadline_ms, min_accuracy=asked.get("min_accuracy"))
-                )
+                queued.append(self.batcher.submit(sample, deadline_ms, min_accuracy=floor))
         except Exception:
             for earlier in queued:
                 earlier.cancel()
