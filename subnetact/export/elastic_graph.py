@@ -27,9 +27,6 @@ from subnetact.supernet.trace import RecordedCall
 
 __all__ = ["record_network"]
 
-_INPUT: Any = object()
-"""Marks an argument of the network that becomes an input of the graph."""
-
 
 def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[str], sizes: int) -> Any:
     """Return a module with `forward(*inputs, row, means, variances)`, as `ScriptedSubnets` calls it."""
@@ -38,7 +35,8 @@ def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[st
             module.checks = False
     starts = {path: sizes + i for i, path in enumerate(norms)}
     registered = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
-    return _Recording("", starts, registered).script(network, (), dict.fromkeys(inputs, _INPUT), None)
+    unknown = fx.Proxy(fx.Graph().placeholder("input"))  # as the arguments of inner recordings are
+    return _Recording("", starts, registered).script(network, (), dict.fromkeys(inputs, unknown), None)
 
 
 class _Tracer(GraphAppendingTracer):
@@ -87,9 +85,7 @@ class _Recording:
         leaves, structure = tree_flatten((args, kwargs))
         names = [f"x{i}" for i in range(len(leaves))]
         given = [
-            fx.Proxy(self.graph.placeholder(name), self.tracer)
-            if leaf is _INPUT or isinstance(leaf, fx.Proxy)
-            else leaf
+            fx.Proxy(self.graph.placeholder(name), self.tracer) if isinstance(leaf, fx.Proxy) else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
         self.row: Any = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)

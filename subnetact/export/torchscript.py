@@ -30,7 +30,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import failure
 from subnetact.supernet.supernet import Supernet
 
@@ -163,11 +163,7 @@ def _policy(
 def _inputs(network: nn.Module, example: Any) -> dict[str, Tensor]:
     """Return an example by the names of the network's arguments."""
     signature = inspect.signature(template_of(network).forward)
-    if isinstance(example, dict):
-        inputs = example
-    else:
-        parts = example if isinstance(example, tuple) else (example,)
-        inputs = signature.bind(*parts).arguments
+    inputs = example if isinstance(example, dict) else call_with(signature.bind, example).arguments
     if "subnet" in inputs or not all(isinstance(part, Tensor) for part in inputs.values()):
         raise ExportError(
             f"example: this format takes a tensor per input, and none may be called subnet; the network "
