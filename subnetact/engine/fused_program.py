@@ -127,10 +127,8 @@ class FusedProgram:
         chain[-1].replace_all_uses_with(fused)
         for done in reversed(chain):
             graph.erase_node(done)
-        if isinstance(conv, LowConv):
-            self.values[name] = Int8Conv(conv, norm, activation)
-        else:
-            self.values[name] = PackedConv(conv, norm, activation, merge)
+        kind = Int8Conv if isinstance(conv, LowConv) else PackedConv
+        self.values[name] = kind(conv, norm, activation, merge)
         self.paths[name] = str(node.target)
 
     def _norm(self, node: fx.Node | None) -> Any:

@@ -342,9 +342,8 @@ def _estimate(view: nn.Module) -> int:
 def _read_by(bound: Bound) -> list[Tensor]:
     """Return the tensors that a program depends on; what a packed copy is made of, for that is never late."""
     row = bound.statistics_row
-    found: list[Any] = list(bound.view.parameters())
+    found: list[Any] = [*bound.view.parameters(), *([] if row is None else [row.flat])]
     for module in bound.view.modules():
         if row is None or not is_batch_norm(module):
             found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
-    found += [] if row is None else [row.flat]
     return [source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t])]

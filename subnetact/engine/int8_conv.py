@@ -15,7 +15,6 @@ from subnetact.engine.packed_conv import PackedConv
 from subnetact.errors import PrecisionError
 from subnetact.operators.kernel_table import STRIDED, kernel_here
 from subnetact.operators.lowered_weight import SMALLEST_SCALE, LowConv, quantise_rows
-from subnetact.supernet.elementwise import Elementwise
 
 __all__ = ["Int8Conv", "runs_at_int8"]
 
@@ -38,8 +37,8 @@ def runs_at_int8(conv: nn.Module) -> bool:
 class Int8Conv(PackedConv):
     """A convolution of an int8 view, packed."""
 
-    def __init__(self, conv: Any, norm: Any = None, activation: Elementwise | None = None) -> None:
-        super().__init__(conv, norm, activation)
+    def __init__(self, conv: Any, *merged: Any) -> None:
+        super().__init__(conv, *merged)
         self._onednn = True
         scales: Tensor = conv.lowered.scale.detach()
         if self._factor is not None:
