@@ -786,9 +786,7 @@ class Engine:
 
 
 def _id(subnet: Any) -> int:
-    try:
-        if isinstance(subnet, bool):
-            raise TypeError
-        return index(subnet)
-    except TypeError:
-        raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet") from None
+    with suppress(TypeError):
+        if not isinstance(subnet, bool):
+            return index(subnet)
+    raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet")
