@@ -18,6 +18,7 @@ __all__ = [
     "find_device",
     "machine",
     "machine_facts",
+    "raise_if_explained",
     "raise_if_out_of_memory",
     "ran_out_of_memory",
     "synchronize",
@@ -139,6 +140,12 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def raise_if_explained(error: BaseException, *kinds: type[BaseException]) -> None:
+    """Raise an error again that needs no further words: it is of these kinds, or memory was short."""
+    if isinstance(error, kinds) or ran_out_of_memory(error):
+        raise error
 
 
 def raise_if_out_of_memory(error: BaseException) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from subnetact.comparison import equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.elastic.factories import factory_of, make_network, ordinary
 from subnetact.errors import InsertError
 from subnetact.insertion.hugging_face import as_pretrained, renamed, renumbered
@@ -91,10 +91,8 @@ def save_alone(subnet: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
         found: Any = _plain(as_pretrained(subnet.eval(), _inputs_of(subnet)))
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = renamed(kwargs["state_dict"], renumbered(subnet))
-    except InsertError:
-        raise
     except Exception as error:  # Whatever a model says of inputs that are not for it.
-        raise_if_out_of_memory(error)
+        raise_if_explained(error, InsertError)
         raise InsertError(
             f"{module_class(subnet).__name__} cannot save this subnet, as it does not run on inputs "
             f"that are made up ({error!s:.200}); give some: supernet.save_pretrained(folder, only=spec, "

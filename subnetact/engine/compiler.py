@@ -7,7 +7,7 @@ be compiled again is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Compiler:
                             "or statistics were replaced; call "
                             f"engine.prepare(batch_sizes=[{x.shape[0]}, ...]) again, or pad the batch"
                         )
-                    compiled = compiled or self._compile(subnet, bound.view, x)
+                    compiled = compiled or self._compile(subnet, bound.view, x, shapes)
                     output = compiled(x)
                     shapes[x.shape, x.dtype] = compiled
                     return output
@@ -82,24 +82,19 @@ class Compiler:
 
         return run
 
-    def _compile(self, subnet: int, view: nn.Module, x: Tensor) -> Callable[[Tensor], Any]:
-        lookup: Any = torch._dynamo.lookup_backend
-        backend = lookup(self._backend)
-        compiled_once = False
+    def _compile(self, subnet: int, view: nn.Module, x: Tensor, known: Container[Any]) -> Any:
+        backend = torch._dynamo.lookup_backend(self._backend)
 
         def once(graph: Any, inputs: Any) -> Any:
-            nonlocal compiled_once
-            if compiled_once:
+            if (x.shape, x.dtype) in known:
                 raise RecompileRefused(
                     f"subnet {subnet}: torch.compile would compile a prepared shape again, "
                     f"{tuple(x.shape)}; run it as it was prepared"
                 )
-            compiled_once = True
             return backend(graph, inputs)
 
         def call(x: Tensor) -> Any:
             return view(x)
 
         own = own_code(call, f"subnet_{subnet}_{'x'.join(map(str, x.shape))}")
-        compiled: Callable[[Tensor], Any] = torch.compile(own, backend=once, fullgraph=True, dynamic=False)
-        return compiled
+        return torch.compile(own, backend=once, fullgraph=True, dynamic=False)

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from subnetact.device import find_device
-from subnetact.engine.budget import budget_bytes
 from subnetact.engine.input_shapes import Lengths, Padding
 from subnetact.engine.inputs import sample_from_json, sample_to_json
 from subnetact.errors import EngineError, SpecError
@@ -71,14 +69,10 @@ class EngineConfig:
         """Return the configuration with canonical specifications and numbers, if it fits a `supernet`.
 
         Raises:
-            DeviceError: torch cannot use the device.
-            EngineError: an id is no position in `specs`, or the budget is no number of MiB.
+            EngineError: an id is no position in `specs`.
             SpecError: there are no specifications, one is repeated or of another space, the number of
                 accuracies differs from the number of subnets, or an accuracy is no percentage.
         """
-        budget_bytes(self.memory_budget_mb)
-        if self.device is not None:
-            find_device(self.device)
         found = replace(self, specs=tuple(supernet.distinct(self.specs, "an engine")))._with_numbers()
         warn_of_fractions([percent for percent in found.accuracy or () if percent is not None])
         return found

@@ -62,9 +62,8 @@ class Graphs:
         self.budget = budget
         self._backend = backend
         self._replaying = new_lock()
-        self._graphs: dict[Any, _Graph] = {}
-        self._failed: set[Any] = set()
-        self._warned = False
+        self._graphs: dict[Any, _Graph | None] = {}  # None: it runs eagerly
+        self._level = logging.WARNING  # of the first failure
 
     def run(self, subnet: int, bound: Bound, call: Callable[[Tensor], Any], x: Any, part: int = 0) -> Any:
         """Run a batch through the graph of the next size, or eagerly; `part` is the number of a block."""
@@ -72,7 +71,7 @@ class Graphs:
             return call(x)
         size = GRAPH_SIZES[bisect_left(GRAPH_SIZES, x.shape[0])]
         key = subnet, part, size, x.shape[1:], x.dtype
-        if key in self._failed:
+        if key in self._graphs and self._graphs[key] is None:
             return call(x)
         with self._replaying:
             graph = self._graphs.get(key)
@@ -85,9 +84,8 @@ class Graphs:
     def drop(self, subnet: int) -> None:
         """Remove the graphs of a subnet id."""
         with self._replaying:
-            for key in [key for key in (*self._graphs, *self._failed) if key[0] == subnet]:
-                self._graphs.pop(key, None)
-                self._failed.discard(key)
+            for key in [key for key in self._graphs if key[0] == subnet]:
+                del self._graphs[key]
                 self.budget.free(key)
 
     def _capture(
@@ -97,10 +95,9 @@ class Graphs:
         self.budget.free(key)
         moment = bound.moment()
         padded = laid_out(torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device))
-        if not self.budget.take(key, padded.nbytes):
-            self._failed.add(key)
+        if self.budget.used + padded.nbytes > self.budget.limit:
+            self._graphs[key] = None
             return None
-        self.budget.free(key)
         try:
             captured = self._backend.capture(call, padded)
             output: Any = captured.output
@@ -110,15 +107,13 @@ class Graphs:
                 raise TypeError("its forward changes its own buffers")
         except Exception as error:
             if not ran_out_of_memory(error):  # Otherwise the next call tries again.
-                self._failed.add(key)
-            level = logging.DEBUG if self._warned else logging.WARNING
-            self._warned = True
-            _log.log(
-                level, "subnet %d runs eagerly at batch size %d: capture failed: %s", key[0], size, error
-            )
+                self._graphs[key] = None
+            text = "subnet %d runs eagerly at batch size %d: capture failed: %s"
+            _log.log(self._level, text, key[0], size, error)
+            self._level = logging.DEBUG
             return None
         if not self.budget.take(key, captured.nbytes):
-            self._failed.add(key)  # Running eagerly is cheaper than capturing again in every call.
+            self._graphs[key] = None  # Running eagerly is cheaper than capturing again in every call.
             return None
         graph = self._graphs[key] = _Graph(captured, padded, call, moment)
         return graph

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.device import find_device, raise_if_out_of_memory
+from subnetact.device import find_device, raise_if_explained
 from subnetact.engine.blocks import Block, BlockRun, SubnetBlocks
 from subnetact.engine.budget import Budget, budget_bytes
 from subnetact.engine.bundle import load_bundle, save_bundle
@@ -176,11 +176,12 @@ class Engine:
 
     def _open(self, supernet: Supernet, config: EngineConfig, check: bool | None) -> None:
         """Set the engine up; unless `check` is None, after a try of what it is to serve."""
-        config = config.checked(as_supernet(supernet))
+        check_weights(as_supernet(supernet))
+        self._budget = budget_bytes(config.memory_budget_mb, weight_bytes(supernet))
+        self.device = supernet.device if config.device is None else find_device(config.device)
+        config = config.checked(supernet)
         if check is not None and not config.allow_uncalibrated:
             supernet.require_calibrated(config.served)
-        check_weights(supernet)
-        self.device = supernet.device if config.device is None else find_device(config.device)
         self._casts = partial(torch.is_autocast_enabled, self.device.type)
         self.supernet = supernet
         if self.device != supernet.device:
@@ -199,7 +200,6 @@ class Engine:
         self._served: dict[int, ReadySubnet] = {}
         self._compiler = None if config.compile is None else Compiler(config.compile)
         backend = graph_backend(self.device)
-        self._budget = budget_bytes(config.memory_budget_mb, weight_bytes(supernet))
         for_graphs = 0 if backend is None else self._budget if self._never_fuses() else self._budget // 2
         self._graphs = Graphs(Budget(for_graphs), backend) if backend and for_graphs else None
         programs = Budget(self._budget - for_graphs)
@@ -421,10 +421,8 @@ class Engine:
         ready = self.ready(subnet)
         try:
             return self._run(ready, x)
-        except SubnetActError:
-            raise
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error, SubnetActError)
             check_batch(x, self._shapes.samples, error)
             raise
 
@@ -501,10 +499,8 @@ class Engine:
             inputs = self._shapes.padded(inputs)
             size = len(inputs) if self._compiler is None else max(len(inputs), batch_size)
             return self._stager.stack(inputs, size), size
-        except SubnetActError:
-            raise
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error, SubnetActError)
             for x in inputs:
                 self.check(x)
             raise
@@ -677,12 +673,11 @@ class Engine:
         found += self.supernet.generation.outdated((str(b.spec), b.view) for b in current if b.current)
         stale = self._plan.stale()
         found += [f"{self.ready(i)}: the fused program was made of other weights" for i in stale]
-        if refresh:
-            self._plan.make_again(stale)
-        if found and refresh:
-            self.supernet.refresh()
-        elif found:
+        if found and not refresh:
             raise stale_weights(found, "engine")
+        if found:
+            self._plan.make_again(stale)
+            self.supernet.refresh()
         return tuple(found)
 
     # -- bundles ---------------------------------------------------------------------------------
@@ -791,9 +786,7 @@ class Engine:
 
 
 def _id(subnet: Any) -> int:
-    try:
-        if isinstance(subnet, bool):
-            raise TypeError
-        return index(subnet)
-    except TypeError:
-        raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet") from None
+    with suppress(TypeError):
+        if not isinstance(subnet, bool):
+            return index(subnet)
+    raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet")

@@ -55,14 +55,13 @@ class FusedProgram:
         self.values: dict[str, Any] = {}
         self.paths: dict[str, str] = {}  # for layers that the network lacks, one that they stand for
         self.blocks: list[Callable[[Any], Any]] | None = None  # `blocks.py` keeps the parts of the graph here
-        self.forward: Callable[..., Any]
+        self.forward: Callable[..., Any] = view
         if traced:
             self.graph = self._fused(view, probe)
             self.forward = graph_function(self.graph, self.values)
             packed = list(self.values.values())
         else:
             packed = pack_linears_(use_fast_convs_(view))
-            self.forward = view
         self._convs = [layer for layer in packed if isinstance(layer, PackedConv)]
         self._linears = [layer for layer in packed if isinstance(layer, PackedLinear)]
         if not self._convs and not self._linears:
@@ -102,28 +101,25 @@ class FusedProgram:
         self._overwrite_added(graph)
         used = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
         self.values = {name: value for name, value in self.values.items() if name in used}
-        graph.lint()
         return graph
 
     def _fuse_conv(self, graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], merge: bool) -> None:
         """Replace a convolution, and the operations that alone use its output, by one node."""
-        conv, chain, other = self.values[str(node.target)], [node], None
-        follower = _only_user(node)
-        norm = self._norm(follower)
-        if follower is not None and norm is not None:
-            chain.append(follower)
-            follower = _only_user(follower)
-        added = self._added(follower, chain[-1])
-        if follower is not None and added is not None and order[added] < order[node]:
-            other = added
-            chain.append(follower)
-            follower = _only_user(follower)
-        activation = None if follower is None else elementwise(follower, self.values)
+        conv, chain = self.values[str(node.target)], [node]
+        norm = self._norm(_only_user(node))
+        if norm is not None:
+            chain += node.users
+        other = self._added(_only_user(chain[-1]), chain[-1])
+        if other is not None and order[other] < order[node]:
+            chain += chain[-1].users
+        else:
+            other = None
+        activation = self._elementwise(_only_user(chain[-1]))
         # After an addition, oneDNN supports only ReLU.
-        if activation is not None and activation.name not in (ACTIVATIONS if other is None else ("relu",)):
+        if activation is not None and activation.name in (ACTIVATIONS if other is None else ("relu",)):
+            chain += chain[-1].users
+        else:
             activation = None
-        if follower is not None and activation is not None:
-            chain.append(follower)
         name = f"subnetact_fused_{order[node]}"
         with graph.inserting_before(chain[-1]):
             fused = graph.call_module(name, (node.args[0],) if other is None else (node.args[0], other))
@@ -131,10 +127,8 @@ class FusedProgram:
         chain[-1].replace_all_uses_with(fused)
         for done in reversed(chain):
             graph.erase_node(done)
-        if isinstance(conv, LowConv):
-            self.values[name] = Int8Conv(conv, norm, activation)
-        else:
-            self.values[name] = PackedConv(conv, norm, activation, merge)
+        kind = Int8Conv if isinstance(conv, LowConv) else PackedConv
+        self.values[name] = kind(conv, norm, activation, merge)
         self.paths[name] = str(node.target)
 
     def _norm(self, node: fx.Node | None) -> Any:
@@ -156,9 +150,12 @@ class FusedProgram:
         constant = given.arguments["training"] is False and found["running_mean"] is not None
         return SimpleNamespace(**found) if constant else None
 
+    def _elementwise(self, node: fx.Node | None) -> Elementwise | None:
+        return None if node is None else elementwise(node, self.values)
+
     def _added(self, node: fx.Node | None, to: fx.Node) -> fx.Node | None:
         """Return what a node adds to another one, or None if it does something else."""
-        operation = None if node is None else elementwise(node, self.values)
+        operation = self._elementwise(node)
         if node is None or operation is None or operation.name != "add":
             return None
         other = node.args[1] if node.args[0] is to else node.args[0]
@@ -172,8 +169,7 @@ class FusedProgram:
         calls = [node for node in calls if can_pack_linear(values[node.target])]
         times = Counter(node.target for node in calls)
         for node in calls:
-            reader = _only_user(node)
-            alone = times[node.target] > 1 or (reader is not None and elementwise(reader, values) is not None)
+            alone = times[node.target] > 1 or self._elementwise(_only_user(node)) is not None
             by_input.setdefault(node if alone else node.args[0], []).append(node)
         for nodes in by_input.values():
             layers, path = [values[str(node.target)] for node in nodes], str(nodes[0].target)
@@ -275,10 +271,8 @@ def _erase_checks_of_shape(graph: fx.Graph) -> None:
 
 def _erase_unused(graph: fx.Graph) -> None:
     """Erase reads of tensors, of attributes, and comparisons that nothing uses."""
-    for node in reversed(list(graph.nodes)):
-        pure = node.op == "get_attr" or node.target is getattr or node.target in _COMPARISONS
-        if pure and not node.users:
-            graph.erase_node(node)
+    pure = (getattr, *_COMPARISONS)
+    graph.eliminate_dead_code(lambda node: node.op != "get_attr" and node.target not in pure)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

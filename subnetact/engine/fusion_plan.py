@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,7 +62,6 @@ FUSABLE_PRECISIONS = (FLOAT32, "int8")
 SMALL_INT8 = 2**20
 """Bytes of int8 kernels below which quantising the inputs takes longer than the products that it saves."""
 
-_DIFFERENT = "the outputs of the fused program differ from those of the view"
 _log = logging.getLogger("subnetact.engine")
 
 
@@ -135,29 +134,22 @@ class _Reason(NamedTuple):
     moment: Any = None
 
 
+@dataclass(eq=False)
 class Plan:
     """The plan of one engine. `never` says why nothing is fused at all; it is empty if something may be."""
 
-    def __init__(
-        self,
-        supernet: Supernet,
-        budget: Budget,
-        bind: Callable[[ReadySubnet], Bound],
-        sample: Callable[[], Any],
-        never: str,
-    ) -> None:
-        self.pinned: tuple[int, ...] = ()
-        self.budget = budget
-        self.never = never
-        self._supernet = supernet
-        self._bind = bind
-        self._sample = sample
-        self._making = new_lock()
-        self._programs: dict[int, PlannedProgram | None] = {}  # None: the next call makes it again
-        self._reasons: dict[int, _Reason] = {}
-        self._slower: dict[int, str] = {}  # what `slower_because` said
-        self._sizes: dict[int, int] = {}  # bytes of the programs, estimated until they were made
-        self._warned = False
+    _supernet: Supernet
+    budget: Budget
+    _bind: Callable[[ReadySubnet], Bound]
+    _sample: Callable[[], Any]
+    never: str
+    pinned: tuple[int, ...] = ()
+    _making: Any = field(default_factory=new_lock)
+    _programs: dict[int, PlannedProgram | None] = field(default_factory=dict)  # None: made by the next call
+    _reasons: dict[int, _Reason] = field(default_factory=dict)
+    _slower: dict[int, str] = field(default_factory=dict)  # what `slower_because` said
+    _sizes: dict[int, int] = field(default_factory=dict)  # bytes of programs, estimated until they were made
+    _level: int = logging.WARNING  # of the first failure
 
     def __contains__(self, subnet: int) -> bool:
         return subnet in self._programs
@@ -171,12 +163,10 @@ class Plan:
 
     def program(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | None:
         """Return the program of a planned subnet, made again if necessary; None if the view has to run."""
-        if subnet.id not in self._programs:
-            return None
         found = self._programs.get(subnet.id)
         if found is not None and found.is_of(bound):
             return found
-        if not self._making.acquire(blocking=False):
+        if subnet.id not in self._programs or not self._making.acquire(blocking=False):
             return None  # Another thread makes programs; views answer meanwhile.
         try:
             found = self._programs.get(subnet.id)
@@ -298,9 +288,8 @@ class Plan:
                 return None
             why, moment = "its forward changes its own buffers", bound.moment()
         if why:
-            level = logging.DEBUG if self._warned else logging.WARNING
-            self._warned = True
-            _log.log(level, "%s runs as a view, not as a fused program: %s", subnet, why)
+            _log.log(self._level, "%s runs as a view, not as a fused program: %s", subnet, why)
+            self._level = logging.DEBUG
             return _Reason(why, moment)
         self._sizes[subnet.id] = program.nbytes
         holder = object()
@@ -320,9 +309,9 @@ class Plan:
                 program = None
                 try:
                     program = FusedProgram(view, x, traced)
-                    if self._outputs_are_equal(program, bound.view, x, spec):
-                        return program
-                    causes.insert(0, ValueError(_DIFFERENT))
+                    if not self._outputs_are_equal(program, bound.view, x, spec):
+                        raise ValueError("the outputs of the fused program differ from those of the view")
+                    return program
                 except Exception as error:  # The first one says why the network cannot be traced.
                     raise_if_out_of_memory(error)
                     causes.insert(len(causes) if program is None else 0, error)
@@ -353,9 +342,8 @@ def _estimate(view: nn.Module) -> int:
 def _read_by(bound: Bound) -> list[Tensor]:
     """Return the tensors that a program depends on; what a packed copy is made of, for that is never late."""
     row = bound.statistics_row
-    found: list[Any] = list(bound.view.parameters())
+    found: list[Any] = [*bound.view.parameters(), *([] if row is None else [row.flat])]
     for module in bound.view.modules():
         if row is None or not is_batch_norm(module):
             found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
-    found += [] if row is None else [row.flat]
     return [source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t])]

@@ -7,6 +7,7 @@ one sample, that takes about as long as the smaller half of a network's layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,24 +21,17 @@ __all__ = ["graph_function"]
 
 def graph_function(graph: fx.Graph, values: Mapping[str, nn.Module | Tensor]) -> Callable[..., Any]:
     """Return the function that a graph computes; `values` are the layers and tensors that it names."""
-    made, constants = fx.Graph(), SimpleNamespace()
-    known: dict[fx.Node, Any] = {}
+    made, named = fx.Graph(), SimpleNamespace()
+    copies: dict[fx.Node, fx.Node] = {}
     for number, node in enumerate(graph.nodes):
-        if node.op == "get_attr":
-            name = f"constant_{number}"
-            setattr(constants, name, values[str(node.target)])
-            known[node] = made.create_node("get_attr", name)
-        elif node.op == "call_module":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-            layer: Any = partial(_forward_of(values[str(node.target)]))
-            layer.__name__, layer.__module__ = f"layer_{number}", "fused_program"  # what the code calls it
-            known[node] = made.call_function(layer, args, kwargs)
-        else:
-            known[node] = made.node_copy(node, known.__getitem__)
+        copied = copies[node] = made.node_copy(node, copies.__getitem__)
+        if node.op in ("get_attr", "call_module"):
+            value, copied.target = values[str(node.target)], f"value_{number}"
+            setattr(named, copied.target, value if node.op == "get_attr" else _forward_of(value))
     code = made.python_code("self")
     defined = dict(code.globals)
     exec(compile(code.src, "<fused program>", "exec"), defined)
-    return partial(defined.pop("forward"), constants)  # Kept there, it would be a reference circle.
+    return partial(defined.pop("forward"), named)  # Kept there, it would be a reference circle.
 
 
 def _forward_of(layer: Any) -> Callable[..., Any]:
@@ -46,7 +40,6 @@ def _forward_of(layer: Any) -> Callable[..., Any]:
         return layer  # type: ignore[no-any-return]
     if not (layer._parameters or layer._buffers or layer._modules):
         return layer.forward  # type: ignore[no-any-return]
-    quick = object.__new__(type(layer))
-    quick.__dict__.update(layer.__dict__)
+    quick = copy(layer)
     quick.__dict__.update({**layer._buffers, **layer._modules, **layer._parameters})
     return quick.forward  # type: ignore[no-any-return]

@@ -224,8 +224,7 @@ def _holds(tensor: Tensor, value: Any) -> bool:
     """Tell whether a number can stand in a tensor: exactly among integers, up to rounding otherwise."""
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         return False
-    try:
+    with suppress(OverflowError, RuntimeError):
         held = torch.full((), float(value), dtype=tensor.dtype)
-    except (OverflowError, RuntimeError):
-        return False
-    return tensor.is_floating_point() or bool(held == value)
+        return tensor.is_floating_point() or bool(held == value)
+    return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,11 +16,12 @@ import torch
 from torch import Tensor
 
 from subnetact.device import raise_if_out_of_memory
-from subnetact.errors import InvalidRequest, UncalibratedSubnetWarning
+from subnetact.errors import InvalidRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.failure import failure, missing_entry, summary
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import shared_view
 
 __all__ = [
     "DATATYPES",
@@ -120,10 +120,8 @@ def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any
     fact = (
         f"example: {spec} does not run on one sample of it, {describe_input(sample)}: {summary(view, error)}"
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-        full, _ = supernet.private_view(supernet.space.largest())
-    if failure(full, x) is None:
+    full = supernet.space.resolve(supernet.space.largest())
+    if failure(shared_view(supernet.network, full), x) is None:
         advice = f"the largest subnet does run: {missing_entry(view, error)}"
     else:
         advice = (

@@ -15,7 +15,6 @@ from subnetact.engine.packed_conv import PackedConv
 from subnetact.errors import PrecisionError
 from subnetact.operators.kernel_table import STRIDED, kernel_here
 from subnetact.operators.lowered_weight import SMALLEST_SCALE, LowConv, quantise_rows
-from subnetact.supernet.elementwise import Elementwise
 
 __all__ = ["Int8Conv", "runs_at_int8"]
 
@@ -38,8 +37,8 @@ def runs_at_int8(conv: nn.Module) -> bool:
 class Int8Conv(PackedConv):
     """A convolution of an int8 view, packed."""
 
-    def __init__(self, conv: Any, norm: Any = None, activation: Elementwise | None = None) -> None:
-        super().__init__(conv, norm, activation)
+    def __init__(self, conv: Any, *merged: Any) -> None:
+        super().__init__(conv, *merged)
         self._onednn = True
         scales: Tensor = conv.lowered.scale.detach()
         if self._factor is not None:
@@ -68,24 +67,19 @@ class Int8Conv(PackedConv):
         shifted = short.view(torch.uint8).bitwise_xor_(ZERO)
         samples = shifted.view(n, 1, height, width, channels).permute(0, 1, 4, 2, 3)
         total = None if other is None else other if self.overwrite else other.clone()
-        found = [
-            self._convolved(samples[i], scale, weight, None if total is None else total[i : i + 1])
-            for i, scale in enumerate(scales[:, 0].tolist())
-        ]
+        padding, stride, dilation, groups = self._settings
+        settings = (self._bias, stride, padding, dilation, groups, 1.0, 0, torch.float32)
+        name, scalars = self._merged
+        unary = None if name == "none" else name
+        convolve: Any = torch.ops.onednn.qconv2d_pointwise
+        outputs = list[Tensor]()
+        for i, scale in enumerate(scales[:, 0].tolist()):
+            sample = (samples[i], scale, ZERO, weight, self._scales, self._zeros)
+            if total is None:
+                outputs.append(convolve(*sample, *settings, name, scalars, ""))
+            else:  # in place
+                row = total[i : i + 1]
+                convolve.binary(*sample, row, *settings, 1.0, 0, "sum", 1.0, unary, scalars, "")
         if total is not None:
             return total
-        return found[0] if n == 1 else torch.cat(found)
-
-    def _convolved(self, short: Tensor, scale: float, weight: Tensor, total: Tensor | None) -> Tensor:
-        """Convolve one sample; if there is a total, add it to that, in place."""
-        padding, stride, dilation, groups = self._settings
-        name, scalars = self._merged
-        given = (short, scale, ZERO, weight, self._scales, self._zeros)
-        settings = (self._bias, stride, padding, dilation, groups, 1.0, 0, torch.float32)
-        convolve: Any = torch.ops.onednn.qconv2d_pointwise
-        if total is None:
-            alone: Tensor = convolve(*given, *settings, name, scalars, "")
-            return alone
-        unary = None if name == "none" else name
-        added: Tensor = convolve.binary(*given, total, *settings, 1.0, 0, "sum", 1.0, unary, scalars, "")
-        return added
+        return outputs[0] if n == 1 else torch.cat(outputs)

@@ -9,15 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.engine.packed_linear import SMALLEST_ONEDNN_PRODUCT
+from subnetact.engine.packed_linear import ONEDNN, SMALLEST_ONEDNN_PRODUCT
 from subnetact.files.fork import new_lock
 from subnetact.supernet.elementwise import Elementwise
 
 __all__ = ["ACTIVATIONS", "PackedConv", "can_pack", "packed_once", "plain_conv"]
 
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
-    torch.ops.mkldnn, "_convolution_pointwise"
-)
 MOST_PIXELS = 1024
 """A small product over at most so many pixels is computed with the plain weight of a 1 x 1 convolution, which
 takes 0.3 to 0.85 times as long (`benchmarks/results/linear.json`): a call of oneDNN costs more than that."""
@@ -44,7 +41,7 @@ def plain_conv(module: nn.Module) -> bool:
 
 def can_pack(weight: Tensor) -> bool:
     """Tell whether oneDNN's fused convolution supports a weight: float32, on the CPU."""
-    return _ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
+    return ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def packed_once(conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -141,15 +138,14 @@ class PackedConv(nn.Module):
             packed, layout = self._reordered(shape), b""
             if packed.is_mkldnn:
                 layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
-            found = self._by_layout.get(layout)
-            if found is None:
+            if layout not in self._by_layout:
                 if not self._reserve(self._nbytes(packed)):
                     return packed
-                found = self._by_layout.setdefault(layout, packed)
+                self._by_layout[layout] = packed
             if len(self._by_shape) >= SHAPES:
                 self._by_shape = {}
-            self._by_shape[shape] = found
-            return found
+            self._by_shape[shape] = self._by_layout[layout]
+            return self._by_layout[layout]
 
     def _reordered(self, shape: torch.Size) -> Tensor:
         weight = self._weight

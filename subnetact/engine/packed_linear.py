@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from subnetact.device import machine, machine_facts
 from subnetact.files.fork import new_lock
-from subnetact.operators.view_module import mix_in_
 from subnetact.supernet.elementwise import has_hooks
 from subnetact.supernet.trace import is_layer
 
@@ -30,7 +29,7 @@ __all__ = ["PackedLinear", "can_pack_linear", "is_intel", "pack_linears_", "pack
 _MKL = torch.backends.mkl.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkl, "_mkl_linear"
 )
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_linear_pointwise"
 )
 _PACKING = new_lock()  # Shared by all engines: a weight that is being packed is in memory twice.
@@ -88,10 +87,10 @@ class PackedLinear(nn.Module):
         self.outputs, self.inputs = whole.shape
         self.plain = whole if len(weights) == 1 else None
         self.mkl: Tensor | None = None
-        if is_intel() or not _ONEDNN:
+        if is_intel() or not ONEDNN:
             self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, whole, MKL_ROWS)
         self.onednn: Tensor | None = None
-        if _ONEDNN and (self.mkl is None or min(whole.shape) <= LARGEST_ONEDNN_WIDTH):
+        if ONEDNN and (self.mkl is None or min(whole.shape) <= LARGEST_ONEDNN_WIDTH):
             self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, whole, ONEDNN_ROWS)
         self.from_rows = ONEDNN_ROWS  # From how many rows oneDNN computes the product.
         if self.mkl is None:
@@ -131,14 +130,6 @@ def _pack(reorder: Callable[[Tensor, int], Tensor], weight: Tensor, rows: int) -
         return reorder(weight.contiguous(), rows)
 
 
-class _Packed:
-    """The forward of a linear layer with its `product`, a PackedLinear."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        return self.product(x)  # type: ignore[no-any-return]
-
-
 def pack_linears_(view: nn.Module) -> list[PackedLinear]:
     """Pack the linear layers of a private view, and return their products."""
     products: list[PackedLinear] = []
@@ -148,8 +139,7 @@ def pack_linears_(view: nn.Module) -> list[PackedLinear]:
             continue
         if can_pack_linear(module):
             products.append(PackedLinear([module]))
-            object.__setattr__(module, "product", products[-1])  # not registered as a submodule
-            mix_in_(module, _Packed)
+            object.__setattr__(module, "forward", products[-1].forward)
         elif path and is_layer(module):  # Such as `nn.MultiheadAttention`, which reads the weights itself.
             inside = f"{path}."
     return products

@@ -63,6 +63,7 @@ class Bound:
         return bool(names)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class ReadySubnet:
     """The callable of one registered subnet. It stays valid when weights change and the subnet is fused.
 
@@ -73,14 +74,11 @@ class ReadySubnet:
         bound: the current view, or None if there is none yet or the subnet was removed.
     """
 
-    __slots__ = ("_run", "accuracy", "bound", "id", "spec")
-
-    def __init__(self, id: int, spec: SubnetSpec, run: Callable[[ReadySubnet, Any], Any]) -> None:
-        self.id = id
-        self.spec = spec
-        self.accuracy: float | None = None
-        self.bound: Bound | None = None
-        self._run = run
+    id: int
+    spec: SubnetSpec
+    _run: Callable[[ReadySubnet, Any], Any]
+    accuracy: float | None = None
+    bound: Bound | None = None
 
     def __repr__(self) -> str:
         return f"ReadySubnet({self.id}: {self.spec})"

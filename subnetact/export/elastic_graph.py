@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import ExportError
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
@@ -27,9 +27,6 @@ from subnetact.supernet.trace import RecordedCall
 
 __all__ = ["record_network"]
 
-_INPUT: Any = object()
-"""Marks an argument of the network that becomes an input of the graph."""
-
 
 def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[str], sizes: int) -> Any:
     """Return a module with `forward(*inputs, row, means, variances)`, as `ScriptedSubnets` calls it."""
@@ -38,7 +35,8 @@ def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[st
             module.checks = False
     starts = {path: sizes + i for i, path in enumerate(norms)}
     registered = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
-    return _Recording("", starts, registered).script(network, (), dict.fromkeys(inputs, _INPUT), None)
+    unknown = fx.Proxy(fx.Graph().placeholder("input"))  # as the arguments of inner recordings are
+    return _Recording("", starts, registered).script(network, (), dict.fromkeys(inputs, unknown), None)
 
 
 class _Tracer(GraphAppendingTracer):
@@ -75,7 +73,6 @@ class _Recording:
     def __init__(self, path: str, starts: Mapping[str, int], registered: set[int]) -> None:
         self.path = path
         self.starts = starts  # where the statistics of BatchNorms are in the row
-        self.registered = registered  # ids of tensors
         self.graph = fx.Graph()
         self.tracer = _Tracer(self.graph, registered)
         self.modules: dict[str, Any] = {}
@@ -88,9 +85,7 @@ class _Recording:
         leaves, structure = tree_flatten((args, kwargs))
         names = [f"x{i}" for i in range(len(leaves))]
         given = [
-            fx.Proxy(self.graph.placeholder(name), self.tracer)
-            if leaf is _INPUT or isinstance(leaf, fx.Proxy)
-            else leaf
+            fx.Proxy(self.graph.placeholder(name), self.tracer) if isinstance(leaf, fx.Proxy) else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
         self.row: Any = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)
@@ -101,10 +96,8 @@ class _Recording:
             bound = self.bind(module, self.path)
             args, kwargs = tree_unflatten(given, structure)
             self.graph.output(self.tracer.create_arg(bound(*args, **kwargs)))
-        except ExportError:
-            raise
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error, ExportError)
             where = ".".join(filter(None, (self.path, culprit(bound, error)))) or "the network"
             raise ExportError(
                 f"{where}: its forward cannot be traced ({error}); use "
@@ -126,11 +119,14 @@ class _Recording:
 
     def _bind(self, module: nn.Module, path: str) -> nn.Module:
         def child(name: str) -> nn.Module | None:
-            inner = module._modules[name]
-            return None if inner is None else self.bind(inner, f"{path}.{name}" if path else name)
+            inner, place = module._modules[name], f"{path}.{name}" if path else name
+            if inner is None:
+                return None
+            gate = module.gate(name) if isinstance(module, LayerSelect) else None
+            return self.bind(inner, place) if gate is None else self._skippable(inner, place, gate)
 
         if isinstance(module, LayerSelect):
-            return module.select({name: self._layer(module, name, path) for name in module._modules})
+            return module.select({name: child(name) for name in module._modules})
         if _is_leaf(module):
             name = f"module_{len(self.modules)}"
             self.modules[name] = _scripted(module, path)
@@ -155,12 +151,8 @@ class _Recording:
             object.__setattr__(bound, check, lambda _: None)
         return bound
 
-    def _layer(self, stack: LayerSelect, name: str, path: str) -> nn.Module | None:
+    def _skippable(self, layer: nn.Module, path: str, gate: tuple[int, int]) -> nn.Module:
         """Return a stand-in for a layer of a stack; calling it records the layer into a graph of its own."""
-        layer, path = stack._modules[name], f"{path}.{name}" if path else name
-        gate = stack.gate(name)
-        if layer is None or gate is None:
-            return None if layer is None else self.bind(layer, path)
 
         def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, fx.Proxy)]
@@ -169,7 +161,7 @@ class _Recording:
                     f"{path}: the tensor that it replaces must be its first argument, by position"
                 )
             made = f"layer_{len(self.modules)}"
-            inner = _Recording(path, self.starts, self.registered)
+            inner = _Recording(path, self.starts, self.tracer.registered)
             self.modules[made] = inner.script(layer, args, kwargs, gate)
             inputs = (*tensors, self.row, self.means, self.variances)
             return self.tracer.create_proxy("call_module", made, inputs, {})

@@ -27,7 +27,7 @@ from subnetact.errors import (
 from subnetact.export.programs import PROGRAM_WEIGHTS, PROGRAMS_KIND, capability, program_name
 from subnetact.export.subnet_program import export_format, quiet
 from subnetact.operators.kernel_table import require_precision
-from subnetact.supernet.batches import as_batch, call_with, tensors_of
+from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
 __all__ = ["ExportedEngine", "load_exported"]
 
@@ -53,8 +53,7 @@ class ExportedEngine:
         self,
         programs: Sequence[Callable[..., Any]],
         config: EngineConfig,
-        fingerprint: str,
-        dynamic_batch: bool,
+        facts: Mapping[str, Any],
         device: torch.device,
     ) -> None:
         self._programs = tuple(programs)
@@ -62,8 +61,8 @@ class ExportedEngine:
         self.keys = tuple(spec.key for spec in self.specs)
         self.ids = tuple(range(len(programs)))
         self.accuracy = tuple(config.accuracy or ())
-        self.fingerprint = fingerprint
-        self.dynamic_batch = dynamic_batch
+        self.fingerprint: str = facts["fingerprint"]
+        self.dynamic_batch: bool = facts["dynamic_batch"]
         self.device = device
         self.sample = config.sample
         self._stager = Stager(device)
@@ -193,7 +192,7 @@ def _read(
         load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
         bar = tqdm(names, desc="loading subnets", disable=not progress or None)
         programs = [load(folder / name, own) for name, own in zip(bar, tensors, strict=True)]
-        return ExportedEngine(programs, config, facts["fingerprint"], facts["dynamic_batch"], home)
+        return ExportedEngine(programs, config, facts, home)
 
 
 def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:
@@ -226,7 +225,6 @@ def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.devic
     package.load_constants(dict(tensors), check_full_update=True, user_managed=True)
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:  # compiled code does not check strides
-        named = {name: part.contiguous() for name, part in kwargs.items()}
-        return package(*(part.contiguous() for part in args), **named)
+        return package(*map(Tensor.contiguous, args), **map_tensors(Tensor.contiguous, kwargs))
 
     return run

@@ -70,14 +70,14 @@ def to_onnx(
             program = subnet.traced(dynamic_batch=True)
             traced = program.module()
             subnet.require_equal(traced, "torch.export")
-            inputs = _inputs(subnet.x)
+            inputs = _names("input", subnet.x)
             with quiet(), subnet.blamed("torch.onnx"):
                 made: Any = torch.onnx.export(
                     program,
                     (),
                     input_names=inputs,
                     dynamic_shapes={name: {0: "batch"} for name in inputs},  # what the axis is called
-                    output_names=_names(call_with(traced, subnet.x)),
+                    output_names=_names("output", call_with(traced, subnet.x)),
                     dynamo=True,
                     verbose=False,
                     custom_translation_table=_translations(),
@@ -96,17 +96,12 @@ def _translations() -> dict[Any, Any]:
     return {torch.ops.aten._int_mm.default: int_mm}
 
 
-def _inputs(x: Any) -> list[str]:
-    if isinstance(x, dict):
-        return [str(name) for name in x]
-    return [f"input_{i}" for i in range(len(x))] if isinstance(x, tuple) else ["input"]
-
-
-def _names(output: Any) -> list[str]:
-    if isinstance(output, Tensor):
-        return ["output"]
-    named = isinstance(output, Mapping) and "input" not in output
-    if named and all(isinstance(part, Tensor) for part in output.values()):
-        return [str(name) for name in output]
-    tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor)]
-    return [f"output_{i}" for i in range(len(tensors))]
+def _names(kind: str, value: Any) -> list[str]:
+    """Return the names of the tensors of an input or an output: its keys, or numbers behind its `kind`."""
+    if isinstance(value, Tensor):
+        return [kind]
+    keys = value if isinstance(value, Mapping) and (kind == "input" or "input" not in value) else {}
+    if keys and all(isinstance(part, Tensor) for part in keys.values()):
+        return [str(name) for name in keys]
+    tensors = [part for part in tree_leaves(value) if isinstance(part, Tensor)]
+    return [f"{kind}_{i}" for i in range(len(tensors))]

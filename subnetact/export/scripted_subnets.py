@@ -14,8 +14,8 @@ class ScriptedSubnets(nn.Module):
     rows: list[list[int]]  # a size row, then where the statistics of every BatchNorm start in `means`
     keys: list[str]
     columns: list[int]  # by waiting requests: the position of the batch size that they round up to
-    slacks: list[list[float]]  # per batch size: the slacks in ms at which the decision changes
-    decisions: list[list[tuple[int, int]]]  # per batch size: (subnet, batch size), one more than slacks
+    steps: list[tuple[list[float], list[tuple[int, int]]]]
+    """Per batch size: the slacks in ms at which the decision changes, and one more (subnet, batch size)."""
 
     def __init__(
         self,
@@ -25,8 +25,7 @@ class ScriptedSubnets(nn.Module):
         variances: Tensor,
         keys: list[str],
         columns: list[int],
-        slacks: list[list[float]],
-        decisions: list[list[tuple[int, int]]],
+        steps: list[tuple[list[float], list[tuple[int, int]]]],
     ) -> None:
         super().__init__()
         self.network = network
@@ -35,8 +34,7 @@ class ScriptedSubnets(nn.Module):
         self.rows = rows
         self.keys = keys
         self.columns = columns
-        self.slacks = slacks
-        self.decisions = decisions
+        self.steps = steps
 
     @torch.jit.export
     def num_subnets(self) -> int:
@@ -64,12 +62,12 @@ class ScriptedSubnets(nn.Module):
             raise ValueError("slack_ms is not a number")
         if queued < 1:
             raise ValueError("queued: " + str(queued) + " must be at least 1")
-        column = self.columns[min(queued, len(self.columns) - 1)]
+        slacks, decisions = self.steps[self.columns[min(queued, len(self.columns) - 1)]]
         reached = 0
-        for slack in self.slacks[column]:
+        for slack in slacks:
             if slack <= slack_ms:
                 reached += 1
-        return self.decisions[column][reached]
+        return decisions[reached]
 
     @torch.jit.export
     def require_dims(self, name: str, dims: int, expected: int) -> None:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained, raise_if_out_of_memory
 from subnetact.engine.config import EngineConfig
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, shapes
@@ -28,15 +28,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
 
-__all__ = [
-    "SubnetProgram",
-    "chosen_specs",
-    "export_format",
-    "exporting",
-    "quiet",
-    "require_equal",
-    "writing_folder",
-]
+__all__ = ["SubnetProgram", "chosen_specs", "export_format", "exporting", "quiet", "writing_folder"]
 
 
 @dataclass(frozen=True)
@@ -64,44 +56,40 @@ class SubnetProgram:
                 self.view, args, kwargs, dynamic_shapes=shapes if dynamic_batch else None, strict=False
             )
 
-    def require_equal(self, program: Any, tool: str, tolerance: Tolerance = ROUNDED) -> None:
-        """Compare a program's outputs with those of the view, for the whole batch and for its first input."""
-        for batch in (self.x, map_tensors(lambda part: part[:1], self.x)):
-            require_equal(program, self.view, batch, self.name, tool, tolerance)
+    def require_equal(
+        self, program: Any, tool: str, tolerance: Tolerance = ROUNDED, batches: Sequence[Any] | None = None
+    ) -> None:
+        """Raise an `ExportError` unless a program's outputs equal those of the view.
+
+        If `batches` is None, they are the example and its first input.
+        """
+        for batch in batches or (self.x, map_tensors(lambda part: part[:1], self.x)):
+            with torch.inference_mode():
+                try:
+                    same, why = equal(call_with(program, batch), call_with(self.view, batch), tolerance), ""
+                except Exception as error:
+                    raise_if_out_of_memory(error)
+                    same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
+            if not same:
+                raise ExportError(
+                    f"subnet {self.name}: the output of {tool} differs from the supernet's{why}, and nothing "
+                    "was written; its forward does what tracing cannot see, such as a branch on the type of "
+                    "a value; rewrite that, use another format, or serve the Engine itself"
+                )
 
     @contextmanager
     def blamed(self, tool: str) -> Iterator[None]:
         """Turn an error inside the block into an `ExportError` that names the module where it happened."""
         try:
             yield
-        except ExportError:
-            raise
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error, ExportError)
             path = culprit(self.view, error)
             where = f"module {path}" if path else "its graph"
             raise ExportError(
                 f"subnet {self.name}: {tool} cannot take {where}: {first_line(error)}; rewrite that forward "
                 "without branches on values, try dynamic_batch=False, or serve the Engine itself"
             ) from error
-
-
-def require_equal(
-    program: Any, view: nn.Module, batch: Any, name: str, tool: str, tolerance: Tolerance = ROUNDED
-) -> None:
-    """Raise an `ExportError` unless a program's outputs for a batch equal those of a subnet's view."""
-    with torch.inference_mode():
-        try:
-            same, why = equal(call_with(program, batch), call_with(view, batch), tolerance), ""
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
-    if not same:
-        raise ExportError(
-            f"subnet {name}: the output of {tool} differs from the supernet's{why}, and nothing was written; "
-            "its forward does what tracing cannot see, such as a branch on the type of a value; rewrite "
-            "that, use another format, or serve the Engine itself"
-        )
 
 
 @contextmanager

@@ -24,13 +24,13 @@ from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.elastic_graph import record_network
 from subnetact.export.scripted_subnets import ScriptedSubnets
-from subnetact.export.subnet_program import chosen_specs, quiet, require_equal
+from subnetact.export.subnet_program import SubnetProgram, chosen_specs, quiet
 from subnetact.files.atomic import replacing
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import failure
 from subnetact.supernet.supernet import Supernet
 
@@ -66,8 +66,7 @@ def to_torchscript(
     inputs with another number of dimensions than those of the example.
 
     A TorchScript file is code. Its interpreter runs no Python, but it has operators that read and write files
-    with the rights of the process, so load only files of people you trust. This package loads none but the
-    one that it has just written.
+    with the rights of the process, so load only files of people you trust. This package loads none.
 
     Args:
         engine: the engine with the subnets and the example input. It is not changed, and the result has its
@@ -126,14 +125,13 @@ def to_torchscript(
     norms, sizes = tuple(supernet.norm_operators()), len(supernet.space.dimensions)
     columns = [] if policy is None else list(policy.table.pad_index)
     steps = [] if policy is None else policy.steps()
-    slacks, decisions = [slacks for slacks, _ in steps], [decisions for _, decisions in steps]
     with quiet():
         network = record_network(supernet.network.requires_grad_(False).eval(), list(inputs), norms, sizes)
-        whole = ScriptedSubnets(network, rows, means, variances, keys, columns, slacks, decisions)
+        whole = ScriptedSubnets(network, rows, means, variances, keys, columns, steps)
         scripted: Any = torch.jit.script(whole.eval())
         scripted.define(_forward(inputs))
     for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
-        _compare(scripted, view, x, varied, i, specs[i])
+        _compare(scripted, SubnetProgram(f"{i} ({specs[i]})", view, x), i, varied)
     with replacing(path) as temporary, quiet():
         torch.jit.save(scripted, temporary)
     return scripted  # type: ignore[no-any-return]
@@ -165,11 +163,7 @@ def _policy(
 def _inputs(network: nn.Module, example: Any) -> dict[str, Tensor]:
     """Return an example by the names of the network's arguments."""
     signature = inspect.signature(template_of(network).forward)
-    if isinstance(example, dict):
-        inputs = example
-    else:
-        parts = example if isinstance(example, tuple) else (example,)
-        inputs = signature.bind(*parts).arguments
+    inputs = example if isinstance(example, dict) else call_with(signature.bind, example).arguments
     if "subnet" in inputs or not all(isinstance(part, Tensor) for part in inputs.values()):
         raise ExportError(
             f"example: this format takes a tensor per input, and none may be called subnet; the network "
@@ -210,11 +204,11 @@ def _forward(inputs: Mapping[str, Tensor]) -> str:
     return "\n".join([f"def forward(self, {names}, subnet):", *checks, called]) + "\n"
 
 
-def _compare(scripted: Any, view: nn.Module, x: Any, varied: Any, i: int, spec: SubnetSpec) -> None:
+def _compare(scripted: Any, subnet: SubnetProgram, i: int, varied: Any) -> None:
     """Compare a subnet on the example, and on random numbers if the network runs on them."""
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:
         return scripted(*args, *kwargs.values(), torch.tensor([i]))
 
-    for batch in [x, varied] if failure(view, varied) is None else [x]:
-        require_equal(run, view, batch, f"{i} ({spec})", "TorchScript")
+    batches = [subnet.x, varied] if failure(subnet.view, varied) is None else [subnet.x]
+    subnet.require_equal(run, "TorchScript", batches=batches)

@@ -128,7 +128,11 @@ def to_triton(
         inputs = [_tensor("INPUT__0", [x], batched)]
         outputs = [_tensor("OUTPUT__0", made, batched)]
         if libtorch:
-            _write_libtorch(engine, version, table, slo_ms, shape_coded=batched)
+            path = version / "model.pt"
+            with quiet():
+                scripted = to_torchscript(engine, path, table=table, slo_ms=slo_ms)
+                if batched:
+                    torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)
             code = "TYPE_BOOL dims: [ -1 ]" if batched else "TYPE_INT64 dims: [ 1 ]"
             inputs.append(f'name: "INPUT__1" data_type: {code}')
             lines = ['platform: "pytorch_libtorch"', f"max_batch_size: {size if batched else 0}"]
@@ -225,14 +229,3 @@ def _write_python(
         shutil.copyfile(template, version / "model.py")
     budget = engine.stats().budget / 2**20
     return {"slo_ms": f"{slo_ms:g}", "memory_budget_mb": f"{budget:g}", "policy": policy, "learn": "true"}
-
-
-def _write_libtorch(
-    engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float | None, shape_coded: bool
-) -> None:
-    path = version / "model.pt"
-    with quiet():
-        to_torchscript(engine, path, table=table, slo_ms=slo_ms)
-        if shape_coded:
-            scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
-            torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)

@@ -9,7 +9,6 @@ parameters: `deadline_ms`, the time from now in ms (default: `slo_ms` of the con
 from __future__ import annotations
 
 import json
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                _PendingRequest(self._submit(request), sender)
+                _answer_when_done(self._submit(request), sender)
             except Exception as error:
                 _send(sender, error=error)
 
@@ -57,13 +56,11 @@ class TritonPythonModel:
         samples = torch.from_numpy(pb.get_input_tensor_by_name(request, "INPUT__0").as_numpy().copy())
         if not len(samples):
             raise InvalidRequest("INPUT__0: expected at least one sample")
-        deadline_ms = asked.get("deadline_ms", self.slo_ms)
+        deadline_ms, floor = asked.get("deadline_ms", self.slo_ms), asked.get("min_accuracy")
         queued: list[Future[Any]] = []
         try:
             for sample in samples:
-                queued.append(
-                    self.batcher.submit(sample, deadline_ms, min_accuracy=asked.get("min_accuracy"))
-                )
+                queued.append(self.batcher.submit(sample, deadline_ms, min_accuracy=floor))
         except Exception:
             for earlier in queued:
                 earlier.cancel()
@@ -75,40 +72,36 @@ class TritonPythonModel:
         self.batcher.close()
 
 
-class _PendingRequest:
-    """A request that is answered when all of its samples are."""
+def _answer_when_done(samples: list[Future[Any]], sender: Any) -> None:
+    """Answer a request when all of its samples are."""
+    others = iter(samples)
 
-    def __init__(self, samples: list[Future[Any]], sender: Any) -> None:
-        self._samples, self._sender = samples, sender
-        self._left, self._lock = len(samples), threading.Lock()
-        for sample in samples:
-            sample.add_done_callback(self._one_done)
-
-    def _one_done(self, _: Future[Any]) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left:
+    def look(_: Any = None) -> None:
+        for sample in others:
+            if not sample.done():
+                sample.add_done_callback(look)  # It goes on behind this sample.
                 return
         try:
-            answers = [sample.result() for sample in self._samples]
+            answers = [sample.result() for sample in samples]
             outputs = [
                 pb.Tensor("OUTPUT__0", torch.stack([a.output for a in answers]).numpy()),
                 pb.Tensor("SUBNET", np.array([[a.subnet] for a in answers], dtype=np.int32)),
                 pb.Tensor("MET", np.array([[a.met] for a in answers], dtype=np.bool_)),
             ]
         except Exception as error:
-            _send(self._sender, error=error)
+            _send(sender, error=error)
         else:
-            _send(self._sender, outputs)
+            _send(sender, outputs)
+
+    look()
 
 
 def _send(sender: Any, outputs: list[Any] | None = None, error: Exception | None = None) -> None:
     if error is None:
         response = pb.InferenceResponse(outputs)
     else:
-        invalid, expected = isinstance(error, InvalidRequest), isinstance(error, RequestError)
-        code = pb.TritonError.INVALID_ARG if invalid else pb.TritonError.UNAVAILABLE
-        if not expected:
-            code = pb.TritonError.INTERNAL
+        code = pb.TritonError.UNAVAILABLE if isinstance(error, RequestError) else pb.TritonError.INTERNAL
+        if isinstance(error, InvalidRequest):
+            code = pb.TritonError.INVALID_ARG
         response = pb.InferenceResponse(error=pb.TritonError(f"{type(error).__name__}: {error}", code))
     sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

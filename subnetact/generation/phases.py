@@ -87,6 +87,14 @@ def checked_phases(given: Any, vocabulary: float) -> tuple[Phase, ...]:
     return tuple(found)
 
 
+def rows_of(accuracy: Sequence[float], least: float) -> set[int]:
+    """Return the ids of the subnets of at least an accuracy, percent, or raise InvalidRequest."""
+    rows = {row for row, percent in enumerate(accuracy) if percent >= least}
+    if not rows:
+        raise InvalidRequest(f"min_accuracy: no subnet reaches {least} %; the best has {max(accuracy)} %")
+    return rows
+
+
 def planned_phases(
     phases: Sequence[Phase],
     names: Sequence[str],

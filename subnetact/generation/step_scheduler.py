@@ -14,20 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from subnetact.errors import (
-    BatcherClosed,
-    BatchFailed,
-    DeadlinePassed,
-    InvalidRequest,
-    PolicyError,
-    QueueFull,
-    RequestError,
-)
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
 from subnetact.generation.completion import Generated, TokenDeadlines, TokenLogprobs
-from subnetact.generation.phases import CacheKinds, Phase, PlannedPhase, planned_phases
+from subnetact.generation.phases import CacheKinds, Phase, PlannedPhase, planned_phases, rows_of
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.serving.scheduling.checks import check_count, check_positive
-from subnetact.serving.scheduling.floors import Floors
 
 __all__ = ["Step", "StepRequest", "StepScheduler"]
 
@@ -44,7 +35,7 @@ class StepRequest:
     prompt: Sequence[int]
     answer: int  # the largest number of tokens
     deadlines: TokenDeadlines
-    min_accuracy: float = 0.0  # percent; once submitted, the least accuracy of a subnet that meets it
+    min_accuracy: float = 0.0  # percent
     stop: frozenset[int] = frozenset()
     logprobs: int | None = None
     sampling: Any = None
@@ -136,7 +127,6 @@ class StepScheduler:
         self._drop = expired == "drop"
         self._max_queue = max_queue
         self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
-        self._floor = Floors(next(iter(policy.table.decode.values())))
         self.requests: dict[int, StepRequest] = {}  # those that have not ended
         self._active: dict[int, StepRequest] = {}  # those with a place, in the order in which they got it
         self._waiting: list[tuple[float, int, StepRequest]] = []  # the others; the first is due first
@@ -149,11 +139,7 @@ class StepScheduler:
 
     def submit(self, request: StepRequest, now_ms: float) -> None:
         """Accept a request, or raise InvalidRequest, BatcherClosed or QueueFull."""
-        try:
-            request.min_accuracy = floor = self._floor(request.min_accuracy)
-        except PolicyError as error:
-            raise InvalidRequest(str(error)) from error
-        accurate = {row for row, percent in enumerate(self._accuracy) if percent >= floor}
+        accurate = rows_of(self._accuracy, request.min_accuracy)
         names, phases = self.policy.table.subnets, request.phases
         request.planned = planned_phases(phases, names, self._kinds, self._usual, accurate)
         request.among, request.turns = request.planned[0].among, request.planned[0].tokens

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.calibration.calibrate import calibrate
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import SpecError, SubnetActError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_pair, call_with, describe_input, logits, map_tensors, tensors_of
@@ -99,10 +99,8 @@ def _pair(batch: Any) -> tuple[Any, Tensor]:
 def _output(view: nn.Module, spec: SubnetSpec, x: Any) -> Any:
     try:
         return call_with(view, x)
-    except SubnetActError:
-        raise
     except Exception as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error, SubnetActError)
         raise SpecError(
             f"evaluate: {spec} does not run on {describe_input(x)}: {summary(view, error)}; "
             "supernet.check(x) tells whether the description of the supernet lacks a module"

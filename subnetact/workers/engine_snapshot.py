@@ -26,11 +26,10 @@ from subnetact.errors import EngineError, StaleWeights, SubnetActError, failure_
 from subnetact.files.fork import new_lock
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.supernet import Supernet
-from subnetact.workers.memory import SharedMemory
+from subnetact.workers.memory import ALIGNMENT, SharedMemory
 
 __all__ = ["EngineSnapshot", "Package", "Parts", "States", "apply", "unpack"]
 
-ALIGNMENT = 64
 States = tuple[Any, ...]
 """What stands for the present supernets, then for the engines: see `_Followed.state`, `Engine.changes`."""
 

@@ -167,8 +167,8 @@ class ProcessPool:
     # -- the keeper's thread ----------------------------------------------------------------------
 
     def _keep(self) -> None:
-        if hasattr(signal, "pthread_sigmask"):  # Processes inherit this until they ignore these signals.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        # Processes inherit this until they ignore these signals.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         while not self._closed:
             try:
                 self._start_missing()
