@@ -117,7 +117,7 @@ class _Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any = None
+    output: Any
     count: int = 0
 
 
@@ -147,8 +147,7 @@ class _Observation:
         for path in self.sides:
             modules[path].register_forward_hook(partial(self._order, path))
         for path in {p[:i] for p in self.sides for i in (0, *(m.start() for m in re.finditer(r"\.", p)))}:
-            modules[path].register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
-            modules[path].register_forward_hook(partial(self._leave, path))
+            modules[path].register_forward_hook(partial(self._note, path), with_kwargs=True)
         return copied
 
     def block_of(self, path: str) -> str | None:
@@ -167,12 +166,8 @@ class _Observation:
         if path not in self.order:
             self.order.append(path)
 
-    def _enter(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.calls.setdefault(path, _Call(args, dict(kwargs))).count += 1
-
-    def _leave(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self.calls[path].count == 1:
-            self.calls[path].output = output
+    def _note(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        self.calls.setdefault(path, _Call(args, dict(kwargs), output)).count += 1
 
 
 def _sides(module: nn.Module) -> tuple[int, int] | None:
@@ -517,16 +512,14 @@ def _blocks(
         if reason:
             refused[f"{stack}.depth".lstrip(".")] = reason
             continue
-        kept = blocks
-        first = observed.calls[blocks[0]]
+        first, staying = observed.calls[blocks[0]], dict[str, str]()
         if any(map(is_cache, (*first.args, *first.kwargs.values()))):
-            kept = blocks[1:]
-            refused[f"{blocks[0]}.depth"] = (
+            staying[blocks[0]] = (
                 "the position of a token is read from the cache of the first block, so it stays"
             )
-        kept = [block for block in kept if block not in storing]
-        for block in storing:
-            refused[f"{block}.depth"] = "it stores keys and values that later blocks read, so it stays"
+        staying |= dict.fromkeys(storing, "it stores keys and values that later blocks read, so it stays")
+        refused |= {f"{block}.depth": why for block, why in staying.items()}
+        kept = [block for block in blocks if block not in staying]
         if not kept:
             refused[f"{stack}.depth"] = "there is one block only"
         found.update({block: observed.calls[block].output.shape for block in kept})
