@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,21 +50,18 @@ NOT_ASKED = f"its outputs are those of the stream, which is tried if axes names 
 class Declaration(NamedTuple):
     """Groups without choices, blocks that may be skipped with the shapes of their inputs, and refusals.
 
-    `blocks` are those of stacks of transformers, and `residual` all that the graph, which is `traced`, shows
-    to be residual, of which `stacks` tells how much they do.
+    `blocks` are those of stacks of transformers; what is `observed` has all others that are residual, too.
     """
 
     groups: tuple[Group, ...]
     blocks: Mapping[str, torch.Size]
     refused: Mapping[str, str]
-    residual: Mapping[str, torch.Size]
-    stacks: StackWatch
-    traced: TracedModel
+    observed: Observation
 
 
 def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaration:
     """Return what can be elastic in a transformer, as far as the model declares it."""
-    observed = _Observation(model, example)
+    observed = Observation(model, example)
     trials = _Trials(observed)
     groups: list[Group] = []
     refused: dict[str, str] = {}
@@ -90,8 +87,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(feed_forwards)
     experts = expert_groups(observed.modules, observed.block_of)
     settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
-    residual = observed.residual
-    blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
+    blocks = _blocks(observed, [m.module for g in groups for m in g.members], refused)
     if layer_stacks(model):
         inner = {(m.module, m.part) for group in groups for m in group.members}
         elastic = {module for module, _ in inner}
@@ -105,7 +101,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             groups.append(found)
         elif all(t.shape[-1:] != (found.full,) for t in tensors_in(observed.calls[""].output)):
             refused |= dict.fromkeys([m.module for m in found.members if m.part == "out"], NOT_ASKED)
-    return Declaration(tuple(groups), blocks, refused, residual, observed.stacks, observed.traced)
+    return Declaration(tuple(groups), blocks, refused, observed)
 
 
 # -- what one forward pass shows ---------------------------------------------------------------------
@@ -121,8 +117,12 @@ class _Call:
     count: int = 0
 
 
-class _Observation:
-    """A forward pass: linear layers and torch's attentions in order, calls of what contains them, stacks."""
+class Observation:
+    """A forward pass: linear layers and torch's attentions in order, calls of what contains them, stacks.
+
+    The graph is `traced`; `residual` are the blocks that it shows to be so, with the shapes of their inputs,
+    and `stacks` tells how much they do.
+    """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model = model
@@ -224,7 +224,7 @@ class _Unfit(Exception):
     """A module does not fit a rule; the message is the reason."""
 
 
-def _number(observed: _Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
+def _number(observed: Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
     """Return the first whole number of a name, of a module itself or of its configuration."""
     own = vars(observed.modules[path])
     found = [own[name] for name in names if type(own.get(name)) is int]
@@ -237,7 +237,7 @@ def _number(observed: _Observation, path: str, names: Sequence[str], inherited: 
     return next(iter(found), None)
 
 
-def _attentions(observed: _Observation) -> Iterator[_Proposal]:
+def _attentions(observed: Observation) -> Iterator[_Proposal]:
     """Propose the heads of every attention."""
     found = [path for path in observed.order if isinstance(observed.modules[path], nn.MultiheadAttention)]
     yield from [_torch_attention(observed, path) for path in found]
@@ -252,7 +252,7 @@ def _attentions(observed: _Observation) -> Iterator[_Proposal]:
             yield _attention(observed, path)
 
 
-def _state_spaces(observed: _Observation) -> Iterator[_Proposal]:
+def _state_spaces(observed: Observation) -> Iterator[_Proposal]:
     """Propose the heads, or the channels, of every mixer that keeps a state."""
     for path in observed.calls:
         if (group := state_group(path, observed.modules[path])) is not None:
@@ -269,7 +269,7 @@ def _inner(proposal: _Proposal) -> Iterator[tuple[str, str]]:
         yield (proposal.layers[-1], "in_")
 
 
-def _torch_attention(observed: _Observation, path: str) -> _Proposal:
+def _torch_attention(observed: Observation, path: str) -> _Proposal:
     module: Any = observed.modules[path]
     width, out, name = int(module.head_dim), f"{path}.out_proj", f"{path}.heads"
     members = (Member(path, "out", AttentionSlice, width), Member(out, "in_", WeightSlice, width))
@@ -278,7 +278,7 @@ def _torch_attention(observed: _Observation, path: str) -> _Proposal:
     return _Proposal(name, [path, out], [Group(name, "heads", module.num_heads, members)])
 
 
-def _attention(observed: _Observation, path: str) -> _Proposal:
+def _attention(observed: Observation, path: str) -> _Proposal:
     """Propose the heads of one attention module: its projections, and the layer that reads all heads."""
     inside = [layer for layer in observed.order if layer.startswith(f"{path}.")]
     later = observed.order[observed.order.index(inside[-1]) + 1 :]
@@ -292,7 +292,7 @@ def _attention(observed: _Observation, path: str) -> _Proposal:
     return proposal
 
 
-def _shared_heads(observed: _Observation, attentions: list[_Proposal]) -> Iterator[_Proposal]:
+def _shared_heads(observed: Observation, attentions: list[_Proposal]) -> Iterator[_Proposal]:
     """Propose one number of heads for attentions in all blocks of a stack, which share position biases."""
     blocks = [(one, observed.block_of(one.name)) for one in attentions if one.variants]
     places = (((_parent(block), one.name[len(block) :]), one) for one, block in blocks if block is not None)
@@ -362,7 +362,7 @@ class _Heads:
             yield [Member(layer, "out", WeightSlice, outputs // self.full)]
 
 
-def _head_groups(observed: _Observation, path: str, projections: list[str], out: str) -> Iterator[Group]:
+def _head_groups(observed: Observation, path: str, projections: list[str], out: str) -> Iterator[Group]:
     """Yield the groups that heads may form, for every packing of fused layers and every set of numbers."""
     module = observed.modules[path]
     latent = [layer for layer in projections if vocabulary.LATENT.search(layer)]
@@ -405,7 +405,7 @@ def _norms(module: nn.Module, path: str, rows: Mapping[int, int]) -> list[Member
     return [Member(inner, "features", LayerNormSlice, each) for inner, each in norms.items() if each]
 
 
-def _heads(observed: _Observation, path: str, out: str, latent: bool) -> _Heads:
+def _heads(observed: Observation, path: str, out: str, latent: bool) -> _Heads:
     """Return the heads of an attention module whose output layer is given."""
     all_heads = observed.sides[out][0]
     queries = _number(observed, path, vocabulary.HEADS, inherited=True)
@@ -432,7 +432,7 @@ def _valued(module: nn.Module, names: Sequence[str], value: int) -> dict[str, in
     return {name: value for name in names if type(own.get(name)) is int and own[name] == value}
 
 
-def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member]:
+def _tables(observed: Observation, path: str, heads: _Heads) -> Iterator[Member]:
     """Yield the tables with one column per head in an attention module, of position biases for example."""
     each = heads.queries // heads.full
     for inner, module in observed.modules[path].named_modules(prefix=path):
@@ -448,7 +448,7 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
                     yield Member(inner, number, ElasticAttribute, value // heads.full)
 
 
-def _feed_forwards(observed: _Observation, mixers: Sequence[_Proposal]) -> Iterator[_Proposal]:
+def _feed_forwards(observed: Observation, mixers: Sequence[_Proposal]) -> Iterator[_Proposal]:
     """Propose the neurons of every feed-forward network in a block; packed layers come last."""
     outside = {path for proposal in mixers for path in proposal.layers}
     outside |= {a for a, b in itertools.pairwise(observed.order) if is_rank(observed.modules, a, b)}
@@ -468,7 +468,7 @@ def _feed_forwards(observed: _Observation, mixers: Sequence[_Proposal]) -> Itera
     yield from packed
 
 
-def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Proposal:
+def _feed_forward(observed: Observation, first: list[str], last: str) -> _Proposal:
     """Propose the neurons between some linear layers and the one that runs after them."""
     neurons = observed.sides[last][0]
     around = _common([*first, last])
@@ -493,9 +493,7 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
     return proposal
 
 
-def _blocks(
-    observed: _Observation, residual: Collection[str], elastic: Sequence[str], refused: dict[str, str]
-) -> dict[str, torch.Size]:
+def _blocks(observed: Observation, elastic: Sequence[str], refused: dict[str, str]) -> dict[str, torch.Size]:
     """Return the blocks that a subnet may skip, each with the shape of its input; note why others stay."""
     found: dict[str, torch.Size] = {}
     stacks = list(dict.fromkeys(map(_parent, observed.blocks)))
@@ -508,7 +506,7 @@ def _blocks(
             continue
         storing = [block for block in blocks if _stores(observed.modules[block])]
         others = [block for block in blocks if block not in storing]
-        reason = next(filter(None, (_unskippable(observed, residual, block) for block in others)), "")
+        reason = next(filter(None, (_unskippable(observed, block) for block in others)), "")
         if reason:
             refused[f"{stack}.depth".lstrip(".")] = reason
             continue
@@ -526,7 +524,7 @@ def _blocks(
     return found
 
 
-def _unskippable(observed: _Observation, residual: Collection[str], block: str) -> str:
+def _unskippable(observed: Observation, block: str) -> str:
     """Return why a block cannot be the identity, or an empty string."""
     kind = type(observed.modules[block]).__name__
     call = observed.calls.get(block)
@@ -541,7 +539,7 @@ def _unskippable(observed: _Observation, residual: Collection[str], block: str) 
         return f"{block} ({kind}) changes the shape of its input"
     if not _parent(block):
         return "its blocks are those of the network itself; wrap it in nn.Sequential to skip some of them"
-    if block not in residual:
+    if block not in observed.residual:
         return f"{kind} is not residual: without its layers, its output is another than its input"
     return ""
 
@@ -557,7 +555,7 @@ def _stores(block: nn.Module) -> bool:
 class _Trials:
     """Inserts proposals into copies of blocks, and compares narrowed blocks with masked ones."""
 
-    def __init__(self, observed: _Observation) -> None:
+    def __init__(self, observed: Observation) -> None:
         self.observed = observed
         self.configured = Configured(observed.model)
         self._known: dict[Any, str] = {}

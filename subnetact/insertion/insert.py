@@ -280,8 +280,8 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
     depth = "depth" in axes
     stated = declared(model, example, stream)
     groups, refused = list(stated.groups), dict(stated.refused)
-    blocks = dict(stated.blocks)
-    traced = stated.traced
+    blocks, observed = dict(stated.blocks), stated.observed
+    traced = observed.traced
     if traced.failure is not None:
         if not groups and not blocks:
             raise traced.failure
@@ -312,28 +312,27 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         narrowed = {member.module for group in groups for member in group.members if member.part == "out"}
         # Another rule, or the graph, has made these elastic.
         refused = {n: why for n, why in refused.items() if n.removesuffix(".ffn") not in narrowed}
-        for name in unseen:
-            if name not in inside:
-                refused.setdefault(name, "it does not run on the example, so it stays whole")
+        whole = [name for name in unseen if name not in inside and name not in refused]
+        refused |= dict.fromkeys(whole, "it does not run on the example, so it stays whole")
         if depth:
             stacks = inside | {block.rpartition(".")[0] for block in blocks}
             blocks |= {
                 path: shape
-                for path, shape in stated.residual.items()
+                for path, shape in observed.residual.items()
                 if path.rpartition(".")[0] not in stacks
-                and not any(inner.startswith(f"{path}.") for inner in stated.residual)
+                and not any(inner.startswith(f"{path}.") for inner in observed.residual)
             }
     stages: list[DepthStage] = []
     if depth and blocks:
         holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
         twice = (path for path in blocks if holders[id(model.get_submodule(path))] > 1)
-        broken = dict.fromkeys(twice, "it has two names; give it one") | stated.stacks.broken(blocks)
+        broken = dict.fromkeys(twice, "it has two names; give it one") | observed.stacks.broken(blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
         stages = (
             [DepthStage(f"{block}.depth", (block,)) for block in blocks]
             if each_block
-            else stages_of(blocks, stated.stacks.influence)
+            else stages_of(blocks, observed.stacks.influence)
         )
     return groups, stages, refused
 
@@ -489,9 +488,8 @@ def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[s
 
 def _check_model(model: nn.Module, by_hand: bool = False) -> None:
     """Refuse models that cannot become supernets, before anything is done."""
-    given: Any = model
-    if not isinstance(given, nn.Module):
-        raise InsertError(f"expected a model, got {type(given).__name__}; give an nn.Module")
+    if not isinstance(model, nn.Module):
+        raise InsertError(f"expected a model, got {type(model).__name__}; give an nn.Module")
     if isinstance(model, Supernet) or any(isinstance(m, Operator) or is_view(m) for m in model.modules()):
         raise InsertError(
             f"{type(model).__name__} already has operators; give the ordinary model (supernet.remove()), and "
