@@ -7,6 +7,7 @@ is refused.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -180,16 +181,14 @@ class Proof:
         """Return the fewest slots that are wrong together only, each found by halving those before it."""
         needed: list[str] = []
         rest = slots
-        while rest and (not needed or self._wrong(self._narrowed(needed, spec), located=False) is None):
-            low, high = 0, len(rest)
-            while low < high - 1:
-                middle = (low + high) // 2
-                if self._wrong(self._narrowed([*needed, *rest[:middle]], spec), located=False) is None:
-                    low = middle
-                else:
-                    high = middle
-            needed.append(rest[high - 1])
-            rest = rest[: high - 1]
+
+        def fails(count: int) -> bool:
+            return self._wrong(self._narrowed([*needed, *rest[:count]], spec), located=False) is not None
+
+        while rest and not (needed and fails(0)):
+            last = bisect_left(range(1, len(rest)), True, key=fails)
+            needed.append(rest[last])
+            rest = rest[:last]
         return sorted(needed, key=slots.index)
 
     def _narrowed(self, slots: Iterable[str], to: SubnetSpec | None = None) -> SubnetSpec:
