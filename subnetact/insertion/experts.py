@@ -96,12 +96,7 @@ def _number(modules: Mapping[str, nn.Module], member: Member) -> int:
 
 def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
     """Return the numbers of experts per token in a block: those of modules, or of their configurations."""
-    own = [
-        Member(path, name, ElasticAttribute)
-        for path, module in modules.items()
-        for name in EXPERTS_PER_TOKEN
-        if type(vars(module).get(name)) is int
-    ]
+    own = list(_whole_numbers(modules, EXPERTS_PER_TOKEN))
     stated = [
         Member(path, f"config.{name}", ElasticAttribute)
         for path, module in modules.items()
@@ -110,13 +105,18 @@ def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
         if number_of(vars(module).get("config"), name)
     ]
     others = [
-        Member(path, name, ElasticAttribute)
-        for path, module in modules.items()
-        for name in EXPERTS
-        if own and vars(module).get(name) == _number(modules, own[0]) and name not in module._parameters
+        member
+        for member in _whole_numbers(modules, EXPERTS)
+        if own and _number(modules, member) == _number(modules, own[0])
     ]
     variants = [own, *([own + others] if others else []), stated]
     return [found for found in variants if len({_number(modules, m) for m in found}) == 1]
+
+
+def _whole_numbers(modules: Mapping[str, nn.Module], names: Sequence[str]) -> Iterator[Member]:
+    """Yield the whole numbers of modules that have one of some names."""
+    for path, module in modules.items():
+        yield from (Member(path, n, ElasticAttribute) for n in names if type(vars(module).get(n)) is int)
 
 
 def _home(path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -234,8 +234,7 @@ class Configured:
                     config = copy.deepcopy(config)
                     if _restate(config, names, sizes):
                         with torch.device("meta"), torch.no_grad():
-                            kind: Any = type(module)
-                            self._made[key] = kind(config).eval()
+                            self._made[key] = type(module)(config).eval()
                 if key in self._made:
                     return copy.deepcopy(self._made[key].get_submodule(path[len(home) :].lstrip(".")))
         full = max(sizes)
@@ -299,18 +298,17 @@ def why_not_as_configured(configured: Configured, path: str, network: nn.Module,
 
 def _fill(empty: nn.Module, filled: nn.Module) -> str:
     """Give a block without weights those of another one; return where they differ, or an empty string."""
-    places = dict(filled.named_modules())
+    tensors = {
+        **dict(filled.named_parameters(remove_duplicate=False)),
+        **dict(filled.named_buffers(remove_duplicate=False)),
+    }
     for path, module in empty.named_modules():
-        source = places.get(path)
-        for kind in ("_parameters", "_buffers"):
-            own: dict[str, Any] = getattr(module, kind)
-            given: dict[str, Any] = getattr(source, kind, {})
-            for name, tensor in own.items():
-                if tensor is not None:
-                    other = given.get(name)
-                    if other is None or other.shape != tensor.shape:
-                        return f"{path}.{name}"
-                    own[name] = other
+        for own in (module._parameters, module._buffers):
+            for name in [name for name, tensor in own.items() if tensor is not None]:
+                place = f"{path}.{name}".lstrip(".")
+                if getattr(tensors.get(place), "shape", None) != own[name].shape:
+                    return place
+                own[name] = tensors[place]
     return ""
 
 
