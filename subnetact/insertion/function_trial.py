@@ -93,7 +93,9 @@ class _Trial:
     """Calls a function with random numbers, and with the whole numbers of the example."""
 
     def __init__(self, operation: Any, refs: Mapping[fx.Node, Any]) -> None:
-        self._node, self._module = operation.node, operation.module
+        self._node, target = operation.node, operation.node.target
+        kinds = {"call_module": operation.module, "call_method": getattr(Tensor, str(target), None)}
+        self._function: Any = kinds.get(self._node.op, target)
         generator = torch.Generator().manual_seed(0)
         self._values: dict[fx.Node, Tensor] = {}
         for node in refs:
@@ -134,12 +136,7 @@ class _Trial:
         args, kwargs = fx.map_arg((self._node.args, self._node.kwargs), lambda node: values[node].clone())
         try:
             with torch.no_grad():
-                if self._module is not None:
-                    result = self._module(*args, **kwargs)
-                elif self._node.op == "call_method":
-                    result = getattr(args[0], self._node.target)(*args[1:], **kwargs)
-                else:
-                    result = self._node.target(*args, **kwargs)
+                result = self._function(*args, **kwargs)
         except Exception as error:
             raise_if_out_of_memory(error)
             return None

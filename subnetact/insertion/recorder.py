@@ -148,13 +148,14 @@ class _Recorder(TorchFunctionMode):
         graph = self.recording.graph
         given = tree_map_only(Tensor, self.node, (tuple(args), dict(kwargs)))
         node = graph.create_node(op, target, *given)
-        node.meta["nn_module_stack"] = dict(self._around)
         called = self.recording.model.get_submodule(target) if op == "call_module" else nn.Module()
         if any(True for _ in called.parameters()) or not self._weighted.isdisjoint(node.all_input_nodes):
             self._weighted.add(node)
         self._note(node, result)
 
     def _note(self, node: fx.Node, result: Any) -> None:
+        """Note what a node returns, and where; parts of a result that is no tensor are nodes of their own."""
+        node.meta["nn_module_stack"] = dict(self._around)
         facts = self.recording.results[node] = tree_map_only(Tensor, _facts, result)
         if isinstance(result, Tensor):
             node.meta["tensor_meta"] = facts
@@ -165,7 +166,6 @@ class _Recorder(TorchFunctionMode):
             for i, part in enumerate(result):
                 if tree_any(_is_tensor, part):
                     child = self.recording.graph.call_function(operator.getitem, (node, i))
-                    child.meta["nn_module_stack"] = dict(self._around)
                     self._weighted |= {child} if node in self._weighted else set()
                     self._note(child, part)
 
@@ -179,7 +179,6 @@ class _Recorder(TorchFunctionMode):
                 name = f"constant{len(constants)}"
                 constants[name] = tensor
             node = self.recording.graph.create_node("get_attr", name)
-            node.meta["nn_module_stack"] = dict(self._around)
             if isinstance(tensor, nn.Parameter):
                 self._weighted.add(node)
             self._note(node, tensor)

@@ -125,7 +125,7 @@ def _is_residual(inside: list[fx.Node], entry: fx.Node, modules: Mapping[str, nn
     return added and same and torch.equal(moved, places)
 
 
-def _moving(node: fx.Node) -> Callable[..., Tensor] | None:
+def _moving(node: fx.Node) -> Any:
     """Return the function of a node that only moves numbers of tensors to other places; None for others."""
     target: Any = node.target
     name = getattr(target, "__name__", target)
