@@ -46,9 +46,8 @@ def fold_(model: nn.Module) -> tuple[str, ...]:
         >>> subnetact.insertion.fold_(vocoder.eval())
         >>> supernet = subnetact.insert_(vocoder, example=spectrogram)
     """
-    given: object = model
-    if not isinstance(given, nn.Module):
-        raise InsertError(f"fold_: expected a model, got {type(given).__name__}; give an nn.Module")
+    if not isinstance(model, nn.Module):
+        raise InsertError(f"fold_: expected a model, got {type(model).__name__}; give an nn.Module")
     found = [(path, module, list(computed_tensors(module))) for path, module in model.named_modules()]
     for path, module, own in found:
         if own and module.training:

@@ -13,6 +13,7 @@ alone, so the proof of the whole description is what shows that nothing else rea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -49,22 +50,18 @@ def stream_group(
     members: list[Member] = []
     for path, module in model.named_modules():
         inside = any(f"{path}.".startswith(f"{mixer}.") for mixer in mixers)
-        own: dict[str, list[int]] = {}
-        for member in _members(path, module, full, inside):
-            if (path, member.part) not in inner:
-                if member.operator is WeightSlice and traits_of(module).kind == "convolution":
-                    return f"{path} is a convolution over the stream, which no rule knows"
-                name, _, axis = member.part.partition(".")
-                if axis:
-                    own.setdefault(name, []).append(int(axis))
-                try:
-                    member.operator(module, path, {member.part: 0}).check()
-                except InsertError as error:
-                    return str(error)
-                members.append(member)
-        twice = [name for name, axes in own.items() if len(axes) > 1]
-        if twice:
+        parts = [m for m in _members(path, module, full, inside) if (path, m.part) not in inner]
+        for member in parts:
+            if member.operator is WeightSlice and traits_of(module).kind == "convolution":
+                return f"{path} is a convolution over the stream, which no rule knows"
+            try:
+                member.operator(module, path, {member.part: 0}).check()
+            except InsertError as error:
+                return str(error)
+        axes = Counter(m.part.partition(".")[0] for m in parts if "." in m.part)
+        if twice := [name for name, count in axes.items() if count > 1]:
             return f"{path}.{twice[0]} has two axes of {full} entries, and which one is the stream is unknown"
+        members += parts
     return Group(STREAM, STREAM, full, tuple(members))
 
 
