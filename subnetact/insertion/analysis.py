@@ -534,9 +534,9 @@ def _joined(regions: Iterable[Any]) -> list[Any]:
 
     found = [region.axes for region in {*regions} if not region.empty]
     for axis in range(len(found[0]) if len(found) > 1 else 0):
-        lines: dict[Any, list[tuple[int, int]]] = {}
-        for axes in found:
-            lines.setdefault((axes[:axis], axes[axis + 1 :]), []).extend(axes[axis].intervals)
+        lines = grouped(
+            ((axes[:axis], axes[axis + 1 :]), run) for axes in found for run in axes[axis].intervals
+        )
         found = [(*before, IndexSet(tuple(line)), *after) for (before, after), line in lines.items()]
     if len(found) > MOST_REGIONS:
         raise AnalysisLimitError("Too many Cartesian regions")
@@ -557,9 +557,8 @@ def _rules() -> Any:
             self.inner = inner
 
         def build_spec(self, operation: Any) -> Any:
-            if self.inner is not None:
-                with suppress(Exception):  # It takes the arguments for those of another function.
-                    return self.inner.build_spec(operation)
+            with suppress(Exception):  # It is None, or takes the arguments for those of another function.
+                return self.inner.build_spec(operation)
             return spec_by_trial(operation)
 
     rules: Any = OperatorRegistry.default()

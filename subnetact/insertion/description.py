@@ -262,12 +262,9 @@ class Description:
         for module, members in self._members().items():
             parts = grouped((member.part, (group, member)) for group, member in members)
             found[module] = Elastic(members[0][1].operator, {p: _followed(own) for p, own in parts.items()})
-        stacks: dict[str, dict[str, str]] = {}
-        for stage in self.stages.values():
-            for block in stage.blocks:
-                stack, _, layer = block.rpartition(".")
-                stacks.setdefault(stack, {})[layer] = f"{block}.keep"
-        found |= {stack: LayerSelect.on(**follows) for stack, follows in stacks.items()}
+        blocks = [(block, block.rpartition(".")) for stage in self.stages.values() for block in stage.blocks]
+        stacks = grouped((stack, (layer, f"{block}.keep")) for block, (stack, _, layer) in blocks)
+        found |= {stack: LayerSelect.on(**dict(follows)) for stack, follows in stacks.items()}
         return {n: entry for n, entry in {**found, **self.overrides}.items() if entry is not None}
 
     # -- editing -----------------------------------------------------------------------------------

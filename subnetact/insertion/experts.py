@@ -43,6 +43,7 @@ from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.vocabulary import EXPERT_GROUPS, EXPERT_WIDTHS, EXPERTS, EXPERTS_PER_TOKEN, number_of
 from subnetact.space import SizeRow
+from subnetact.spec import grouped
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.failure import summary
 from subnetact.supernet.module_outputs import outputs_of
@@ -67,12 +68,9 @@ def expert_groups(
     modules: Mapping[str, nn.Module], block_of: Callable[[str], str | None]
 ) -> Iterator[tuple[str, list[Group], str]]:
     """Yield the names of groups that the mixtures of experts of a model may have, variants, or reasons."""
-    blocks: dict[str, dict[str, nn.Module]] = {}
-    for path, module in modules.items():
-        block = block_of(path)
-        if block is not None:
-            blocks.setdefault(block, {})[path] = module
-    for inside in blocks.values():
+    blocks = grouped((block, path) for path in modules if (block := block_of(path)) is not None)
+    for paths in blocks.values():
+        inside = {path: modules[path] for path in paths}
         routed, stacked = _routed(inside), _stacks(inside)
         if routed:
             home = posixpath.commonpath([_home(m.module, inside) for m in routed[0]]).replace("/", ".")
@@ -176,7 +174,7 @@ def _pool(
         return [], "a token visits all experts"
     own = {path for path, _, _ in stacked}
     members: list[Member] = []
-    grouped: list[tuple[int, int, Member]] = []
+    in_groups: list[tuple[int, int, Member]] = []
     for path, module in modules.items():
         tail = path[len(home) :]
         if "shared" in tail or not f"{path}.".startswith(f"{home}."):
@@ -189,7 +187,7 @@ def _pool(
         numbers = dict.fromkeys((*EXPERTS, *traits_of(module).sizes.values()))
         counts = [n for n in numbers if found.get(n) == full and type(found[n]) is int]
         members += [Member(path, n, ElasticAttribute) for n in counts]
-        grouped += [
+        in_groups += [
             (found[n], number_of(module, "topk_group"), Member(path, n, ElasticAttribute))
             for n in EXPERT_GROUPS
             if counts and number_of(module, n) > 1
@@ -200,10 +198,10 @@ def _pool(
             if axes:
                 members.append(Member(path, f"{tensor_name}.{axes[0]}", ElasticAttribute))
     variants = [Group(f"{home}.pool", "pool", full, tuple(members), least=least)]
-    for groups, chosen in {(groups, chosen) for groups, chosen, _ in grouped if 0 < chosen < groups}:
+    for groups, chosen in {(groups, chosen) for groups, chosen, _ in in_groups if 0 < chosen < groups}:
         whole = (replace(m, multiple=full // groups) for m in members)
         variants.append(
-            Group(f"{home}.pool", "pool", groups, (*whole, *(m for _, _, m in grouped)), least=chosen)
+            Group(f"{home}.pool", "pool", groups, (*whole, *(m for _, _, m in in_groups)), least=chosen)
         )
     return variants, ""
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from subnetact.insertion.description import DepthStage
 from subnetact.insertion.recorder import Recording, assigned, is_leaf
 from subnetact.operators.layer_traits import traits_of
+from subnetact.spec import grouped
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
 
@@ -37,10 +38,11 @@ RESHAPES = ("view", "reshape", "flatten", "transpose", "permute")
 
 def skippable_blocks(modules: Mapping[str, nn.Module], recording: Recording) -> dict[str, torch.Size]:
     """Return the blocks that the identity can replace, in the order they run, with the shape of the input."""
-    nodes: dict[str, list[fx.Node]] = {}
-    for node in recording.graph.nodes:
-        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            nodes.setdefault(path, []).append(node)
+    nodes = grouped(
+        (path, node)
+        for node in recording.graph.nodes
+        for path, _ in node.meta.get("nn_module_stack", {}).values()
+    )
     found: dict[str, torch.Size] = {}
     for path, inside in nodes.items():
         entry = recording.entries.get(path)

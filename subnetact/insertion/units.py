@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -467,8 +467,7 @@ def _line(tags: Tensor, dims: int, axis: int) -> Tensor:
 def _table(first: Tensor, last: Tensor, steps: int) -> Tensor | None:
     """Return the entries that each of `steps` sizes adds, (steps, entries per step); None if steps differ."""
     new = last[~torch.isin(last, first)]
-    breaks = (new.diff() != 1).nonzero().flatten() + 1
-    runs = [new[a:b] for a, b in pairwise([0, *breaks.tolist(), len(new)])]
+    runs = new.tensor_split((new.diff() != 1).nonzero().flatten() + 1)
     if any(len(run) % (steps - 1) for run in runs):
         return None
     added = torch.cat([run.view(steps - 1, -1) for run in runs], 1)
