@@ -279,7 +279,7 @@ class TracedModel:
                 if not indices or self._is_free(path, name, dim):
                     continue
                 kind, part = _part(self._modules[path], path, name, dim)
-                found = kind, tuple((int(a), int(b)) for a, b in indices.intervals)
+                found = kind, indices.intervals
                 if removed.setdefault((path, part), found) != found:
                     raise _Refused(f"different channels of the tensors of {path} go with it")
             if selection.count != math.prod(selection.tensor.shape) - whole:
@@ -291,9 +291,8 @@ class TracedModel:
                 tensor, dim = requirement.expression.value  # A norm may have no tensors.
                 chosen = impact.selections.get(tensor.id)
                 runs = chosen.fully_selected_indices(dim).intervals if chosen else ()
-                found = LayerNormSlice, tuple((int(a), int(b)) for a, b in runs)
                 if runs:
-                    removed.setdefault((path, "features"), found)
+                    removed.setdefault((path, "features"), (LayerNormSlice, runs))
         return removed
 
     def _places(self, selection: Any) -> list[tuple[str, str]]:

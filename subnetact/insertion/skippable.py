@@ -7,7 +7,7 @@ to this output passes additions and otherwise nothing but activations, norms, sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import groupby
 from operator import getitem
@@ -143,5 +143,4 @@ def _is_transparent(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
         return traits_of(modules[str(node.target)]).transparent
     if node.target in PRODUCTS:
         return all(other.op == "get_attr" for other in node.all_input_nodes[1:])  # the scale of a norm
-    target: str | Callable[..., Any] = node.target
-    return target in TRANSPARENT_CALLS
+    return node.target in TRANSPARENT_CALLS
