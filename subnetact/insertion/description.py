@@ -339,16 +339,9 @@ class Description:
                 function, or again.
             FileFormatError: `from_json` could not read the document.
         """
-        facts = {
-            **FORMAT.header,
-            "name": self.name,
-            "groups": [asdict(group) for group in self.groups.values()],
-            "stages": [asdict(stage) for stage in self.stages.values()],
-            "refused": self.refused,
-            "overrides": {module: entry and asdict(entry) for module, entry in self.overrides.items()},
-            "vocabulary": self.vocabulary and asdict(self.vocabulary),
-        }
-        text = json.dumps(facts, indent=1, allow_nan=False, default=_name_of)
+        slots = tuple(self.groups.values()), tuple(self.stages.values())
+        facts = asdict(_Facts(self.name, *slots, self.refused, self.overrides, self.vocabulary))
+        text = json.dumps(FORMAT.header | facts, indent=1, allow_nan=False, default=_name_of)
         self.from_json(text)  # What could not be read is not written.
         return text
 
@@ -368,7 +361,7 @@ class Description:
         """
         document = FORMAT.parsed("the description", text)
         with FORMAT.fields("the description", passing=(), damaged=(InsertError,)):
-            found = cls(**{name: _decoded(kind, document[name]) for name, kind in _FIELDS.items()})
+            found = cls(**vars(_decoded(_Facts, document)))
             for group in found.groups.values():
                 if not all((group.full, group.unit, *(member.multiple for member in group.members))):
                     raise ValueError(f"{group.name} has a size of zero")
@@ -480,15 +473,16 @@ def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | Dept
         raise InsertError(f"{slot.name}: {error}{counted * (grouped or slot.axis == 'heads')}") from None
 
 
-_FIELDS = {
-    "name": str,
-    "groups": tuple[Group, ...],
-    "stages": tuple[DepthStage, ...],
-    "refused": Mapping[str, str],
-    "overrides": Mapping[str, Elastic | None],
-    "vocabulary": LayerVocabulary | None,
-}
-"""Field of a document -> its type."""
+@dataclass(frozen=True)
+class _Facts:
+    """What a document says; its fields are the arguments of `Description`."""
+
+    name: str
+    groups: tuple[Group, ...]
+    stages: tuple[DepthStage, ...]
+    refused: Mapping[str, str]
+    overrides: Mapping[str, Elastic | None]
+    vocabulary: LayerVocabulary | None
 
 
 def _decoded(kind: Any, value: Any) -> Any:
