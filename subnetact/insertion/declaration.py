@@ -36,7 +36,7 @@ from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice
 from subnetact.operators.layer_traits import norm_features, traits_of
 from subnetact.operators.vocabulary import number_of
 from subnetact.spec import grouped
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
@@ -134,8 +134,7 @@ class Observation:
         if self.traced.recording is not None:
             self.residual = skippable_blocks(self.modules, self.traced.recording)
         else:  # It cannot be recorded.
-            with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():  # With it, torch nests no tensors.
-                call_with(self._watched(), map_tensors(Tensor.clone, example))
+            outputs_of(self._watched(), example)
 
     def _watched(self) -> nn.Module:
         """Return a copy of the model that notes here what its modules do."""

@@ -44,7 +44,6 @@ from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.vocabulary import EXPERT_GROUPS, EXPERT_WIDTHS, EXPERTS, EXPERTS_PER_TOKEN, number_of
 from subnetact.space import SizeRow
 from subnetact.spec import grouped
-from subnetact.supernet.batches import call_with
 from subnetact.supernet.failure import summary
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
@@ -330,8 +329,7 @@ def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tenso
     view = shared_view(network, row)
     for path in dict.fromkeys(member.module for member in pool.members):
         view.get_submodule(path).register_forward_hook(note, with_kwargs=True)
-    with torch.no_grad():
-        call_with(view, x)
+    outputs_of(view, x)
     exact = any(weighted for weighted, _ in noted)
     found = [mass for weighted, mass in noted if weighted is exact]
     return (torch.stack(found).sum(0) if found else torch.zeros(count)).view(pool.full, -1).sum(1)

@@ -115,14 +115,12 @@ class _Trial:
                 return None
             now = []
             for i, (result, whole) in enumerate(zip(results, self._whole, strict=True)):
-                if result.dim() != whole.dim():
-                    return None
-                shorter = [axis for axis in range(whole.dim()) if result.shape[axis] != whole.shape[axis]]
-                lengths = [(whole.shape[axis], result.shape[axis]) for axis in shorter]
-                if lengths not in ([], [(length, len(kept))]):
+                sides = enumerate(zip(result.shape, whole.shape, strict=False))
+                shorter = [axis for axis, (now_long, long) in sides if now_long != long]
+                if len(shorter) > 1 or any(whole.shape[axis] != length for axis in shorter):
                     return None
                 expected = whole.index_select(shorter[0], kept) if shorter else whole
-                if not equal([result], [expected], ROUNDED):
+                if not equal(result, expected, ROUNDED):
                     return None
                 now += [(i, axis) for axis in shorter]
             if found not in (None, now):

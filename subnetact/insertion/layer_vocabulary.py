@@ -141,18 +141,15 @@ class LayerConfigs:
     def _meanings(self, slot: Any) -> dict[Any, dict[tuple[int, str], int]]:
         """Return what every choice of a slot says of the fields of layers."""
         words = self.vocabulary
-        if slot.axis == "depth":
-            layers = list(map(words.layer_of, slot.blocks))
-            return {
-                choice: {(layer, "skip"): i >= size for i, layer in enumerate(layers)}
-                for choice, size in slot.sizes.items()
-            }
-        stream = slot.axis == "stream"  # All layers share it.
-        layers = [*range(words.layers)] if stream else [words.layer_of(slot.members[0].module)]
-        return {
-            choice: {(i, field): n for i in layers for field, n in words.fields(slot.axis, size).items()}
-            for choice, size in slot.sizes.items()
-        }
+        modules = getattr(slot, "blocks", None) or [slot.members[0].module]
+        layers = range(words.layers) if slot.axis == "stream" else [*map(words.layer_of, modules)]
+
+        def meaning(size: int) -> dict[tuple[int, str], int]:
+            if slot.axis == "depth":
+                return {(layer, "skip"): i >= size for i, layer in enumerate(layers)}
+            return {(layer, name): n for layer in layers for name, n in words.fields(slot.axis, size).items()}
+
+        return {choice: meaning(size) for choice, size in slot.sizes.items()}
 
     def _values(self, layers: Mapping[Any, Any], default: Mapping[str, int]) -> Mapping[str, Any]:
         """Return the choices that say what the layers state, which otherwise have default numbers."""

@@ -373,12 +373,8 @@ def parts_of(network: nn.Module, row: SizeRow, dimensions: Sequence[str]) -> lis
         for name, role in sorted(_roles(operator).items(), key=lambda entry: entry[1] != "reads")
     ]
     mixed = {op.dims[name] for op, name, role in named if role != "keeps"}  # others are kernel sizes, say
-    found = [
-        _part(operator, name, role, row, dimensions)
-        for operator, name, role in named
-        if operator.dims[name] in mixed
-    ]
-    return [part for part in found if part is not None]
+    following = [each for each in named if each[0].dims[each[1]] in mixed]
+    return [part for each in following if (part := _part(*each, row, dimensions)) is not None]
 
 
 def _roles(operator: Operator) -> dict[str, str]:
