@@ -21,8 +21,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
 from subnetact.insertion.function_trial import BY_THE_FORWARD, EFFECTS, spec_by_trial
-from subnetact.insertion.recorder import Recording, recorded
-from subnetact.insertion.recorder import TensorFacts as OwnFacts
+from subnetact.insertion.recorder import RecordedTensor, Recording, recorded
 from subnetact.insertion.thread_patch import patched_here
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
@@ -109,7 +108,7 @@ class TracedModel:
         from torch_kirigami.dep_graph.operation import TensorEffects, TensorFacts
 
         def facts(value: Any) -> Any:
-            return TensorFacts(**vars(value)) if isinstance(value, OwnFacts) else value
+            return TensorFacts(**vars(value)) if isinstance(value, RecordedTensor) else value
 
         def capture(model: nn.Module, *_: Any) -> Any:
             found: Any = _recorded(model, example)

@@ -172,10 +172,9 @@ class Proof:
             self._search(slots[half:], found, spec, wrong if alone else None, sure=not alone)
         if len(found) == before and (sure or last):
             together = slots if last else self._together(slots, spec)
-            others = (
-                f", together with {' and '.join(together[:-1])}" if 1 < len(together) < len(slots) else ""
-            )
-            found.update(dict.fromkeys(together, f"{wrong}{others}"))
+            if 1 < len(together) < len(slots):
+                wrong += f", together with {' and '.join(together[:-1])}"
+            found.update(dict.fromkeys(together, wrong))
 
     def _together(self, slots: list[str], spec: SubnetSpec) -> list[str]:
         """Return the fewest slots that are wrong together only, each found by halving those before it."""

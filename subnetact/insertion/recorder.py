@@ -22,14 +22,14 @@ from subnetact.comparison import tensors_in
 from subnetact.operators.layer_traits import CHANNEL_NORM, traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 
-__all__ = ["Recording", "TensorFacts", "assigned", "is_leaf", "recorded"]
+__all__ = ["RecordedTensor", "Recording", "assigned", "is_leaf", "recorded"]
 
 MOST_KEPT_VALUES = 2**20
 """Whole numbers and truth values of tensors with at most so many elements are kept: they may be indices."""
 
 
 @dataclass(frozen=True)
-class TensorFacts:
+class RecordedTensor:
     """What is known of a tensor."""
 
     shape: torch.Size
@@ -52,7 +52,7 @@ class Recording(TorchFunctionMode):
         self.graph = fx.Graph()
         self.meta: dict[str, Any] = {}
         self.results: dict[fx.Node, Any] = {}
-        """What every node returns, with `TensorFacts` in the place of tensors."""
+        """What every node returns, with `RecordedTensor` in the place of tensors."""
         self.branches = False
         """Whether the forward branches on values that it computes with its weights."""
         self.entries: dict[str, fx.Node] = {}
@@ -187,8 +187,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _facts(tensor: Tensor) -> TensorFacts:
-    return TensorFacts(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+def _facts(tensor: Tensor) -> RecordedTensor:
+    return RecordedTensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _target(func: Any, name: str, args: Any) -> tuple[str, Any, Any]:
