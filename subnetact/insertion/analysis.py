@@ -111,8 +111,7 @@ class TracedModel:
             return TensorFacts(**vars(value)) if isinstance(value, RecordedTensor) else value
 
         def capture(model: nn.Module, *_: Any) -> Any:
-            found: Any = _recorded(model, example)
-            self.recording = found
+            self.recording = found = _recorded(model, example)
             if found.branches:
                 raise InsertError("its forward branches on values that it computes with its weights")
             results = {node: tree_map(facts, result) for node, result in found.results.items()}
@@ -161,21 +160,20 @@ class TracedModel:
     # -- inner parts -------------------------------------------------------------------------------
 
     def _group(self, layer: str) -> Group:
-        axis = _out_axis(self._modules[layer])
-        reference = self._graph.parameter(f"{layer}.weight")
-        outputs = int(reference.shape[axis])
+        axis = self._graph.parameter(f"{layer}.weight").axis(_out_axis(self._modules[layer]))
+        outputs = int(axis.tensor.shape[axis.dim])
         if outputs < 2:
             raise _Refused("it has one output only")
         try:
-            return self._group_of(layer, reference.axis(axis), outputs, [outputs])
+            return self._group_of(layer, axis, outputs, [outputs])
         except _Refused:
-            pieces, apart = self._pieces(reference.axis(axis), outputs)
+            pieces, apart = self._pieces(axis, outputs)
             full = outputs // pieces
             packed = apart and isinstance(self._modules[layer], nn.Linear)  # as queries, keys and values
             if pieces < 2 or outputs % pieces or full < 2 or packed:
                 raise
             ends = [full * (i + 1) for i in range(pieces)] if apart else [outputs]
-            return self._group_of(layer, reference.axis(axis), full, ends)
+            return self._group_of(layer, axis, full, ends)
 
     def _removal(self, axis: Any, length: int, ends: Sequence[int]) -> Any:
         """Return what goes with some outputs of a layer, so many before each of some ends."""

@@ -495,9 +495,8 @@ def _feed_forward(observed: Observation, first: list[str], last: str) -> _Propos
 def _blocks(observed: Observation, elastic: Sequence[str], refused: dict[str, str]) -> dict[str, torch.Size]:
     """Return the blocks that a subnet may skip, each with the shape of its input; note why others stay."""
     found: dict[str, torch.Size] = {}
-    stacks = list(dict.fromkeys(map(_parent, observed.blocks)))
-    for stack in stacks:
-        blocks = [block for block in observed.blocks if _parent(block) == stack]
+    stacks = grouped((_parent(block), block) for block in observed.blocks)
+    for stack, blocks in stacks.items():
         around = any(other.startswith(f"{stack}.") for other in stacks)
         checkpointed = all(_is_checkpointed(observed.modules[b]) for b in blocks)
         transformer = checkpointed or any(m.startswith(f"{b}.") for b in blocks for m in elastic)

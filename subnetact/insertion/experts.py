@@ -312,17 +312,15 @@ def _fill(empty: nn.Module, filled: nn.Module) -> str:
 def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tensor:
     """Return the sum of the weights with which the largest subnet routes tokens to each expert of a pool."""
     noted: list[tuple[bool, Tensor]] = []
-
     count = pool.full * max(member.multiple for member in pool.members)
 
     def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and t.dim() == 2]
-        mass = torch.zeros(count)
         chosen = [t for t in given if not t.is_floating_point() and int(t.max()) < count]
         weighted = [(i, t) for i in chosen for t in given if t.is_floating_point() and t.shape == i.shape]
         if weighted:
             index, weights = (t.flatten().cpu() for t in weighted[0])
-            noted.append((True, mass.index_add(0, index, weights.float().abs())))
+            noted.append((True, torch.zeros(count).index_add(0, index, weights.float().abs())))
         elif scores := [t for t in given if t.is_floating_point() and t.shape[1] == count]:
             noted.append((False, scores[-1].float().softmax(1).sum(0).cpu()))
 

@@ -513,6 +513,5 @@ def permute_(network: nn.Module, orders: Orders) -> None:
                 if order.dim() == 1:
                     tensor.copy_(tensor.index_select(axis, index))
                 else:  # each expert has an order of its own
-                    shape = [tensor.shape[i] if i in (0, axis) else 1 for i in range(tensor.dim())]
-                    index = index.view(shape)
-                    tensor.copy_(tensor.gather(axis, index.expand(tensor.shape)))
+                    for weights, own in zip(tensor, index, strict=True):
+                        weights.copy_(weights.index_select(axis - 1, own))
