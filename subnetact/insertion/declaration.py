@@ -34,7 +34,7 @@ from subnetact.insertion.state_space import state_group
 from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, WeightSlice, vocabulary
 from subnetact.operators.layer_traits import norm_features, traits_of
-from subnetact.operators.vocabulary import number_of
+from subnetact.operators.vocabulary import number_of, own_numbers
 from subnetact.spec import grouped
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import prove
@@ -225,8 +225,7 @@ class _Unfit(Exception):
 
 def _number(observed: Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
     """Return the first whole number of a name, of a module itself or of its configuration."""
-    own = vars(observed.modules[path])
-    found = [own[name] for name in names if type(own.get(name)) is int]
+    found = list(own_numbers(observed.modules[path], names).values())
     while inherited and not found:
         config = getattr(observed.modules[path], "config", None)
         found = [number for name in names if (number := number_of(config, name))]
@@ -379,15 +378,15 @@ def _head_groups(observed: Observation, path: str, projections: list[str], out: 
     rows = {heads.pairs * heads.width: heads.rows(True), all_heads: heads.rows(False)}
     norms, tables = _norms(module, path, rows), list(_tables(observed, path, heads))
     numbers = {
-        **_valued(module, vocabulary.HEADS, heads.queries),
-        **_valued(module, vocabulary.ALL_HEADS, all_heads),
-        **_valued(module, vocabulary.KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
-        **_valued(module, vocabulary.QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
+        **own_numbers(module, vocabulary.HEADS, heads.queries),
+        **own_numbers(module, vocabulary.ALL_HEADS, all_heads),
+        **own_numbers(module, vocabulary.KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
+        **own_numbers(module, vocabulary.QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
     }
     config, count = vars(module).get("config"), heads.queries
     stated = {f"config.{name}": count for name in vocabulary.HEADS if number_of(config, name) == count}
     split = {n.name: all_heads for n in observed.traced.split_by if n.path == path and n == all_heads}
-    more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated, split))]
+    more = [{}, *filter(None, (own_numbers(module, vocabulary.WIDTHS, all_heads), stated, split))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
         members.append(Member(out, "in_", WeightSlice, all_heads // full))
@@ -425,12 +424,6 @@ def _heads(observed: Observation, path: str, out: str, latent: bool) -> _Heads:
     return _Heads(queries, pairs, all_heads // queries)
 
 
-def _valued(module: nn.Module, names: Sequence[str], value: int) -> dict[str, int]:
-    """Return the whole numbers of a module that have one of some names and a certain value."""
-    own = vars(module)
-    return {name: value for name in names if type(own.get(name)) is int and own[name] == value}
-
-
 def _tables(observed: Observation, path: str, heads: _Heads) -> Iterator[Member]:
     """Yield the tables with one column per head in an attention module, of position biases for example."""
     each = heads.queries // heads.full
@@ -443,7 +436,7 @@ def _tables(observed: Observation, path: str, heads: _Heads) -> Iterator[Member]
                 if len(axes) == 1:
                     yield Member(inner, f"{name}.{axes[0]}", ElasticAttribute, each)
             if inner != path:
-                for number, value in _valued(module, vocabulary.HEADS, heads.queries).items():
+                for number, value in own_numbers(module, vocabulary.HEADS, heads.queries).items():
                     yield Member(inner, number, ElasticAttribute, value // heads.full)
 
 
@@ -476,7 +469,7 @@ def _feed_forward(observed: Observation, first: list[str], last: str) -> _Propos
     end, norms = [Member(last, "in_", WeightSlice)], list[Member]()
     if around in observed.calls and around not in observed.blocks:
         inside = observed.modules[around]
-        end += [Member(around, n, ElasticAttribute) for n in _valued(inside, vocabulary.NEURONS, neurons)]
+        end += [Member(around, n, ElasticAttribute) for n in own_numbers(inside, vocabulary.NEURONS, neurons)]
         norms = _norms(inside, around, {neurons: 1})
         end += [
             Member(path, "out", WeightSlice)

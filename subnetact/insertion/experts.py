@@ -39,7 +39,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.units import UnitGroup, full_orders, parts_of, permute_
-from subnetact.operators import ElasticAttribute, WeightSlice
+from subnetact.operators import ElasticAttribute, WeightSlice, vocabulary
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.vocabulary import EXPERT_GROUPS, EXPERT_WIDTHS, EXPERTS, EXPERTS_PER_TOKEN, number_of
 from subnetact.space import SizeRow
@@ -91,9 +91,17 @@ def _number(modules: Mapping[str, nn.Module], member: Member) -> int:
     return int(attrgetter(member.part)(modules[member.module]))
 
 
+def _numbers(
+    modules: Mapping[str, nn.Module], names: Sequence[str], value: int | None = None
+) -> list[Member]:
+    """Return the whole numbers of modules under some names, or those of a certain value."""
+    numbers = {path: vocabulary.own_numbers(module, names, value) for path, module in modules.items()}
+    return [Member(path, name, ElasticAttribute) for path, own in numbers.items() for name in own]
+
+
 def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
     """Return the numbers of experts per token in a block: those of modules, or of their configurations."""
-    own = list(_whole_numbers(modules, EXPERTS_PER_TOKEN))
+    own = _numbers(modules, EXPERTS_PER_TOKEN)
     stated = [
         Member(path, f"config.{name}", ElasticAttribute)
         for path, module in modules.items()
@@ -101,19 +109,9 @@ def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
         for name in EXPERTS_PER_TOKEN
         if number_of(vars(module).get("config"), name)
     ]
-    others = [
-        member
-        for member in _whole_numbers(modules, EXPERTS)
-        if own and _number(modules, member) == _number(modules, own[0])
-    ]
+    others = _numbers(modules, EXPERTS, _number(modules, own[0])) if own else []
     variants = [own, *([own + others] if others else []), stated]
     return [found for found in variants if len({_number(modules, m) for m in found}) == 1]
-
-
-def _whole_numbers(modules: Mapping[str, nn.Module], names: Sequence[str]) -> Iterator[Member]:
-    """Yield the whole numbers of modules that have one of some names."""
-    for path, module in modules.items():
-        yield from (Member(path, n, ElasticAttribute) for n in names if type(vars(module).get(n)) is int)
 
 
 def _home(path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -149,9 +147,7 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
         if not {size for _, _, size in rows} <= {full, 2 * full}:
             continue
         end = [Member(path, f"{last}.{axis}", ElasticAttribute)]
-        for place in dict.fromkeys(p for p, _, _ in stacked):
-            own = vars(modules[place])
-            end += [Member(place, n, ElasticAttribute) for n in EXPERT_WIDTHS if own.get(n) == full]
+        end += _numbers({p: modules[p] for p, _, _ in stacked}, EXPERT_WIDTHS, full)
         halves = (1, 0, 2 * full), (1, full, 2 * full)
         for packed in (halves, ((2,),)):  # Gates and values are halves, or alternate.
             members = [
@@ -182,12 +178,10 @@ def _pool(
         if type(module) is nn.Linear:
             members += [Member(path, "out", WeightSlice)] if routes and module.out_features == full else []
             continue
-        found = vars(module)
-        numbers = dict.fromkeys((*EXPERTS, *traits_of(module).sizes.values()))
-        counts = [n for n in numbers if found.get(n) == full and type(found[n]) is int]
-        members += [Member(path, n, ElasticAttribute) for n in counts]
+        counts = _numbers({path: module}, (*EXPERTS, *traits_of(module).sizes.values()), full)
+        members += counts
         in_groups += [
-            (found[n], number_of(module, "topk_group"), Member(path, n, ElasticAttribute))
+            (number_of(module, n), number_of(module, "topk_group"), Member(path, n, ElasticAttribute))
             for n in EXPERT_GROUPS
             if counts and number_of(module, n) > 1
         ]

@@ -27,7 +27,7 @@ from torch import nn
 from subnetact.insertion.description import Group, Member
 from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.operators.layer_traits import norm_features, traits_of
-from subnetact.operators.vocabulary import LATENT
+from subnetact.operators.vocabulary import LATENT, own_numbers
 
 __all__ = ["state_group", "state_space_group"]
 
@@ -72,7 +72,7 @@ def _delta_members(path: str, mixer: nn.Module, heads: int, key: int) -> Iterato
         elif outputs and not LATENT.search(name):
             yield Member(inner, "out", WeightSlice, outputs // heads)
         elif not sizes and not norm_features(module):
-            own = {n: number for n in _DELTA_NUMBERS if type(number := vars(module).get(n)) is int}
+            own = own_numbers(module, _DELTA_NUMBERS)
             for n, tensor in module.named_parameters(recurse=False):
                 own |= {f"{n}.{axis}": size for axis, size in enumerate(tensor.shape) if size > 1}
             yield from (Member(inner, part, ElasticAttribute, n // heads) for part, n in own.items())

@@ -24,7 +24,7 @@ from subnetact.insertion.description import Group, Member
 from subnetact.insertion.layer_vocabulary import embedding_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.operators.layer_traits import norm_features, traits_of
-from subnetact.operators.vocabulary import WIDTHS, number_of
+from subnetact.operators.vocabulary import WIDTHS, number_of, own_numbers
 
 __all__ = ["STREAM", "stream_group"]
 
@@ -82,4 +82,4 @@ def _members(path: str, module: nn.Module, full: int, inside: bool) -> Iterator[
         axes = [f"{name}.{i}" for name, shape in shapes.items() for i, n in enumerate(shape) if n == full]
         yield from (Member(path, axis, ElasticAttribute) for axis in axes)
         numbers = WIDTHS if axes else ("input_size",)
-        yield from (Member(path, n, ElasticAttribute) for n in numbers if vars(module).get(n) == full)
+        yield from (Member(path, n, ElasticAttribute) for n in own_numbers(module, numbers, full))
