@@ -111,7 +111,8 @@ class TracedModel:
             return TensorFacts(**vars(value)) if isinstance(value, RecordedTensor) else value
 
         def capture(model: nn.Module, *_: Any) -> Any:
-            self.recording = found = _recorded(model, example)
+            found: Any = _recorded(model, example)
+            self.recording = found
             if found.branches:
                 raise InsertError("its forward branches on values that it computes with its weights")
             results = {node: tree_map(facts, result) for node, result in found.results.items()}
