@@ -293,9 +293,8 @@ class Description:
         Raises:
             InsertError: no group or stage has such a name.
         """
-        names = self.matching(pattern)
-        refused = dict.fromkeys(names, reason)
-        return self._edited(lambda slot: None if slot.name in names else slot, refused)
+        refused = dict.fromkeys(self.matching(pattern), reason)
+        return self._edited(lambda slot: None if slot.name in refused else slot, refused)
 
     def override(self, elastic: Mapping[str, Elastic | None]) -> Description:
         """Return a description in which hand-written entries replace found ones.

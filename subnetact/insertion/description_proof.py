@@ -150,15 +150,14 @@ class Proof:
         }
 
     def _search(
-        self, slots: list[str], found: dict[str, str], spec: SubnetSpec, known: str | None, sure: bool = True
+        self, slots: list[str], found: dict[str, str], spec: SubnetSpec, wrong: str | None, sure: bool = True
     ) -> None:
-        """Note the culprits among some slots; `known` is what is wrong with them, if that is known.
+        """Note the culprits among some slots; `wrong` is what is wrong with them, if that is known.
 
         It may be wrong only together with others. If that is not `sure`, no culprits may be noted.
         """
         last = len(slots) == 1 or self._trials >= MOST_TRIALS
-        wrong = known
-        if known is None or len(slots) == 1:
+        if wrong is None or len(slots) == 1:
             self._trials += 1
             wrong = self._wrong(self._narrowed(slots, spec), located=last)
         if wrong is None:

@@ -56,6 +56,8 @@ CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": (*EXPERTS, *EXPERT_GROUPS)}
 
 ROUTING = re.compile("rout|gat|static|correction", re.IGNORECASE)
 """A pattern in the names of routers and of their classes."""
+_Modules = Mapping[str, nn.Module]
+"""Modules by their names in the model."""
 _Stacked = list[tuple[str, str, Tensor]]
 """Names of modules and parameters, and the weights of experts there, of shape (experts, ., .)."""
 
@@ -64,7 +66,7 @@ _Stacked = list[tuple[str, str, Tensor]]
 
 
 def expert_groups(
-    modules: Mapping[str, nn.Module], block_of: Callable[[str], str | None]
+    modules: _Modules, block_of: Callable[[str], str | None]
 ) -> Iterator[tuple[str, list[Group], str]]:
     """Yield the names of groups that the mixtures of experts of a model may have, variants, or reasons."""
     blocks = grouped((block, path) for path in modules if (block := block_of(path)) is not None)
@@ -86,20 +88,18 @@ def expert_groups(
             yield f"{host}.ffn", *_neurons(host, inside, own)
 
 
-def _number(modules: Mapping[str, nn.Module], member: Member) -> int:
+def _number(modules: _Modules, member: Member) -> int:
     """Return the number that a member says."""
     return int(attrgetter(member.part)(modules[member.module]))
 
 
-def _numbers(
-    modules: Mapping[str, nn.Module], names: Sequence[str], value: int | None = None
-) -> list[Member]:
+def _numbers(modules: _Modules, names: Sequence[str], value: int | None = None) -> list[Member]:
     """Return the whole numbers of modules under some names, or those of a certain value."""
     numbers = {path: vocabulary.own_numbers(module, names, value) for path, module in modules.items()}
     return [Member(path, name, ElasticAttribute) for path, own in numbers.items() for name in own]
 
 
-def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
+def _routed(modules: _Modules) -> list[list[Member]]:
     """Return the numbers of experts per token in a block: those of modules, or of their configurations."""
     own = _numbers(modules, EXPERTS_PER_TOKEN)
     stated = [
@@ -114,13 +114,13 @@ def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
     return [found for found in variants if len({_number(modules, m) for m in found}) == 1]
 
 
-def _home(path: str, modules: Mapping[str, nn.Module]) -> str:
+def _home(path: str, modules: _Modules) -> str:
     """Return the module with the experts, as a path of a file system: that around a router, or itself."""
     router = ROUTING.search(type(modules[path]).__name__)
     return (path.rpartition(".")[0] if router else path).replace(".", "/")
 
 
-def _stacks(modules: Mapping[str, nn.Module]) -> dict[str, _Stacked]:
+def _stacks(modules: _Modules) -> dict[str, _Stacked]:
     """Return the weights of experts in a block, by the module that has all of one layer."""
     found: dict[str, _Stacked] = {}
     for path, module in modules.items():
@@ -135,7 +135,7 @@ def _stacks(modules: Mapping[str, nn.Module]) -> dict[str, _Stacked]:
     return {host: own for host, own in found.items() if len(own) > 1}
 
 
-def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> tuple[list[Group], str]:
+def _neurons(host: str, modules: _Modules, stacked: _Stacked) -> tuple[list[Group], str]:
     """Return how the neurons of all experts may lie in their weights, for both orders of axes."""
     *first, (path, last, weight) = stacked
     name, variants = f"{host}.ffn", []
@@ -160,9 +160,7 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
     return variants, "" if variants else "its weights are no two layers of all experts"
 
 
-def _pool(
-    home: str, modules: Mapping[str, nn.Module], stacked: _Stacked, least: int
-) -> tuple[list[Group], str]:
+def _pool(home: str, modules: _Modules, stacked: _Stacked, least: int) -> tuple[list[Group], str]:
     """Return everything in a mixture of experts that has an entry per expert, and the groups of a router."""
     full = int(stacked[0][2].shape[0])
     if least >= full:

@@ -135,9 +135,8 @@ def describe(
     examples = _examples(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
     expected = [_runs(model, x) for x in examples]
-    example = examples[0]
     with forgetting(model):
-        found = _found(model, example, axes, each_block, stream)
+        found = _found(model, examples[0], axes, each_block, stream)
     kept, stages, refused = _selected(model, found, axes, *patterns)
     words = vocabulary_of(model, [*kept, *stages])
     description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)

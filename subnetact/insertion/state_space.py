@@ -80,10 +80,9 @@ def _delta_members(path: str, mixer: nn.Module, heads: int, key: int) -> Iterato
 
 def state_space_group(path: str, mixer: nn.Module) -> tuple[list[Group], str]:
     """Return the group of the heads of a Mamba-2 mixer, or why there is none."""
-    numbers: dict[str, int] = {name: vars(mixer)[name] for name in _NUMBERS}
-    heads, groups = numbers["num_heads"], numbers["n_groups"]
-    if heads % groups or numbers["intermediate_size"] != heads * numbers["head_dim"]:
-        channels = numbers["intermediate_size"]
+    own: Any = vars(mixer)
+    heads, groups, channels = own["num_heads"], own["n_groups"], own["intermediate_size"]
+    if heads % groups or channels != heads * own["head_dim"]:
         return [], f"{heads} heads are no whole groups of {groups}, or no {channels} channels"
     if heads == groups:
         return [], "every group has one head only"
