@@ -53,9 +53,9 @@ class Declaration(NamedTuple):
     `blocks` are those of stacks of transformers; what is `observed` has all others that are residual, too.
     """
 
-    groups: tuple[Group, ...]
-    blocks: Mapping[str, torch.Size]
-    refused: Mapping[str, str]
+    groups: list[Group]
+    blocks: dict[str, torch.Size]
+    refused: dict[str, str]
     observed: Observation
 
 
@@ -101,7 +101,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             groups.append(found)
         elif all(t.shape[-1:] != (found.full,) for t in tensors_in(observed.calls[""].output)):
             refused |= dict.fromkeys([m.module for m in found.members if m.part == "out"], NOT_ASKED)
-    return Declaration(tuple(groups), blocks, refused, observed)
+    return Declaration(groups, blocks, refused, observed)
 
 
 # -- what one forward pass shows ---------------------------------------------------------------------

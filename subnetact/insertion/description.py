@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from subnetact import operators
@@ -281,7 +281,7 @@ class Description:
             InsertError: no group or stage has such a name, or a choice is not legal for one of them.
         """
         names = self.matching(pattern)
-        return self._edited(lambda slot: _resized(slot, choices) if slot.name in names else slot)
+        return self._edited(lambda slot: _resized(slot, choices) if slot.name in names else slot, {})
 
     def without(self, pattern: str, reason: str = "left out by the user") -> Description:
         """Return a description in which groups or stages keep their full size.
@@ -306,7 +306,8 @@ class Description:
         Example:
             >>> description.override({"layer1.0.conv1": WeightSlice.on(out="layer1.0.conv1.width")})
         """
-        return self._edited(overrides=elastic)
+        slots, overrides = (self.groups.values(), self.stages.values()), {**self.overrides, **elastic}
+        return Description(self.name, *slots, self.refused, overrides, self.vocabulary)
 
     def matching(self, pattern: str) -> list[str]:
         """Return the names of the groups and stages that a pattern means.
@@ -409,15 +410,10 @@ class Description:
                 if whole.count(member.part) > 1 or (member.start is not None and member.part in whole):
                     raise InsertError(f"{self.name}: {module}.{member.part} follows several groups")
 
-    def _edited(
-        self,
-        edit: Callable[[Any], Any] = lambda slot: slot,
-        refused: Mapping[str, str] = MappingProxyType({}),
-        overrides: Mapping[str, Elastic | None] = MappingProxyType({}),
-    ) -> Description:
+    def _edited(self, edit: Callable[[Any], Any], refused: dict[str, str]) -> Description:
         groups, stages = (filter(None, map(edit, own.values())) for own in (self.groups, self.stages))
-        why, others = {**self.refused, **refused}, {**self.overrides, **overrides}
-        return Description(self.name, groups, stages, why, others, self.vocabulary)
+        why = self.refused | refused
+        return Description(self.name, groups, stages, why, self.overrides, self.vocabulary)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,10 @@ from subnetact.supernet.unused_weights import (
     structure_copy,
 )
 
-__all__ = ["FAULTS", "Proof", "advice_on"]
+__all__ = ["FAULTS", "Case", "Proof", "advice_on"]
+
+Case: TypeAlias = tuple[Any, list[Tensor]]
+"""An example, and what the model returned for it."""
 
 RANDOM_OUTPUT = ", whose output differs from run to run; make it deterministic in evaluation mode"
 FAULTS = {
@@ -57,15 +60,12 @@ MOST_TRIALS = 100
 
 
 class Proof:
-    """Tries a description on copies of a model, which returned something `expected` for every example."""
+    """Tries a description on copies of a model, which returned something for the example of every case."""
 
-    def __init__(
-        self, model: nn.Module, description: Description, examples: list[Any], expected: list[list[Tensor]]
-    ) -> None:
+    def __init__(self, model: nn.Module, description: Description, cases: list[Case]) -> None:
         self.model = model
         self.description = description
-        self.inputs = list(examples)
-        self.expected = expected
+        self.cases, self.inputs = cases, [x for x, _ in cases]
         self.network = put_operators_(structure_copy(model), description.space, description.elastic).network
         self.few: list[Any] = []
         self.space: SubnetSpace = description.space
@@ -81,7 +81,7 @@ class Proof:
         """Return what is wrong, and why by group and stage, or none of these if the largest subnet is."""
         view = shared_view(self.network, self.largest)
         written = watched_buffers(view)
-        for x, expected in zip(self.inputs, self.expected, strict=True):
+        for x, expected in self.cases:
             try:
                 full, calls = outputs_and_calls(self.network, view, x)
             except Exception as error:

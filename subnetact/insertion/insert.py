@@ -43,7 +43,7 @@ from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, DepthStage, Description, Group, without_numbers
-from subnetact.insertion.description_proof import Proof, advice_on
+from subnetact.insertion.description_proof import Case, Proof, advice_on
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
@@ -134,7 +134,7 @@ def describe(
     _check_model(model)
     examples = _examples(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
-    expected = [_runs(model, x) for x in examples]
+    cases = [(x, _runs(model, x)) for x in examples]
     with forgetting(model):
         found = _found(model, examples[0], axes, each_block, stream)
     kept, stages, refused = _selected(model, found, axes, *patterns)
@@ -152,7 +152,7 @@ def describe(
         del asked["experts"]
     for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
         description = description.with_choices(pattern, given)
-    return _proved(model, description, examples, expected) if proof else description
+    return _proved(model, description, cases) if proof else description
 
 
 def insert_(
@@ -231,8 +231,8 @@ def insert_(
             "(insert_(model, space, elastic))"
         )
     if not proved:
-        expected = [_runs(model, x) for x in examples]
-        description = _proved(model, description, examples, expected, leave_out=False)
+        cases = [(x, _runs(model, x)) for x in examples]
+        description = _proved(model, description, cases, leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
     supernet.proved = description.proved
     supernet.note_state(description.proved.state if description.proved else ())
@@ -277,9 +277,7 @@ _Found = tuple[list[Group], list[DepthStage], dict[str, str]]
 def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool, stream: bool) -> _Found:
     """Return groups and stages without choices, and what is refused; `stream`: also that of a decoder."""
     depth = "depth" in axes
-    stated = declared(model, example, stream)
-    groups, refused = list(stated.groups), dict(stated.refused)
-    blocks, observed = dict(stated.blocks), stated.observed
+    groups, blocks, refused, observed = declared(model, example, stream)
     traced = observed.traced
     if traced.failure is not None:
         if not groups and not blocks:
@@ -389,16 +387,12 @@ def _nothing(model: nn.Module, description: Description) -> str:
 
 
 def _proved(
-    model: nn.Module,
-    description: Description,
-    examples: list[Any],
-    expected: list[list[Tensor]],
-    leave_out: bool = True,
+    model: nn.Module, description: Description, cases: list[Case], leave_out: bool = True
 ) -> Description:
     """Return the description without what fails its proof; otherwise refuse the description."""
     while True:
         with forgetting(model):
-            proof = Proof(model, description, examples, expected)
+            proof = Proof(model, description, cases)
             failure = proof.failure()
         if failure is None:
             description.proved = proof.proved
