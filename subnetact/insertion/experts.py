@@ -232,8 +232,7 @@ class Configured:
 
 def _restate(config: Any, names: Sequence[str], sizes: Mapping[int, int]) -> bool:
     """Say other numbers in a configuration and in those inside of it; tell whether they were there."""
-    inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
-    found = [_restate(each, names, sizes) for each in inner]
+    found = [_restate(inner, names, sizes) for inner in vars(config).values() if hasattr(inner, "to_dict")]
     stating = {name: sizes[number] for name in names if (number := number_of(config, name)) in sizes}
     for name, size in stating.items():
         setattr(config, name, size)

@@ -356,15 +356,14 @@ def _selected(
     def skippable(block: str) -> bool:
         return left([block], (p for p, _ in model.named_modules() if f"{p}.".startswith(f"{block}.")))
 
-    kept = []
-    for group in groups:
+    def narrows(group: Group) -> bool:
         inside = [m.module for m in group.members]
         outputs = [m.module for m in group.members if m.part == "out"] or inside
-        if group.axis in axes and left(outputs, inside):
-            kept.append(group)
+        return group.axis in axes and left(outputs, inside)
+
     shorter = [replace(stage, blocks=tuple(filter(skippable, stage.blocks))) for stage in stages]
     said = {name: why for name, why in refused.items() if name == UNTRACED or left([name], [name])}
-    return kept, [stage for stage in shorter if stage.blocks], said
+    return list(filter(narrows, groups)), [stage for stage in shorter if stage.blocks], said
 
 
 def _means(patterns: Sequence[str], name: str) -> bool:

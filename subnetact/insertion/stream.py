@@ -73,12 +73,12 @@ def _members(path: str, module: nn.Module, full: int, inside: bool) -> Iterator[
     if traits.mixes and traits.sizes:
         held = ("out",) if traits.kind == "embedding" else ("in_", "out")
         yield from (Member(path, part, WeightSlice) for part in held if parts[part] == full)
-    elif inside or traits.kind not in ("unknown", "norm"):
+    elif inside:
         return
-    elif traits.kind == "norm" or norm_features(module):
-        if norm_features(module) == full:
-            yield Member(path, "features", LayerNormSlice)
-    else:  # own parameters, of a router or of all experts, and numbers of what is around them
+    elif norm_features(module) == full:
+        yield Member(path, "features", LayerNormSlice)
+    elif traits.kind == "unknown" and not norm_features(module):
+        # own parameters, of a router or of all experts, and numbers of what is around them
         axes = [f"{name}.{i}" for name, shape in shapes.items() for i, n in enumerate(shape) if n == full]
         yield from (Member(path, axis, ElasticAttribute) for axis in axes)
         numbers = WIDTHS if axes else ("input_size",)

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,10 @@ class Part:
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}"
+
+
+Links: TypeAlias = list[tuple[Part, Part]]
+"""Parts that belong together."""
 
 
 @dataclass(eq=False)
@@ -199,7 +203,7 @@ class Trial:
         self._failed.add((fit[0].parts, fit[0].units))
         return []
 
-    def links(self, parts: Sequence[Part]) -> list[tuple[Part, Part]]:
+    def links(self, parts: Sequence[Part]) -> Links:
         """Return what joins parts: the inputs of a layer; what no run shows joins all of its dimension."""
         behind = self._behind_inputs() if parts else {}
         writers = [(p, {_tensor_of(self._copy, p.path, n) for n, _ in p.tables}) for p in parts]
@@ -302,11 +306,7 @@ def _parameters_behind(inputs: Any) -> set[Any]:
 
 
 def _divided(
-    trial: Trial,
-    least: Mapping[str, int],
-    links: list[tuple[Part, Part]],
-    stated: list[UnitGroup],
-    parts: list[Part],
+    trial: Trial, least: Mapping[str, int], links: Links, stated: list[UnitGroup], parts: list[Part]
 ) -> tuple[list[UnitGroup], list[UnitGroup]]:
     """Return the groups that pass, those that are stated and those that parts form, and the others."""
     found = trial.passing(stated)
@@ -340,7 +340,7 @@ def _in_large_units(trial: Trial, least: Mapping[str, int], groups: list[UnitGro
     return found
 
 
-def _joined(parts: Sequence[Part], links: list[tuple[Part, Part]]) -> list[list[Part]]:
+def _joined(parts: Sequence[Part], links: Links) -> list[list[Part]]:
     """Divide parts into those that links join, in their order."""
     own = {part: [part] for part in parts}
     for a, b in links:
