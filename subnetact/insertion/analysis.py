@@ -21,8 +21,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, first_line
 from subnetact.insertion.description import Group, Member
 from subnetact.insertion.function_trial import BY_THE_FORWARD, EFFECTS, spec_by_trial
-from subnetact.insertion.recorder import Recording, recorded
-from subnetact.insertion.recorder import TensorFacts as OwnFacts
+from subnetact.insertion.recorder import RecordedTensor, Recording, recorded
 from subnetact.insertion.thread_patch import patched_here
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
@@ -109,7 +108,7 @@ class TracedModel:
         from torch_kirigami.dep_graph.operation import TensorEffects, TensorFacts
 
         def facts(value: Any) -> Any:
-            return TensorFacts(**vars(value)) if isinstance(value, OwnFacts) else value
+            return TensorFacts(**vars(value)) if isinstance(value, RecordedTensor) else value
 
         def capture(model: nn.Module, *_: Any) -> Any:
             found: Any = _recorded(model, example)
@@ -162,21 +161,20 @@ class TracedModel:
     # -- inner parts -------------------------------------------------------------------------------
 
     def _group(self, layer: str) -> Group:
-        axis = _out_axis(self._modules[layer])
-        reference = self._graph.parameter(f"{layer}.weight")
-        outputs = int(reference.shape[axis])
+        axis = self._graph.parameter(f"{layer}.weight").axis(_out_axis(self._modules[layer]))
+        outputs = int(axis.tensor.shape[axis.dim])
         if outputs < 2:
             raise _Refused("it has one output only")
         try:
-            return self._group_of(layer, reference.axis(axis), outputs, [outputs])
+            return self._group_of(layer, axis, outputs, [outputs])
         except _Refused:
-            pieces, apart = self._pieces(reference.axis(axis), outputs)
+            pieces, apart = self._pieces(axis, outputs)
             full = outputs // pieces
             packed = apart and isinstance(self._modules[layer], nn.Linear)  # as queries, keys and values
             if pieces < 2 or outputs % pieces or full < 2 or packed:
                 raise
             ends = [full * (i + 1) for i in range(pieces)] if apart else [outputs]
-            return self._group_of(layer, reference.axis(axis), full, ends)
+            return self._group_of(layer, axis, full, ends)
 
     def _removal(self, axis: Any, length: int, ends: Sequence[int]) -> Any:
         """Return what goes with some outputs of a layer, so many before each of some ends."""
@@ -279,7 +277,7 @@ class TracedModel:
                 if not indices or self._is_free(path, name, dim):
                     continue
                 kind, part = _part(self._modules[path], path, name, dim)
-                found = kind, tuple((int(a), int(b)) for a, b in indices.intervals)
+                found = kind, indices.intervals
                 if removed.setdefault((path, part), found) != found:
                     raise _Refused(f"different channels of the tensors of {path} go with it")
             if selection.count != math.prod(selection.tensor.shape) - whole:
@@ -291,9 +289,8 @@ class TracedModel:
                 tensor, dim = requirement.expression.value  # A norm may have no tensors.
                 chosen = impact.selections.get(tensor.id)
                 runs = chosen.fully_selected_indices(dim).intervals if chosen else ()
-                found = LayerNormSlice, tuple((int(a), int(b)) for a, b in runs)
                 if runs:
-                    removed.setdefault((path, "features"), found)
+                    removed.setdefault((path, "features"), (LayerNormSlice, runs))
         return removed
 
     def _places(self, selection: Any) -> list[tuple[str, str]]:
@@ -534,9 +531,9 @@ def _joined(regions: Iterable[Any]) -> list[Any]:
 
     found = [region.axes for region in {*regions} if not region.empty]
     for axis in range(len(found[0]) if len(found) > 1 else 0):
-        lines: dict[Any, list[tuple[int, int]]] = {}
-        for axes in found:
-            lines.setdefault((axes[:axis], axes[axis + 1 :]), []).extend(axes[axis].intervals)
+        lines = grouped(
+            ((axes[:axis], axes[axis + 1 :]), run) for axes in found for run in axes[axis].intervals
+        )
         found = [(*before, IndexSet(tuple(line)), *after) for (before, after), line in lines.items()]
     if len(found) > MOST_REGIONS:
         raise AnalysisLimitError("Too many Cartesian regions")
@@ -557,9 +554,8 @@ def _rules() -> Any:
             self.inner = inner
 
         def build_spec(self, operation: Any) -> Any:
-            if self.inner is not None:
-                with suppress(Exception):  # It takes the arguments for those of another function.
-                    return self.inner.build_spec(operation)
+            with suppress(Exception):  # It is None, or takes the arguments for those of another function.
+                return self.inner.build_spec(operation)
             return spec_by_trial(operation)
 
     rules: Any = OperatorRegistry.default()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,9 +34,9 @@ from subnetact.insertion.state_space import state_group
 from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, WeightSlice, vocabulary
 from subnetact.operators.layer_traits import norm_features, traits_of
-from subnetact.operators.vocabulary import number_of
+from subnetact.operators.vocabulary import number_of, own_numbers
 from subnetact.spec import grouped
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
@@ -50,21 +50,18 @@ NOT_ASKED = f"its outputs are those of the stream, which is tried if axes names 
 class Declaration(NamedTuple):
     """Groups without choices, blocks that may be skipped with the shapes of their inputs, and refusals.
 
-    `blocks` are those of stacks of transformers, and `residual` all that the graph, which is `traced`, shows
-    to be residual, of which `stacks` tells how much they do.
+    `blocks` are those of stacks of transformers; what is `observed` has all others that are residual, too.
     """
 
-    groups: tuple[Group, ...]
-    blocks: Mapping[str, torch.Size]
-    refused: Mapping[str, str]
-    residual: Mapping[str, torch.Size]
-    stacks: StackWatch
-    traced: TracedModel
+    groups: list[Group]
+    blocks: dict[str, torch.Size]
+    refused: dict[str, str]
+    observed: Observation
 
 
 def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaration:
     """Return what can be elastic in a transformer, as far as the model declares it."""
-    observed = _Observation(model, example)
+    observed = Observation(model, example)
     trials = _Trials(observed)
     groups: list[Group] = []
     refused: dict[str, str] = {}
@@ -90,8 +87,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     settle(feed_forwards)
     experts = expert_groups(observed.modules, observed.block_of)
     settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
-    residual = observed.residual
-    blocks = _blocks(observed, residual, [m.module for g in groups for m in g.members], refused)
+    blocks = _blocks(observed, [m.module for g in groups for m in g.members], refused)
     if layer_stacks(model):
         inner = {(m.module, m.part) for group in groups for m in group.members}
         elastic = {module for module, _ in inner}
@@ -105,7 +101,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             groups.append(found)
         elif all(t.shape[-1:] != (found.full,) for t in tensors_in(observed.calls[""].output)):
             refused |= dict.fromkeys([m.module for m in found.members if m.part == "out"], NOT_ASKED)
-    return Declaration(tuple(groups), blocks, refused, residual, observed.stacks, observed.traced)
+    return Declaration(groups, blocks, refused, observed)
 
 
 # -- what one forward pass shows ---------------------------------------------------------------------
@@ -117,12 +113,16 @@ class _Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any = None
+    output: Any
     count: int = 0
 
 
-class _Observation:
-    """A forward pass: linear layers and torch's attentions in order, calls of what contains them, stacks."""
+class Observation:
+    """A forward pass: linear layers and torch's attentions in order, calls of what contains them, stacks.
+
+    The graph is `traced`; `residual` are the blocks that it shows to be so, with the shapes of their inputs,
+    and `stacks` tells how much they do.
+    """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model = model
@@ -134,8 +134,7 @@ class _Observation:
         if self.traced.recording is not None:
             self.residual = skippable_blocks(self.modules, self.traced.recording)
         else:  # It cannot be recorded.
-            with torch.no_grad(), torch.overrides.BaseTorchFunctionMode():  # With it, torch nests no tensors.
-                call_with(self._watched(), map_tensors(Tensor.clone, example))
+            outputs_of(self._watched(), example)
 
     def _watched(self) -> nn.Module:
         """Return a copy of the model that notes here what its modules do."""
@@ -147,8 +146,7 @@ class _Observation:
         for path in self.sides:
             modules[path].register_forward_hook(partial(self._order, path))
         for path in {p[:i] for p in self.sides for i in (0, *(m.start() for m in re.finditer(r"\.", p)))}:
-            modules[path].register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
-            modules[path].register_forward_hook(partial(self._leave, path))
+            modules[path].register_forward_hook(partial(self._note, path), with_kwargs=True)
         return copied
 
     def block_of(self, path: str) -> str | None:
@@ -167,12 +165,8 @@ class _Observation:
         if path not in self.order:
             self.order.append(path)
 
-    def _enter(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.calls.setdefault(path, _Call(args, dict(kwargs))).count += 1
-
-    def _leave(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self.calls[path].count == 1:
-            self.calls[path].output = output
+    def _note(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        self.calls.setdefault(path, _Call(args, dict(kwargs), output)).count += 1
 
 
 def _sides(module: nn.Module) -> tuple[int, int] | None:
@@ -229,10 +223,9 @@ class _Unfit(Exception):
     """A module does not fit a rule; the message is the reason."""
 
 
-def _number(observed: _Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
+def _number(observed: Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
     """Return the first whole number of a name, of a module itself or of its configuration."""
-    own = vars(observed.modules[path])
-    found = [own[name] for name in names if type(own.get(name)) is int]
+    found = list(own_numbers(observed.modules[path], names).values())
     while inherited and not found:
         config = getattr(observed.modules[path], "config", None)
         found = [number for name in names if (number := number_of(config, name))]
@@ -242,7 +235,7 @@ def _number(observed: _Observation, path: str, names: Sequence[str], inherited: 
     return next(iter(found), None)
 
 
-def _attentions(observed: _Observation) -> Iterator[_Proposal]:
+def _attentions(observed: Observation) -> Iterator[_Proposal]:
     """Propose the heads of every attention."""
     found = [path for path in observed.order if isinstance(observed.modules[path], nn.MultiheadAttention)]
     yield from [_torch_attention(observed, path) for path in found]
@@ -257,7 +250,7 @@ def _attentions(observed: _Observation) -> Iterator[_Proposal]:
             yield _attention(observed, path)
 
 
-def _state_spaces(observed: _Observation) -> Iterator[_Proposal]:
+def _state_spaces(observed: Observation) -> Iterator[_Proposal]:
     """Propose the heads, or the channels, of every mixer that keeps a state."""
     for path in observed.calls:
         if (group := state_group(path, observed.modules[path])) is not None:
@@ -274,7 +267,7 @@ def _inner(proposal: _Proposal) -> Iterator[tuple[str, str]]:
         yield (proposal.layers[-1], "in_")
 
 
-def _torch_attention(observed: _Observation, path: str) -> _Proposal:
+def _torch_attention(observed: Observation, path: str) -> _Proposal:
     module: Any = observed.modules[path]
     width, out, name = int(module.head_dim), f"{path}.out_proj", f"{path}.heads"
     members = (Member(path, "out", AttentionSlice, width), Member(out, "in_", WeightSlice, width))
@@ -283,7 +276,7 @@ def _torch_attention(observed: _Observation, path: str) -> _Proposal:
     return _Proposal(name, [path, out], [Group(name, "heads", module.num_heads, members)])
 
 
-def _attention(observed: _Observation, path: str) -> _Proposal:
+def _attention(observed: Observation, path: str) -> _Proposal:
     """Propose the heads of one attention module: its projections, and the layer that reads all heads."""
     inside = [layer for layer in observed.order if layer.startswith(f"{path}.")]
     later = observed.order[observed.order.index(inside[-1]) + 1 :]
@@ -297,7 +290,7 @@ def _attention(observed: _Observation, path: str) -> _Proposal:
     return proposal
 
 
-def _shared_heads(observed: _Observation, attentions: list[_Proposal]) -> Iterator[_Proposal]:
+def _shared_heads(observed: Observation, attentions: list[_Proposal]) -> Iterator[_Proposal]:
     """Propose one number of heads for attentions in all blocks of a stack, which share position biases."""
     blocks = [(one, observed.block_of(one.name)) for one in attentions if one.variants]
     places = (((_parent(block), one.name[len(block) :]), one) for one, block in blocks if block is not None)
@@ -367,7 +360,7 @@ class _Heads:
             yield [Member(layer, "out", WeightSlice, outputs // self.full)]
 
 
-def _head_groups(observed: _Observation, path: str, projections: list[str], out: str) -> Iterator[Group]:
+def _head_groups(observed: Observation, path: str, projections: list[str], out: str) -> Iterator[Group]:
     """Yield the groups that heads may form, for every packing of fused layers and every set of numbers."""
     module = observed.modules[path]
     latent = [layer for layer in projections if vocabulary.LATENT.search(layer)]
@@ -385,15 +378,15 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
     rows = {heads.pairs * heads.width: heads.rows(True), all_heads: heads.rows(False)}
     norms, tables = _norms(module, path, rows), list(_tables(observed, path, heads))
     numbers = {
-        **_valued(module, vocabulary.HEADS, heads.queries),
-        **_valued(module, vocabulary.ALL_HEADS, all_heads),
-        **_valued(module, vocabulary.KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
-        **_valued(module, vocabulary.QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
+        **own_numbers(module, vocabulary.HEADS, heads.queries),
+        **own_numbers(module, vocabulary.ALL_HEADS, all_heads),
+        **own_numbers(module, vocabulary.KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
+        **own_numbers(module, vocabulary.QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
     }
     config, count = vars(module).get("config"), heads.queries
     stated = {f"config.{name}": count for name in vocabulary.HEADS if number_of(config, name) == count}
     split = {n.name: all_heads for n in observed.traced.split_by if n.path == path and n == all_heads}
-    more = [{}, *filter(None, (_valued(module, vocabulary.WIDTHS, all_heads), stated, split))]
+    more = [{}, *filter(None, (own_numbers(module, vocabulary.WIDTHS, all_heads), stated, split))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
         members.append(Member(out, "in_", WeightSlice, all_heads // full))
@@ -410,7 +403,7 @@ def _norms(module: nn.Module, path: str, rows: Mapping[int, int]) -> list[Member
     return [Member(inner, "features", LayerNormSlice, each) for inner, each in norms.items() if each]
 
 
-def _heads(observed: _Observation, path: str, out: str, latent: bool) -> _Heads:
+def _heads(observed: Observation, path: str, out: str, latent: bool) -> _Heads:
     """Return the heads of an attention module whose output layer is given."""
     all_heads = observed.sides[out][0]
     queries = _number(observed, path, vocabulary.HEADS, inherited=True)
@@ -431,13 +424,7 @@ def _heads(observed: _Observation, path: str, out: str, latent: bool) -> _Heads:
     return _Heads(queries, pairs, all_heads // queries)
 
 
-def _valued(module: nn.Module, names: Sequence[str], value: int) -> dict[str, int]:
-    """Return the whole numbers of a module that have one of some names and a certain value."""
-    own = vars(module)
-    return {name: value for name in names if type(own.get(name)) is int and own[name] == value}
-
-
-def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member]:
+def _tables(observed: Observation, path: str, heads: _Heads) -> Iterator[Member]:
     """Yield the tables with one column per head in an attention module, of position biases for example."""
     each = heads.queries // heads.full
     for inner, module in observed.modules[path].named_modules(prefix=path):
@@ -449,11 +436,11 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
                 if len(axes) == 1:
                     yield Member(inner, f"{name}.{axes[0]}", ElasticAttribute, each)
             if inner != path:
-                for number, value in _valued(module, vocabulary.HEADS, heads.queries).items():
+                for number, value in own_numbers(module, vocabulary.HEADS, heads.queries).items():
                     yield Member(inner, number, ElasticAttribute, value // heads.full)
 
 
-def _feed_forwards(observed: _Observation, mixers: Sequence[_Proposal]) -> Iterator[_Proposal]:
+def _feed_forwards(observed: Observation, mixers: Sequence[_Proposal]) -> Iterator[_Proposal]:
     """Propose the neurons of every feed-forward network in a block; packed layers come last."""
     outside = {path for proposal in mixers for path in proposal.layers}
     outside |= {a for a, b in itertools.pairwise(observed.order) if is_rank(observed.modules, a, b)}
@@ -473,7 +460,7 @@ def _feed_forwards(observed: _Observation, mixers: Sequence[_Proposal]) -> Itera
     yield from packed
 
 
-def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Proposal:
+def _feed_forward(observed: Observation, first: list[str], last: str) -> _Proposal:
     """Propose the neurons between some linear layers and the one that runs after them."""
     neurons = observed.sides[last][0]
     around = _common([*first, last])
@@ -482,7 +469,7 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
     end, norms = [Member(last, "in_", WeightSlice)], list[Member]()
     if around in observed.calls and around not in observed.blocks:
         inside = observed.modules[around]
-        end += [Member(around, n, ElasticAttribute) for n in _valued(inside, vocabulary.NEURONS, neurons)]
+        end += [Member(around, n, ElasticAttribute) for n in own_numbers(inside, vocabulary.NEURONS, neurons)]
         norms = _norms(inside, around, {neurons: 1})
         end += [
             Member(path, "out", WeightSlice)
@@ -498,14 +485,11 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
     return proposal
 
 
-def _blocks(
-    observed: _Observation, residual: Collection[str], elastic: Sequence[str], refused: dict[str, str]
-) -> dict[str, torch.Size]:
+def _blocks(observed: Observation, elastic: Sequence[str], refused: dict[str, str]) -> dict[str, torch.Size]:
     """Return the blocks that a subnet may skip, each with the shape of its input; note why others stay."""
     found: dict[str, torch.Size] = {}
-    stacks = list(dict.fromkeys(map(_parent, observed.blocks)))
-    for stack in stacks:
-        blocks = [block for block in observed.blocks if _parent(block) == stack]
+    stacks = grouped((_parent(block), block) for block in observed.blocks)
+    for stack, blocks in stacks.items():
         around = any(other.startswith(f"{stack}.") for other in stacks)
         checkpointed = all(_is_checkpointed(observed.modules[b]) for b in blocks)
         transformer = checkpointed or any(m.startswith(f"{b}.") for b in blocks for m in elastic)
@@ -513,27 +497,25 @@ def _blocks(
             continue
         storing = [block for block in blocks if _stores(observed.modules[block])]
         others = [block for block in blocks if block not in storing]
-        reason = next(filter(None, (_unskippable(observed, residual, block) for block in others)), "")
+        reason = next(filter(None, (_unskippable(observed, block) for block in others)), "")
         if reason:
             refused[f"{stack}.depth".lstrip(".")] = reason
             continue
-        kept = blocks
-        first = observed.calls[blocks[0]]
+        first, staying = observed.calls[blocks[0]], dict[str, str]()
         if any(map(is_cache, (*first.args, *first.kwargs.values()))):
-            kept = blocks[1:]
-            refused[f"{blocks[0]}.depth"] = (
+            staying[blocks[0]] = (
                 "the position of a token is read from the cache of the first block, so it stays"
             )
-        kept = [block for block in kept if block not in storing]
-        for block in storing:
-            refused[f"{block}.depth"] = "it stores keys and values that later blocks read, so it stays"
+        staying |= dict.fromkeys(storing, "it stores keys and values that later blocks read, so it stays")
+        refused |= {f"{block}.depth": why for block, why in staying.items()}
+        kept = [block for block in blocks if block not in staying]
         if not kept:
             refused[f"{stack}.depth"] = "there is one block only"
         found.update({block: observed.calls[block].output.shape for block in kept})
     return found
 
 
-def _unskippable(observed: _Observation, residual: Collection[str], block: str) -> str:
+def _unskippable(observed: Observation, block: str) -> str:
     """Return why a block cannot be the identity, or an empty string."""
     kind = type(observed.modules[block]).__name__
     call = observed.calls.get(block)
@@ -548,7 +530,7 @@ def _unskippable(observed: _Observation, residual: Collection[str], block: str) 
         return f"{block} ({kind}) changes the shape of its input"
     if not _parent(block):
         return "its blocks are those of the network itself; wrap it in nn.Sequential to skip some of them"
-    if block not in residual:
+    if block not in observed.residual:
         return f"{kind} is not residual: without its layers, its output is another than its input"
     return ""
 
@@ -564,7 +546,7 @@ def _stores(block: nn.Module) -> bool:
 class _Trials:
     """Inserts proposals into copies of blocks, and compares narrowed blocks with masked ones."""
 
-    def __init__(self, observed: _Observation) -> None:
+    def __init__(self, observed: Observation) -> None:
         self.observed = observed
         self.configured = Configured(observed.model)
         self._known: dict[Any, str] = {}

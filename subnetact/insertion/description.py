@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from subnetact import operators
@@ -262,12 +262,9 @@ class Description:
         for module, members in self._members().items():
             parts = grouped((member.part, (group, member)) for group, member in members)
             found[module] = Elastic(members[0][1].operator, {p: _followed(own) for p, own in parts.items()})
-        stacks: dict[str, dict[str, str]] = {}
-        for stage in self.stages.values():
-            for block in stage.blocks:
-                stack, _, layer = block.rpartition(".")
-                stacks.setdefault(stack, {})[layer] = f"{block}.keep"
-        found |= {stack: LayerSelect.on(**follows) for stack, follows in stacks.items()}
+        blocks = [(block, block.rpartition(".")) for stage in self.stages.values() for block in stage.blocks]
+        stacks = grouped((stack, (layer, f"{block}.keep")) for block, (stack, _, layer) in blocks)
+        found |= {stack: LayerSelect.on(**dict(follows)) for stack, follows in stacks.items()}
         return {n: entry for n, entry in {**found, **self.overrides}.items() if entry is not None}
 
     # -- editing -----------------------------------------------------------------------------------
@@ -284,7 +281,7 @@ class Description:
             InsertError: no group or stage has such a name, or a choice is not legal for one of them.
         """
         names = self.matching(pattern)
-        return self._edited(lambda slot: _resized(slot, choices) if slot.name in names else slot)
+        return self._edited(lambda slot: _resized(slot, choices) if slot.name in names else slot, {})
 
     def without(self, pattern: str, reason: str = "left out by the user") -> Description:
         """Return a description in which groups or stages keep their full size.
@@ -296,9 +293,8 @@ class Description:
         Raises:
             InsertError: no group or stage has such a name.
         """
-        names = self.matching(pattern)
-        refused = dict.fromkeys(names, reason)
-        return self._edited(lambda slot: None if slot.name in names else slot, refused)
+        refused = dict.fromkeys(self.matching(pattern), reason)
+        return self._edited(lambda slot: None if slot.name in refused else slot, refused)
 
     def override(self, elastic: Mapping[str, Elastic | None]) -> Description:
         """Return a description in which hand-written entries replace found ones.
@@ -310,7 +306,8 @@ class Description:
         Example:
             >>> description.override({"layer1.0.conv1": WeightSlice.on(out="layer1.0.conv1.width")})
         """
-        return self._edited(overrides=elastic)
+        slots, overrides = (self.groups.values(), self.stages.values()), {**self.overrides, **elastic}
+        return Description(self.name, *slots, self.refused, overrides, self.vocabulary)
 
     def matching(self, pattern: str) -> list[str]:
         """Return the names of the groups and stages that a pattern means.
@@ -342,16 +339,9 @@ class Description:
                 function, or again.
             FileFormatError: `from_json` could not read the document.
         """
-        facts = {
-            **FORMAT.header,
-            "name": self.name,
-            "groups": [asdict(group) for group in self.groups.values()],
-            "stages": [asdict(stage) for stage in self.stages.values()],
-            "refused": self.refused,
-            "overrides": {module: entry and asdict(entry) for module, entry in self.overrides.items()},
-            "vocabulary": self.vocabulary and asdict(self.vocabulary),
-        }
-        text = json.dumps(facts, indent=1, allow_nan=False, default=_name_of)
+        slots = tuple(self.groups.values()), tuple(self.stages.values())
+        facts = asdict(_Facts(self.name, *slots, self.refused, self.overrides, self.vocabulary))
+        text = json.dumps(FORMAT.header | facts, indent=1, allow_nan=False, default=_name_of)
         self.from_json(text)  # What could not be read is not written.
         return text
 
@@ -371,7 +361,7 @@ class Description:
         """
         document = FORMAT.parsed("the description", text)
         with FORMAT.fields("the description", passing=(), damaged=(InsertError,)):
-            found = cls(**{name: _decoded(kind, document[name]) for name, kind in _FIELDS.items()})
+            found = cls(**vars(_decoded(_Facts, document)))
             for group in found.groups.values():
                 if not all((group.full, group.unit, *(member.multiple for member in group.members))):
                     raise ValueError(f"{group.name} has a size of zero")
@@ -420,15 +410,10 @@ class Description:
                 if whole.count(member.part) > 1 or (member.start is not None and member.part in whole):
                     raise InsertError(f"{self.name}: {module}.{member.part} follows several groups")
 
-    def _edited(
-        self,
-        edit: Callable[[Any], Any] = lambda slot: slot,
-        refused: Mapping[str, str] = MappingProxyType({}),
-        overrides: Mapping[str, Elastic | None] = MappingProxyType({}),
-    ) -> Description:
+    def _edited(self, edit: Callable[[Any], Any], refused: dict[str, str]) -> Description:
         groups, stages = (filter(None, map(edit, own.values())) for own in (self.groups, self.stages))
-        why, others = {**self.refused, **refused}, {**self.overrides, **overrides}
-        return Description(self.name, groups, stages, why, others, self.vocabulary)
+        why = self.refused | refused
+        return Description(self.name, groups, stages, why, self.overrides, self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -483,15 +468,16 @@ def _resized(slot: Group | DepthStage, choices: Sequence[float]) -> Group | Dept
         raise InsertError(f"{slot.name}: {error}{counted * (grouped or slot.axis == 'heads')}") from None
 
 
-_FIELDS = {
-    "name": str,
-    "groups": tuple[Group, ...],
-    "stages": tuple[DepthStage, ...],
-    "refused": Mapping[str, str],
-    "overrides": Mapping[str, Elastic | None],
-    "vocabulary": LayerVocabulary | None,
-}
-"""Field of a document -> its type."""
+@dataclass(frozen=True)
+class _Facts:
+    """What a document says; its fields are the arguments of `Description`."""
+
+    name: str
+    groups: tuple[Group, ...]
+    stages: tuple[DepthStage, ...]
+    refused: Mapping[str, str]
+    overrides: Mapping[str, Elastic | None]
+    vocabulary: LayerVocabulary | None
 
 
 def _decoded(kind: Any, value: Any) -> Any:

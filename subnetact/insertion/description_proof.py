@@ -7,9 +7,10 @@ is refused.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,10 @@ from subnetact.supernet.unused_weights import (
     structure_copy,
 )
 
-__all__ = ["FAULTS", "Proof", "advice_on"]
+__all__ = ["FAULTS", "Case", "Proof", "advice_on"]
+
+Case: TypeAlias = tuple[Any, list[Tensor]]
+"""An example, and what the model returned for it."""
 
 RANDOM_OUTPUT = ", whose output differs from run to run; make it deterministic in evaluation mode"
 FAULTS = {
@@ -56,15 +60,12 @@ MOST_TRIALS = 100
 
 
 class Proof:
-    """Tries a description on copies of a model, which returned something `expected` for every example."""
+    """Tries a description on copies of a model, which returned something for the example of every case."""
 
-    def __init__(
-        self, model: nn.Module, description: Description, examples: list[Any], expected: list[list[Tensor]]
-    ) -> None:
+    def __init__(self, model: nn.Module, description: Description, cases: list[Case]) -> None:
         self.model = model
         self.description = description
-        self.inputs = list(examples)
-        self.expected = expected
+        self.cases, self.inputs = cases, [x for x, _ in cases]
         self.network = put_operators_(structure_copy(model), description.space, description.elastic).network
         self.few: list[Any] = []
         self.space: SubnetSpace = description.space
@@ -80,7 +81,7 @@ class Proof:
         """Return what is wrong, and why by group and stage, or none of these if the largest subnet is."""
         view = shared_view(self.network, self.largest)
         written = watched_buffers(view)
-        for x, expected in zip(self.inputs, self.expected, strict=True):
+        for x, expected in self.cases:
             try:
                 full, calls = outputs_and_calls(self.network, view, x)
             except Exception as error:
@@ -149,15 +150,14 @@ class Proof:
         }
 
     def _search(
-        self, slots: list[str], found: dict[str, str], spec: SubnetSpec, known: str | None, sure: bool = True
+        self, slots: list[str], found: dict[str, str], spec: SubnetSpec, wrong: str | None, sure: bool = True
     ) -> None:
-        """Note the culprits among some slots; `known` is what is wrong with them, if that is known.
+        """Note the culprits among some slots; `wrong` is what is wrong with them, if that is known.
 
         It may be wrong only together with others. If that is not `sure`, no culprits may be noted.
         """
         last = len(slots) == 1 or self._trials >= MOST_TRIALS
-        wrong = known
-        if known is None or len(slots) == 1:
+        if wrong is None or len(slots) == 1:
             self._trials += 1
             wrong = self._wrong(self._narrowed(slots, spec), located=last)
         if wrong is None:
@@ -171,25 +171,22 @@ class Proof:
             self._search(slots[half:], found, spec, wrong if alone else None, sure=not alone)
         if len(found) == before and (sure or last):
             together = slots if last else self._together(slots, spec)
-            others = (
-                f", together with {' and '.join(together[:-1])}" if 1 < len(together) < len(slots) else ""
-            )
-            found.update(dict.fromkeys(together, f"{wrong}{others}"))
+            if 1 < len(together) < len(slots):
+                wrong += f", together with {' and '.join(together[:-1])}"
+            found.update(dict.fromkeys(together, wrong))
 
     def _together(self, slots: list[str], spec: SubnetSpec) -> list[str]:
         """Return the fewest slots that are wrong together only, each found by halving those before it."""
         needed: list[str] = []
         rest = slots
-        while rest and (not needed or self._wrong(self._narrowed(needed, spec), located=False) is None):
-            low, high = 0, len(rest)
-            while low < high - 1:
-                middle = (low + high) // 2
-                if self._wrong(self._narrowed([*needed, *rest[:middle]], spec), located=False) is None:
-                    low = middle
-                else:
-                    high = middle
-            needed.append(rest[high - 1])
-            rest = rest[: high - 1]
+
+        def fails(count: int) -> bool:
+            return self._wrong(self._narrowed([*needed, *rest[:count]], spec), located=False) is not None
+
+        while rest and not (needed and fails(0)):
+            last = bisect_left(range(1, len(rest)), True, key=fails)
+            needed.append(rest[last])
+            rest = rest[:last]
         return sorted(needed, key=slots.index)
 
     def _narrowed(self, slots: Iterable[str], to: SubnetSpec | None = None) -> SubnetSpec:

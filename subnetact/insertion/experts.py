@@ -39,11 +39,11 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.units import UnitGroup, full_orders, parts_of, permute_
-from subnetact.operators import ElasticAttribute, WeightSlice
+from subnetact.operators import ElasticAttribute, WeightSlice, vocabulary
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.vocabulary import EXPERT_GROUPS, EXPERT_WIDTHS, EXPERTS, EXPERTS_PER_TOKEN, number_of
 from subnetact.space import SizeRow
-from subnetact.supernet.batches import call_with
+from subnetact.spec import grouped
 from subnetact.supernet.failure import summary
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
@@ -56,6 +56,8 @@ CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": (*EXPERTS, *EXPERT_GROUPS)}
 
 ROUTING = re.compile("rout|gat|static|correction", re.IGNORECASE)
 """A pattern in the names of routers and of their classes."""
+_Modules = Mapping[str, nn.Module]
+"""Modules by their names in the model."""
 _Stacked = list[tuple[str, str, Tensor]]
 """Names of modules and parameters, and the weights of experts there, of shape (experts, ., .)."""
 
@@ -64,15 +66,12 @@ _Stacked = list[tuple[str, str, Tensor]]
 
 
 def expert_groups(
-    modules: Mapping[str, nn.Module], block_of: Callable[[str], str | None]
+    modules: _Modules, block_of: Callable[[str], str | None]
 ) -> Iterator[tuple[str, list[Group], str]]:
     """Yield the names of groups that the mixtures of experts of a model may have, variants, or reasons."""
-    blocks: dict[str, dict[str, nn.Module]] = {}
-    for path, module in modules.items():
-        block = block_of(path)
-        if block is not None:
-            blocks.setdefault(block, {})[path] = module
-    for inside in blocks.values():
+    blocks = grouped((block, path) for path in modules if (block := block_of(path)) is not None)
+    for paths in blocks.values():
+        inside = {path: modules[path] for path in paths}
         routed, stacked = _routed(inside), _stacks(inside)
         if routed:
             home = posixpath.commonpath([_home(m.module, inside) for m in routed[0]]).replace("/", ".")
@@ -89,19 +88,20 @@ def expert_groups(
             yield f"{host}.ffn", *_neurons(host, inside, own)
 
 
-def _number(modules: Mapping[str, nn.Module], member: Member) -> int:
+def _number(modules: _Modules, member: Member) -> int:
     """Return the number that a member says."""
     return int(attrgetter(member.part)(modules[member.module]))
 
 
-def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
+def _numbers(modules: _Modules, names: Sequence[str], value: int | None = None) -> list[Member]:
+    """Return the whole numbers of modules under some names, or those of a certain value."""
+    numbers = {path: vocabulary.own_numbers(module, names, value) for path, module in modules.items()}
+    return [Member(path, name, ElasticAttribute) for path, own in numbers.items() for name in own]
+
+
+def _routed(modules: _Modules) -> list[list[Member]]:
     """Return the numbers of experts per token in a block: those of modules, or of their configurations."""
-    own = [
-        Member(path, name, ElasticAttribute)
-        for path, module in modules.items()
-        for name in EXPERTS_PER_TOKEN
-        if type(vars(module).get(name)) is int
-    ]
+    own = _numbers(modules, EXPERTS_PER_TOKEN)
     stated = [
         Member(path, f"config.{name}", ElasticAttribute)
         for path, module in modules.items()
@@ -109,23 +109,18 @@ def _routed(modules: Mapping[str, nn.Module]) -> list[list[Member]]:
         for name in EXPERTS_PER_TOKEN
         if number_of(vars(module).get("config"), name)
     ]
-    others = [
-        Member(path, name, ElasticAttribute)
-        for path, module in modules.items()
-        for name in EXPERTS
-        if own and vars(module).get(name) == _number(modules, own[0]) and name not in module._parameters
-    ]
+    others = _numbers(modules, EXPERTS, _number(modules, own[0])) if own else []
     variants = [own, *([own + others] if others else []), stated]
     return [found for found in variants if len({_number(modules, m) for m in found}) == 1]
 
 
-def _home(path: str, modules: Mapping[str, nn.Module]) -> str:
+def _home(path: str, modules: _Modules) -> str:
     """Return the module with the experts, as a path of a file system: that around a router, or itself."""
     router = ROUTING.search(type(modules[path]).__name__)
     return (path.rpartition(".")[0] if router else path).replace(".", "/")
 
 
-def _stacks(modules: Mapping[str, nn.Module]) -> dict[str, _Stacked]:
+def _stacks(modules: _Modules) -> dict[str, _Stacked]:
     """Return the weights of experts in a block, by the module that has all of one layer."""
     found: dict[str, _Stacked] = {}
     for path, module in modules.items():
@@ -140,7 +135,7 @@ def _stacks(modules: Mapping[str, nn.Module]) -> dict[str, _Stacked]:
     return {host: own for host, own in found.items() if len(own) > 1}
 
 
-def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> tuple[list[Group], str]:
+def _neurons(host: str, modules: _Modules, stacked: _Stacked) -> tuple[list[Group], str]:
     """Return how the neurons of all experts may lie in their weights, for both orders of axes."""
     *first, (path, last, weight) = stacked
     name, variants = f"{host}.ffn", []
@@ -152,9 +147,7 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
         if not {size for _, _, size in rows} <= {full, 2 * full}:
             continue
         end = [Member(path, f"{last}.{axis}", ElasticAttribute)]
-        for place in dict.fromkeys(p for p, _, _ in stacked):
-            own = vars(modules[place])
-            end += [Member(place, n, ElasticAttribute) for n in EXPERT_WIDTHS if own.get(n) == full]
+        end += _numbers({p: modules[p] for p, _, _ in stacked}, EXPERT_WIDTHS, full)
         halves = (1, 0, 2 * full), (1, full, 2 * full)
         for packed in (halves, ((2,),)):  # Gates and values are halves, or alternate.
             members = [
@@ -167,16 +160,14 @@ def _neurons(host: str, modules: Mapping[str, nn.Module], stacked: _Stacked) -> 
     return variants, "" if variants else "its weights are no two layers of all experts"
 
 
-def _pool(
-    home: str, modules: Mapping[str, nn.Module], stacked: _Stacked, least: int
-) -> tuple[list[Group], str]:
+def _pool(home: str, modules: _Modules, stacked: _Stacked, least: int) -> tuple[list[Group], str]:
     """Return everything in a mixture of experts that has an entry per expert, and the groups of a router."""
     full = int(stacked[0][2].shape[0])
     if least >= full:
         return [], "a token visits all experts"
     own = {path for path, _, _ in stacked}
     members: list[Member] = []
-    grouped: list[tuple[int, int, Member]] = []
+    in_groups: list[tuple[int, int, Member]] = []
     for path, module in modules.items():
         tail = path[len(home) :]
         if "shared" in tail or not f"{path}.".startswith(f"{home}."):
@@ -185,12 +176,10 @@ def _pool(
         if type(module) is nn.Linear:
             members += [Member(path, "out", WeightSlice)] if routes and module.out_features == full else []
             continue
-        found = vars(module)
-        numbers = dict.fromkeys((*EXPERTS, *traits_of(module).sizes.values()))
-        counts = [n for n in numbers if found.get(n) == full and type(found[n]) is int]
-        members += [Member(path, n, ElasticAttribute) for n in counts]
-        grouped += [
-            (found[n], number_of(module, "topk_group"), Member(path, n, ElasticAttribute))
+        counts = _numbers({path: module}, (*EXPERTS, *traits_of(module).sizes.values()), full)
+        members += counts
+        in_groups += [
+            (number_of(module, n), number_of(module, "topk_group"), Member(path, n, ElasticAttribute))
             for n in EXPERT_GROUPS
             if counts and number_of(module, n) > 1
         ]
@@ -200,10 +189,10 @@ def _pool(
             if axes:
                 members.append(Member(path, f"{tensor_name}.{axes[0]}", ElasticAttribute))
     variants = [Group(f"{home}.pool", "pool", full, tuple(members), least=least)]
-    for groups, chosen in {(groups, chosen) for groups, chosen, _ in grouped if 0 < chosen < groups}:
+    for groups, chosen in {(groups, chosen) for groups, chosen, _ in in_groups if 0 < chosen < groups}:
         whole = (replace(m, multiple=full // groups) for m in members)
         variants.append(
-            Group(f"{home}.pool", "pool", groups, (*whole, *(m for _, _, m in grouped)), least=chosen)
+            Group(f"{home}.pool", "pool", groups, (*whole, *(m for _, _, m in in_groups)), least=chosen)
         )
     return variants, ""
 
@@ -234,8 +223,7 @@ class Configured:
                     config = copy.deepcopy(config)
                     if _restate(config, names, sizes):
                         with torch.device("meta"), torch.no_grad():
-                            kind: Any = type(module)
-                            self._made[key] = kind(config).eval()
+                            self._made[key] = type(module)(config).eval()
                 if key in self._made:
                     return copy.deepcopy(self._made[key].get_submodule(path[len(home) :].lstrip(".")))
         full = max(sizes)
@@ -244,8 +232,7 @@ class Configured:
 
 def _restate(config: Any, names: Sequence[str], sizes: Mapping[int, int]) -> bool:
     """Say other numbers in a configuration and in those inside of it; tell whether they were there."""
-    inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
-    found = [_restate(each, names, sizes) for each in inner]
+    found = [_restate(inner, names, sizes) for inner in vars(config).values() if hasattr(inner, "to_dict")]
     stating = {name: sizes[number] for name in names if (number := number_of(config, name)) in sizes}
     for name, size in stating.items():
         setattr(config, name, size)
@@ -299,43 +286,39 @@ def why_not_as_configured(configured: Configured, path: str, network: nn.Module,
 
 def _fill(empty: nn.Module, filled: nn.Module) -> str:
     """Give a block without weights those of another one; return where they differ, or an empty string."""
-    places = dict(filled.named_modules())
+    tensors = {
+        **dict(filled.named_parameters(remove_duplicate=False)),
+        **dict(filled.named_buffers(remove_duplicate=False)),
+    }
     for path, module in empty.named_modules():
-        source = places.get(path)
-        for kind in ("_parameters", "_buffers"):
-            own: dict[str, Any] = getattr(module, kind)
-            given: dict[str, Any] = getattr(source, kind, {})
-            for name, tensor in own.items():
-                if tensor is not None:
-                    other = given.get(name)
-                    if other is None or other.shape != tensor.shape:
-                        return f"{path}.{name}"
-                    own[name] = other
+        for own in (module._parameters, module._buffers):
+            for name in [name for name, tensor in own.items() if tensor is not None]:
+                place = f"{path}.{name}".lstrip(".")
+                if getattr(tensors.get(place), "shape", None) != own[name].shape:
+                    return place
+                own[name] = tensors[place]
     return ""
 
 
 def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tensor:
     """Return the sum of the weights with which the largest subnet routes tokens to each expert of a pool."""
     noted: list[tuple[bool, Tensor]] = []
-
     count = pool.full * max(member.multiple for member in pool.members)
 
     def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and t.dim() == 2]
-        mass = torch.zeros(count)
         chosen = [t for t in given if not t.is_floating_point() and int(t.max()) < count]
         weighted = [(i, t) for i in chosen for t in given if t.is_floating_point() and t.shape == i.shape]
         if weighted:
             index, weights = (t.flatten().cpu() for t in weighted[0])
-            noted.append((True, mass.index_add(0, index, weights.float().abs())))
+            noted.append((True, torch.zeros(count).index_add(0, index, weights.float().abs())))
         elif scores := [t for t in given if t.is_floating_point() and t.shape[1] == count]:
             noted.append((False, scores[-1].float().softmax(1).sum(0).cpu()))
 
     view = shared_view(network, row)
     for path in dict.fromkeys(member.module for member in pool.members):
         view.get_submodule(path).register_forward_hook(note, with_kwargs=True)
-    with torch.no_grad():
-        call_with(view, x)
+    outputs_of(view, x)
     exact = any(weighted for weighted, _ in noted)
     found = [mass for weighted, mass in noted if weighted is exact]
     return (torch.stack(found).sum(0) if found else torch.zeros(count)).view(pool.full, -1).sum(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 from torch import nn
 from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
@@ -46,9 +47,8 @@ def fold_(model: nn.Module) -> tuple[str, ...]:
         >>> subnetact.insertion.fold_(vocoder.eval())
         >>> supernet = subnetact.insert_(vocoder, example=spectrogram)
     """
-    given: object = model
-    if not isinstance(given, nn.Module):
-        raise InsertError(f"fold_: expected a model, got {type(given).__name__}; give an nn.Module")
+    if not isinstance(model, nn.Module):
+        raise InsertError(f"fold_: expected a model, got {type(model).__name__}; give an nn.Module")
     found = [(path, module, list(computed_tensors(module))) for path, module in model.named_modules()]
     for path, module, own in found:
         if own and module.training:
@@ -67,9 +67,6 @@ def fold_(model: nn.Module) -> tuple[str, ...]:
             else:
                 original = getattr(how, "original", None)
                 if original is not None:  # It is written to, and another module may have it, too.
-                    own_copy = original.detach().clone()
-                    trains = original.requires_grad
-                    is_parameter = isinstance(original, nn.Parameter)
-                    how.original = nn.Parameter(own_copy, trains) if is_parameter else own_copy  # type: ignore[attr-defined]
+                    how.original = deepcopy(original)  # type: ignore[attr-defined]
                 parametrize.remove_parametrizations(module, name)
     return tuple(f"{path}.{name}".lstrip(".") for path, _, own in found for name, _ in own)

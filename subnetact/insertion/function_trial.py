@@ -93,7 +93,9 @@ class _Trial:
     """Calls a function with random numbers, and with the whole numbers of the example."""
 
     def __init__(self, operation: Any, refs: Mapping[fx.Node, Any]) -> None:
-        self._node, self._module = operation.node, operation.module
+        self._node, target = operation.node, operation.node.target
+        kinds = {"call_module": operation.module, "call_method": getattr(Tensor, str(target), None)}
+        self._function: Any = kinds.get(self._node.op, target)
         generator = torch.Generator().manual_seed(0)
         self._values: dict[fx.Node, Tensor] = {}
         for node in refs:
@@ -113,14 +115,12 @@ class _Trial:
                 return None
             now = []
             for i, (result, whole) in enumerate(zip(results, self._whole, strict=True)):
-                if result.dim() != whole.dim():
-                    return None
-                shorter = [axis for axis in range(whole.dim()) if result.shape[axis] != whole.shape[axis]]
-                lengths = [(whole.shape[axis], result.shape[axis]) for axis in shorter]
-                if lengths not in ([], [(length, len(kept))]):
+                sides = enumerate(zip(result.shape, whole.shape, strict=False))
+                shorter = [axis for axis, (now_long, long) in sides if now_long != long]
+                if len(shorter) > 1 or any(whole.shape[axis] != length for axis in shorter):
                     return None
                 expected = whole.index_select(shorter[0], kept) if shorter else whole
-                if not equal([result], [expected], ROUNDED):
+                if not equal(result, expected, ROUNDED):
                     return None
                 now += [(i, axis) for axis in shorter]
             if found not in (None, now):
@@ -134,12 +134,7 @@ class _Trial:
         args, kwargs = fx.map_arg((self._node.args, self._node.kwargs), lambda node: values[node].clone())
         try:
             with torch.no_grad():
-                if self._module is not None:
-                    result = self._module(*args, **kwargs)
-                elif self._node.op == "call_method":
-                    result = getattr(args[0], self._node.target)(*args[1:], **kwargs)
-                else:
-                    result = self._node.target(*args, **kwargs)
+                result = self._function(*args, **kwargs)
         except Exception as error:
             raise_if_out_of_memory(error)
             return None

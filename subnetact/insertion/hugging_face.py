@@ -77,7 +77,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
         channels = _fewer_channels(model, cls(copy.deepcopy(old)))
     weights = renamed(model.state_dict(), moved)
     _drop_inputs(weights, old, kept)
-    text = (old := copy.deepcopy(old)).get_text_config()
+    text = old.get_text_config()
     if number_of(text, "num_attention_heads") and not number_of(text, "head_dim"):
         text.head_dim = text.hidden_size // text.num_attention_heads
     for each in (text, config.get_text_config()) if channels else ():

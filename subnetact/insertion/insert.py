@@ -43,7 +43,7 @@ from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, DepthStage, Description, Group, without_numbers
-from subnetact.insertion.description_proof import Proof, advice_on
+from subnetact.insertion.description_proof import Case, Proof, advice_on
 from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
@@ -134,10 +134,9 @@ def describe(
     _check_model(model)
     examples = _examples(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
-    expected = [_runs(model, x) for x in examples]
-    example = examples[0]
+    cases = [(x, _runs(model, x)) for x in examples]
     with forgetting(model):
-        found = _found(model, example, axes, each_block, stream)
+        found = _found(model, examples[0], axes, each_block, stream)
     kept, stages, refused = _selected(model, found, axes, *patterns)
     words = vocabulary_of(model, [*kept, *stages])
     description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
@@ -153,7 +152,7 @@ def describe(
         del asked["experts"]
     for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
         description = description.with_choices(pattern, given)
-    return _proved(model, description, examples, expected) if proof else description
+    return _proved(model, description, cases) if proof else description
 
 
 def insert_(
@@ -232,8 +231,8 @@ def insert_(
             "(insert_(model, space, elastic))"
         )
     if not proved:
-        expected = [_runs(model, x) for x in examples]
-        description = _proved(model, description, examples, expected, leave_out=False)
+        cases = [(x, _runs(model, x)) for x in examples]
+        description = _proved(model, description, cases, leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
     supernet.proved = description.proved
     supernet.note_state(description.proved.state if description.proved else ())
@@ -278,10 +277,8 @@ _Found = tuple[list[Group], list[DepthStage], dict[str, str]]
 def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool, stream: bool) -> _Found:
     """Return groups and stages without choices, and what is refused; `stream`: also that of a decoder."""
     depth = "depth" in axes
-    stated = declared(model, example, stream)
-    groups, refused = list(stated.groups), dict(stated.refused)
-    blocks = dict(stated.blocks)
-    traced = stated.traced
+    groups, blocks, refused, observed = declared(model, example, stream)
+    traced = observed.traced
     if traced.failure is not None:
         if not groups and not blocks:
             raise traced.failure
@@ -312,28 +309,27 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         narrowed = {member.module for group in groups for member in group.members if member.part == "out"}
         # Another rule, or the graph, has made these elastic.
         refused = {n: why for n, why in refused.items() if n.removesuffix(".ffn") not in narrowed}
-        for name in unseen:
-            if name not in inside:
-                refused.setdefault(name, "it does not run on the example, so it stays whole")
+        whole = [name for name in unseen if name not in inside and name not in refused]
+        refused |= dict.fromkeys(whole, "it does not run on the example, so it stays whole")
         if depth:
             stacks = inside | {block.rpartition(".")[0] for block in blocks}
             blocks |= {
                 path: shape
-                for path, shape in stated.residual.items()
+                for path, shape in observed.residual.items()
                 if path.rpartition(".")[0] not in stacks
-                and not any(inner.startswith(f"{path}.") for inner in stated.residual)
+                and not any(inner.startswith(f"{path}.") for inner in observed.residual)
             }
     stages: list[DepthStage] = []
     if depth and blocks:
         holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
         twice = (path for path in blocks if holders[id(model.get_submodule(path))] > 1)
-        broken = dict.fromkeys(twice, "it has two names; give it one") | stated.stacks.broken(blocks)
+        broken = dict.fromkeys(twice, "it has two names; give it one") | observed.stacks.broken(blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
         stages = (
             [DepthStage(f"{block}.depth", (block,)) for block in blocks]
             if each_block
-            else stages_of(blocks, stated.stacks.influence)
+            else stages_of(blocks, observed.stacks.influence)
         )
     return groups, stages, refused
 
@@ -360,15 +356,14 @@ def _selected(
     def skippable(block: str) -> bool:
         return left([block], (p for p, _ in model.named_modules() if f"{p}.".startswith(f"{block}.")))
 
-    kept = []
-    for group in groups:
+    def narrows(group: Group) -> bool:
         inside = [m.module for m in group.members]
         outputs = [m.module for m in group.members if m.part == "out"] or inside
-        if group.axis in axes and left(outputs, inside):
-            kept.append(group)
+        return group.axis in axes and left(outputs, inside)
+
     shorter = [replace(stage, blocks=tuple(filter(skippable, stage.blocks))) for stage in stages]
     said = {name: why for name, why in refused.items() if name == UNTRACED or left([name], [name])}
-    return kept, [stage for stage in shorter if stage.blocks], said
+    return list(filter(narrows, groups)), [stage for stage in shorter if stage.blocks], said
 
 
 def _means(patterns: Sequence[str], name: str) -> bool:
@@ -391,16 +386,12 @@ def _nothing(model: nn.Module, description: Description) -> str:
 
 
 def _proved(
-    model: nn.Module,
-    description: Description,
-    examples: list[Any],
-    expected: list[list[Tensor]],
-    leave_out: bool = True,
+    model: nn.Module, description: Description, cases: list[Case], leave_out: bool = True
 ) -> Description:
     """Return the description without what fails its proof; otherwise refuse the description."""
     while True:
         with forgetting(model):
-            proof = Proof(model, description, examples, expected)
+            proof = Proof(model, description, cases)
             failure = proof.failure()
         if failure is None:
             description.proved = proof.proved
@@ -489,9 +480,8 @@ def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[s
 
 def _check_model(model: nn.Module, by_hand: bool = False) -> None:
     """Refuse models that cannot become supernets, before anything is done."""
-    given: Any = model
-    if not isinstance(given, nn.Module):
-        raise InsertError(f"expected a model, got {type(given).__name__}; give an nn.Module")
+    if not isinstance(model, nn.Module):
+        raise InsertError(f"expected a model, got {type(model).__name__}; give an nn.Module")
     if isinstance(model, Supernet) or any(isinstance(m, Operator) or is_view(m) for m in model.modules()):
         raise InsertError(
             f"{type(model).__name__} already has operators; give the ordinary model (supernet.remove()), and "

@@ -314,15 +314,15 @@ def _forget_shapes(cache: Any) -> None:
 
 def note_skipped_(layer: nn.Module, identity: nn.Module) -> nn.Module:
     """Let the identity in the place of a skipped layer note the number of its tokens; return the identity."""
-    argument, own = CacheArgument.of(layer), False
+    argument = CacheArgument.of(layer)
     for _, attention in attentions(layer):
         entry = int(attention.layer_idx)
         if getattr(attention, "is_kv_shared_layer", False):
             copying = partial(_copy_shared, entry, getattr(attention, "layer_type", None))
             identity.register_forward_pre_hook(copying, with_kwargs=True)
-        elif argument is not None and not own:
-            own = True
+        elif argument is not None:
             identity.register_forward_pre_hook(partial(_count, argument, entry), with_kwargs=True)
+            argument = None  # One entry of a layer has all its tokens.
     return identity
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from subnetact.errors import IllegalChoice, SpecError
 from subnetact.operators.vocabulary import CONFIGURED_HEADS, EXPERTS, EXPERTS_PER_TOKEN, NEURONS, number_of
 from subnetact.space import AxisValues
-from subnetact.spec import shown
+from subnetact.spec import grouped, shown
 
 __all__ = ["SKIPPED", "LayerConfigs", "LayerVocabulary", "embedding_of", "layer_stacks", "vocabulary_of"]
 
@@ -69,10 +69,7 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     if len(stacks) != 1 or config.is_heterogeneous:
         return None
     config = config.get_text_config()
-    sizes: dict[str, set[int]] = {}
-    for slot in slots:
-        sizes.setdefault(slot.axis, set()).add(slot.full)
-    sizes.pop("depth", None)
+    sizes = grouped((slot.axis, slot.full) for slot in slots if slot.axis != "depth")
     heads = {field: number for field in CONFIGURED_HEADS if (number := number_of(config, field)) > 1}
     named = {"ffn": NEURONS, "experts": EXPERTS_PER_TOKEN, "pool": EXPERTS}
     stacked = {any("." in m.part for m in slot.members) for slot in slots if slot.axis == "ffn"}
@@ -88,7 +85,8 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     candidates |= {"heads": [heads], "stream": [{"hidden_size": number_of(config, "hidden_size")}]}
     stated = {}
     for axis, full in sorted(sizes.items()):
-        fitting = [fields for fields in candidates.get(axis, ()) if {min(fields.values(), default=0)} == full]
+        stating = [fields for fields in candidates.get(axis, ()) if fields]
+        fitting = [fields for fields in stating if {min(fields.values())} == {*full}]
         if not fitting:
             return None
         stated[axis] = fitting[0]
@@ -143,18 +141,15 @@ class LayerConfigs:
     def _meanings(self, slot: Any) -> dict[Any, dict[tuple[int, str], int]]:
         """Return what every choice of a slot says of the fields of layers."""
         words = self.vocabulary
-        if slot.axis == "depth":
-            layers = list(map(words.layer_of, slot.blocks))
-            return {
-                choice: {(layer, "skip"): i >= size for i, layer in enumerate(layers)}
-                for choice, size in slot.sizes.items()
-            }
-        stream = slot.axis == "stream"  # All layers share it.
-        layers = [*range(words.layers)] if stream else [words.layer_of(slot.members[0].module)]
-        return {
-            choice: {(i, field): n for i in layers for field, n in words.fields(slot.axis, size).items()}
-            for choice, size in slot.sizes.items()
-        }
+        modules = getattr(slot, "blocks", None) or [slot.members[0].module]
+        layers = range(words.layers) if slot.axis == "stream" else [*map(words.layer_of, modules)]
+
+        def meaning(size: int) -> dict[tuple[int, str], int]:
+            if slot.axis == "depth":
+                return {(layer, "skip"): i >= size for i, layer in enumerate(layers)}
+            return {(layer, name): n for layer in layers for name, n in words.fields(slot.axis, size).items()}
+
+        return {choice: meaning(size) for choice, size in slot.sizes.items()}
 
     def _values(self, layers: Mapping[Any, Any], default: Mapping[str, int]) -> Mapping[str, Any]:
         """Return the choices that say what the layers state, which otherwise have default numbers."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,14 +22,14 @@ from subnetact.comparison import tensors_in
 from subnetact.operators.layer_traits import CHANNEL_NORM, traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 
-__all__ = ["Recording", "TensorFacts", "assigned", "is_leaf", "recorded"]
+__all__ = ["RecordedTensor", "Recording", "assigned", "is_leaf", "recorded"]
 
 MOST_KEPT_VALUES = 2**20
 """Whole numbers and truth values of tensors with at most so many elements are kept: they may be indices."""
 
 
 @dataclass(frozen=True)
-class TensorFacts:
+class RecordedTensor:
     """What is known of a tensor."""
 
     shape: torch.Size
@@ -39,8 +38,8 @@ class TensorFacts:
     device: torch.device
 
 
-class Recording:
-    """A graph, and what its names mean.
+class Recording(TorchFunctionMode):
+    """A graph, which is made by seeing all calls of functions on tensors while a model runs.
 
     Nodes are calls of modules and functions, and of methods of tensors by name. `meta` has the modules around
     a node (`nn_module_stack`), shape and dtype of a tensor (`tensor_meta`) and, for tensors of whole numbers,
@@ -48,63 +47,31 @@ class Recording:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.model = model
         self.graph = fx.Graph()
         self.meta: dict[str, Any] = {}
         self.results: dict[fx.Node, Any] = {}
-        """What every node returns, with `TensorFacts` in the place of tensors."""
+        """What every node returns, with `RecordedTensor` in the place of tensors."""
         self.branches = False
         """Whether the forward branches on values that it computes with its weights."""
         self.entries: dict[str, fx.Node] = {}
         """Name of a module -> the node of the first tensor that it is given."""
-        self.constants: dict[str, Tensor] = {}
-        """Names in the graph of tensors that are neither parameters nor buffers nor computed."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Return what a node reads that names a parameter, a buffer or a constant."""
-        found: Tensor = self.constants[name] if name in self.constants else attrgetter(name)(self.model)
-        return found
-
-    def get_submodule(self, path: str) -> nn.Module:
-        """Return the module that a node calls."""
-        return self.model.get_submodule(path)
-
-
-def recorded(model: nn.Module, example: Any) -> Recording:
-    """Run a model, which nobody else uses, on an example and return the graph of its calls."""
-    recorder, example = _Recorder(model), map_tensors(Tensor.clone, example)
-    inputs = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
-    for i, tensor in enumerate(inputs):
-        recorder.add("placeholder", f"input{i}", (), {}, tensor)
-    with ExitStack() as hooks, torch.no_grad():
-        for path, module in model.named_modules():
-            for hook in recorder.watch(path, module, is_leaf(module)):
-                hooks.enter_context(hook)
-        with recorder:
-            output = call_with(model, example)
-    returned = [recorder.node(t) for t in tensors_in(output) if t.numel()]
-    recorder.recording.graph.output(returned)
-    return recorder.recording
-
-
-def assigned(x: Tensor, index: Any, value: Any) -> Tensor:
-    """Return a tensor in which the entries of an index have other values."""
-    found = x.clone()
-    found[index] = value
-    return found
-
-
-class _Recorder(TorchFunctionMode):
-    """Sees all calls of functions on tensors while a model runs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.recording = Recording(model)
+        self.tensors: dict[str, Tensor] = {}
+        """Names in the graph of tensors that are not computed: of parameters and buffers, and new ones."""
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._nodes: Any = WeakTensorKeyDictionary()
         self._around: dict[str, tuple[str, type]] = {}
         self._leaf: str | None = None
         self._weighted: set[fx.Node] = set()
+
+    def tensor(self, name: str) -> Tensor:
+        """Return what a node reads that names a parameter, a buffer or a constant."""
+        return self.tensors[name]
+
+    def get_submodule(self, path: str) -> nn.Module:
+        """Return the module that a node calls."""
+        return self.model.get_submodule(path)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function and record it."""
@@ -113,7 +80,7 @@ class _Recorder(TorchFunctionMode):
         if self._leaf is not None:
             return func(*args, **kwargs)
         if name == "__bool__" and self._nodes.get(args[0]) in self._weighted:
-            self.recording.branches = True
+            self.branches = True
         result = func(*args, **kwargs)
         if name == "__setitem__":
             self.add("call_function", assigned, args, kwargs, args[0])
@@ -128,7 +95,7 @@ class _Recorder(TorchFunctionMode):
             self._around[path] = path, type(module)
             given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
             if given is not None and given in self._nodes:
-                self.recording.entries.setdefault(path, self._nodes[given])
+                self.entries.setdefault(path, self._nodes[given])
             if leaf and self._leaf is None:
                 self._leaf = path
 
@@ -145,17 +112,17 @@ class _Recorder(TorchFunctionMode):
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add a node, and further ones for the parts of a result that is no tensor."""
-        graph = self.recording.graph
         given = tree_map_only(Tensor, self.node, (tuple(args), dict(kwargs)))
-        node = graph.create_node(op, target, *given)
-        node.meta["nn_module_stack"] = dict(self._around)
-        called = self.recording.model.get_submodule(target) if op == "call_module" else nn.Module()
+        node = self.graph.create_node(op, target, *given)
+        called = self.model.get_submodule(target) if op == "call_module" else nn.Module()
         if any(True for _ in called.parameters()) or not self._weighted.isdisjoint(node.all_input_nodes):
             self._weighted.add(node)
         self._note(node, result)
 
     def _note(self, node: fx.Node, result: Any) -> None:
-        facts = self.recording.results[node] = tree_map_only(Tensor, _facts, result)
+        """Note what a node returns, and where; parts of a result that is no tensor are nodes of their own."""
+        node.meta["nn_module_stack"] = dict(self._around)
+        facts = self.results[node] = tree_map_only(Tensor, _facts, result)
         if isinstance(result, Tensor):
             node.meta["tensor_meta"] = facts
             if not result.is_floating_point() and result.numel() <= MOST_KEPT_VALUES:
@@ -164,8 +131,7 @@ class _Recorder(TorchFunctionMode):
         elif isinstance(result, tuple | list):
             for i, part in enumerate(result):
                 if tree_any(_is_tensor, part):
-                    child = self.recording.graph.call_function(operator.getitem, (node, i))
-                    child.meta["nn_module_stack"] = dict(self._around)
+                    child = self.graph.call_function(operator.getitem, (node, i))
                     self._weighted |= {child} if node in self._weighted else set()
                     self._note(child, part)
 
@@ -173,17 +139,36 @@ class _Recorder(TorchFunctionMode):
         """Return the node that stands for a tensor, which reads it if nothing has computed it."""
         node: fx.Node | None = self._nodes.get(tensor)
         if node is None:
-            constants = self.recording.constants
-            name = self._names.get(id(tensor))
-            if name is None:
-                name = f"constant{len(constants)}"
-                constants[name] = tensor
-            node = self.recording.graph.create_node("get_attr", name)
-            node.meta["nn_module_stack"] = dict(self._around)
+            name = self._names.get(id(tensor), f"constant{len(self.tensors)}")
+            self.tensors[name] = tensor
+            node = self.graph.create_node("get_attr", name)
             if isinstance(tensor, nn.Parameter):
                 self._weighted.add(node)
             self._note(node, tensor)
         return node
+
+
+def recorded(model: nn.Module, example: Any) -> Recording:
+    """Run a model, which nobody else uses, on an example and return the graph of its calls."""
+    recording, example = Recording(model), map_tensors(Tensor.clone, example)
+    inputs = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    for i, tensor in enumerate(inputs):
+        recording.add("placeholder", f"input{i}", (), {}, tensor)
+    with ExitStack() as hooks, torch.no_grad():
+        for path, module in model.named_modules():
+            for hook in recording.watch(path, module, is_leaf(module)):
+                hooks.enter_context(hook)
+        with recording:
+            output = call_with(model, example)
+    recording.graph.output([recording.node(t) for t in tensors_in(output) if t.numel()])
+    return recording
+
+
+def assigned(x: Tensor, index: Any, value: Any) -> Tensor:
+    """Return a tensor in which the entries of an index have other values."""
+    found = x.clone()
+    found[index] = value
+    return found
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -202,8 +187,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _facts(tensor: Tensor) -> TensorFacts:
-    return TensorFacts(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+def _facts(tensor: Tensor) -> RecordedTensor:
+    return RecordedTensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _target(func: Any, name: str, args: Any) -> tuple[str, Any, Any]:

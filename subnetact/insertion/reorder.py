@@ -282,12 +282,11 @@ def _statistics(
         if order is not None:
             kept = norm.gather(row, torch.arange(len(order)))
             channels[path] = torch.searchsorted(kept, norm.gather(row, order))
-    index = {name: i for i, name in enumerate(supernet.space.dimensions)}
-    narrow = [index[name] for group in units for name in group.dimensions]
+    moved = {name for group in units for name in group.dimensions}
     rows: dict[Any, NormRow] = {}
-    for spec in supernet.norms:
-        own, statistics = supernet.space.resolve(spec), supernet.norms.get(spec)
-        if statistics is not None and all(own[i] == row[i] for i in narrow):
+    for spec, statistics in supernet.norms.rows.items():
+        sizes = zip(supernet.space.dimensions, supernet.space.resolve(spec), row, strict=True)
+        if all(size == full for name, size, full in sizes if name in moved):
             rows[spec] = NormRow.of(
                 {
                     name: tuple(t[channels[name].to(t.device)] if name in channels else t for t in pair)  # type: ignore[misc]

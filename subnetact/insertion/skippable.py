@@ -7,7 +7,7 @@ to this output passes additions and otherwise nothing but activations, norms, sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import groupby
 from operator import getitem
@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from subnetact.insertion.description import DepthStage
 from subnetact.insertion.recorder import Recording, assigned, is_leaf
 from subnetact.operators.layer_traits import traits_of
+from subnetact.spec import grouped
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
 
@@ -37,10 +38,11 @@ RESHAPES = ("view", "reshape", "flatten", "transpose", "permute")
 
 def skippable_blocks(modules: Mapping[str, nn.Module], recording: Recording) -> dict[str, torch.Size]:
     """Return the blocks that the identity can replace, in the order they run, with the shape of the input."""
-    nodes: dict[str, list[fx.Node]] = {}
-    for node in recording.graph.nodes:
-        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            nodes.setdefault(path, []).append(node)
+    nodes = grouped(
+        (path, node)
+        for node in recording.graph.nodes
+        for path, _ in node.meta.get("nn_module_stack", {}).values()
+    )
     found: dict[str, torch.Size] = {}
     for path, inside in nodes.items():
         entry = recording.entries.get(path)
@@ -111,32 +113,29 @@ def _is_residual(inside: list[fx.Node], entry: fx.Node, modules: Mapping[str, nn
         sources = [arriving[n] for n in node.all_input_nodes if n in arriving]
         if not sources or "tensor_meta" not in node.meta:
             continue
-        (moved, added), name = sources[0], getattr(node.target, "__name__", node.target)
+        moved, added = sources[0]
         if node.target in ADDITIONS and moved.shape == node.meta["tensor_meta"].shape:
             arriving[node] = moved, True
         elif node.all_input_nodes[0] in arriving and _is_transparent(node, modules):
             arriving[node] = moved, added
-        elif name in RESHAPES and node.op != "call_module" and len(node.all_input_nodes) == 1:
-            how = "reshape" if name == "view" else name  # Convolutions return other strides on some machines.
-            arriving[node] = getattr(moved, how)(*node.args[1:], **node.kwargs), added
-        elif node.target is torch.cat and len(sources) == len(node.all_input_nodes):
-            arriving[node] = (
-                torch.cat([part for part, _ in sources], *node.args[1:], **node.kwargs),
-                all(part_added for _, part_added in sources),
-            )
-        elif node.target in (getitem, assigned) and len(node.all_input_nodes) == len(node.args) - 1 == len(
-            sources
-        ):
-            index: Any = node.args[1]  # It has no tensors.
-            there, part = moved[index], sources[-1]
-            if node.target is getitem:
-                arriving[node] = there, added
-            elif torch.equal(there, part[0]):
-                arriving[node] = moved, added and part[1]
+        elif (function := _moving(node)) is not None and len(sources) == len(node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: arriving[n][0])
+            arriving[node] = function(*args, **kwargs), all(added for _, added in sources)
     moved, added = arriving.get(outputs[0], (places, False))
     end = outputs[0].meta.get("tensor_meta", facts)
     same = (end.shape, end.dtype) == (facts.shape, facts.dtype)
     return added and same and torch.equal(moved, places)
+
+
+def _moving(node: fx.Node) -> Any:
+    """Return the function of a node that only moves numbers of tensors to other places; None for others."""
+    target: Any = node.target
+    name = getattr(target, "__name__", target)
+    if name in RESHAPES and node.op != "call_module":
+        # Convolutions return other strides on some machines, so what was viewed is reshaped.
+        return getattr(Tensor, "reshape" if name == "view" else name)
+    by_tensors = len(node.all_input_nodes) != len(node.args) - 1
+    return target if target is torch.cat or (target in (getitem, assigned) and not by_tensors) else None
 
 
 def _is_transparent(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
@@ -144,5 +143,4 @@ def _is_transparent(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
         return traits_of(modules[str(node.target)]).transparent
     if node.target in PRODUCTS:
         return all(other.op == "get_attr" for other in node.all_input_nodes[1:])  # the scale of a norm
-    target: str | Callable[..., Any] = node.target
-    return target in TRANSPARENT_CALLS
+    return node.target in TRANSPARENT_CALLS

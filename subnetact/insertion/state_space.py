@@ -27,7 +27,7 @@ from torch import nn
 from subnetact.insertion.description import Group, Member
 from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.operators.layer_traits import norm_features, traits_of
-from subnetact.operators.vocabulary import LATENT
+from subnetact.operators.vocabulary import LATENT, own_numbers
 
 __all__ = ["state_group", "state_space_group"]
 
@@ -72,7 +72,7 @@ def _delta_members(path: str, mixer: nn.Module, heads: int, key: int) -> Iterato
         elif outputs and not LATENT.search(name):
             yield Member(inner, "out", WeightSlice, outputs // heads)
         elif not sizes and not norm_features(module):
-            own = {n: number for n in _DELTA_NUMBERS if type(number := vars(module).get(n)) is int}
+            own = own_numbers(module, _DELTA_NUMBERS)
             for n, tensor in module.named_parameters(recurse=False):
                 own |= {f"{n}.{axis}": size for axis, size in enumerate(tensor.shape) if size > 1}
             yield from (Member(inner, part, ElasticAttribute, n // heads) for part, n in own.items())
@@ -80,10 +80,9 @@ def _delta_members(path: str, mixer: nn.Module, heads: int, key: int) -> Iterato
 
 def state_space_group(path: str, mixer: nn.Module) -> tuple[list[Group], str]:
     """Return the group of the heads of a Mamba-2 mixer, or why there is none."""
-    numbers: dict[str, int] = {name: vars(mixer)[name] for name in _NUMBERS}
-    heads, groups = numbers["num_heads"], numbers["n_groups"]
-    if heads % groups or numbers["intermediate_size"] != heads * numbers["head_dim"]:
-        channels = numbers["intermediate_size"]
+    own: Any = vars(mixer)
+    heads, groups, channels = own["num_heads"], own["n_groups"], own["intermediate_size"]
+    if heads % groups or channels != heads * own["head_dim"]:
         return [], f"{heads} heads are no whole groups of {groups}, or no {channels} channels"
     if heads == groups:
         return [], "every group has one head only"

@@ -13,6 +13,7 @@ alone, so the proof of the whole description is what shows that nothing else rea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from subnetact.insertion.description import Group, Member
 from subnetact.insertion.layer_vocabulary import embedding_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.operators.layer_traits import norm_features, traits_of
-from subnetact.operators.vocabulary import WIDTHS, number_of
+from subnetact.operators.vocabulary import WIDTHS, number_of, own_numbers
 
 __all__ = ["STREAM", "stream_group"]
 
@@ -49,22 +50,18 @@ def stream_group(
     members: list[Member] = []
     for path, module in model.named_modules():
         inside = any(f"{path}.".startswith(f"{mixer}.") for mixer in mixers)
-        own: dict[str, list[int]] = {}
-        for member in _members(path, module, full, inside):
-            if (path, member.part) not in inner:
-                if member.operator is WeightSlice and traits_of(module).kind == "convolution":
-                    return f"{path} is a convolution over the stream, which no rule knows"
-                name, _, axis = member.part.partition(".")
-                if axis:
-                    own.setdefault(name, []).append(int(axis))
-                try:
-                    member.operator(module, path, {member.part: 0}).check()
-                except InsertError as error:
-                    return str(error)
-                members.append(member)
-        twice = [name for name, axes in own.items() if len(axes) > 1]
-        if twice:
+        parts = [m for m in _members(path, module, full, inside) if (path, m.part) not in inner]
+        for member in parts:
+            if member.operator is WeightSlice and traits_of(module).kind == "convolution":
+                return f"{path} is a convolution over the stream, which no rule knows"
+            try:
+                member.operator(module, path, {member.part: 0}).check()
+            except InsertError as error:
+                return str(error)
+        axes = Counter(m.part.partition(".")[0] for m in parts if "." in m.part)
+        if twice := [name for name, count in axes.items() if count > 1]:
             return f"{path}.{twice[0]} has two axes of {full} entries, and which one is the stream is unknown"
+        members += parts
     return Group(STREAM, STREAM, full, tuple(members))
 
 
@@ -76,13 +73,13 @@ def _members(path: str, module: nn.Module, full: int, inside: bool) -> Iterator[
     if traits.mixes and traits.sizes:
         held = ("out",) if traits.kind == "embedding" else ("in_", "out")
         yield from (Member(path, part, WeightSlice) for part in held if parts[part] == full)
-    elif inside or traits.kind not in ("unknown", "norm"):
+    elif inside:
         return
-    elif traits.kind == "norm" or norm_features(module):
-        if norm_features(module) == full:
-            yield Member(path, "features", LayerNormSlice)
-    else:  # own parameters, of a router or of all experts, and numbers of what is around them
+    elif norm_features(module) == full:
+        yield Member(path, "features", LayerNormSlice)
+    elif traits.kind == "unknown" and not norm_features(module):
+        # own parameters, of a router or of all experts, and numbers of what is around them
         axes = [f"{name}.{i}" for name, shape in shapes.items() for i, n in enumerate(shape) if n == full]
         yield from (Member(path, axis, ElasticAttribute) for axis in axes)
         numbers = WIDTHS if axes else ("input_size",)
-        yield from (Member(path, n, ElasticAttribute) for n in numbers if vars(module).get(n) == full)
+        yield from (Member(path, n, ElasticAttribute) for n in own_numbers(module, numbers, full))

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,10 @@ class Part:
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}"
+
+
+Links: TypeAlias = list[tuple[Part, Part]]
+"""Parts that belong together."""
 
 
 @dataclass(eq=False)
@@ -199,7 +203,7 @@ class Trial:
         self._failed.add((fit[0].parts, fit[0].units))
         return []
 
-    def links(self, parts: Sequence[Part]) -> list[tuple[Part, Part]]:
+    def links(self, parts: Sequence[Part]) -> Links:
         """Return what joins parts: the inputs of a layer; what no run shows joins all of its dimension."""
         behind = self._behind_inputs() if parts else {}
         writers = [(p, {_tensor_of(self._copy, p.path, n) for n, _ in p.tables}) for p in parts]
@@ -302,11 +306,7 @@ def _parameters_behind(inputs: Any) -> set[Any]:
 
 
 def _divided(
-    trial: Trial,
-    least: Mapping[str, int],
-    links: list[tuple[Part, Part]],
-    stated: list[UnitGroup],
-    parts: list[Part],
+    trial: Trial, least: Mapping[str, int], links: Links, stated: list[UnitGroup], parts: list[Part]
 ) -> tuple[list[UnitGroup], list[UnitGroup]]:
     """Return the groups that pass, those that are stated and those that parts form, and the others."""
     found = trial.passing(stated)
@@ -340,7 +340,7 @@ def _in_large_units(trial: Trial, least: Mapping[str, int], groups: list[UnitGro
     return found
 
 
-def _joined(parts: Sequence[Part], links: list[tuple[Part, Part]]) -> list[list[Part]]:
+def _joined(parts: Sequence[Part], links: Links) -> list[list[Part]]:
     """Divide parts into those that links join, in their order."""
     own = {part: [part] for part in parts}
     for a, b in links:
@@ -373,12 +373,8 @@ def parts_of(network: nn.Module, row: SizeRow, dimensions: Sequence[str]) -> lis
         for name, role in sorted(_roles(operator).items(), key=lambda entry: entry[1] != "reads")
     ]
     mixed = {op.dims[name] for op, name, role in named if role != "keeps"}  # others are kernel sizes, say
-    found = [
-        _part(operator, name, role, row, dimensions)
-        for operator, name, role in named
-        if operator.dims[name] in mixed
-    ]
-    return [part for part in found if part is not None]
+    following = [each for each in named if each[0].dims[each[1]] in mixed]
+    return [part for each in following if (part := _part(*each, row, dimensions)) is not None]
 
 
 def _roles(operator: Operator) -> dict[str, str]:
@@ -467,8 +463,7 @@ def _line(tags: Tensor, dims: int, axis: int) -> Tensor:
 def _table(first: Tensor, last: Tensor, steps: int) -> Tensor | None:
     """Return the entries that each of `steps` sizes adds, (steps, entries per step); None if steps differ."""
     new = last[~torch.isin(last, first)]
-    breaks = (new.diff() != 1).nonzero().flatten() + 1
-    runs = [new[a:b] for a, b in pairwise([0, *breaks.tolist(), len(new)])]
+    runs = new.tensor_split((new.diff() != 1).nonzero().flatten() + 1)
     if any(len(run) % (steps - 1) for run in runs):
         return None
     added = torch.cat([run.view(steps - 1, -1) for run in runs], 1)
@@ -518,6 +513,5 @@ def permute_(network: nn.Module, orders: Orders) -> None:
                 if order.dim() == 1:
                     tensor.copy_(tensor.index_select(axis, index))
                 else:  # each expert has an order of its own
-                    shape = [tensor.shape[i] if i in (0, axis) else 1 for i in range(tensor.dim())]
-                    index = index.view(shape)
-                    tensor.copy_(tensor.gather(axis, index.expand(tensor.shape)))
+                    for weights, own in zip(tensor, index, strict=True):
+                        weights.copy_(weights.index_select(axis - 1, own))

@@ -12,6 +12,7 @@ routers choose groups of experts first. `SIZES` are the fields of configurations
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
@@ -54,3 +55,9 @@ def number_of(holder: Any, name: str) -> int:
     except RuntimeError:  # It differs between layers.
         return 0
     return value if type(value) is int else 0
+
+
+def own_numbers(module: Any, names: Iterable[str], value: int | None = None) -> dict[str, int]:
+    """Return the whole numbers that a module itself has under some names, or those of a certain value."""
+    numbers = {name: vars(module).get(name) for name in names}
+    return {name: n for name, n in numbers.items() if type(n) is int and value in (None, n)}

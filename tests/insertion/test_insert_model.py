@@ -491,7 +491,7 @@ def test_the_proof_sees_through_scales_that_begin_at_zero() -> None:
     torch.manual_seed(0)
     good = subnetact.describe(Hidden(torch.relu).eval(), X, only="first")
     model = Residual().eval()
-    _, culprits = Proof(model, good, [X], [outputs_of(model, X)]).failure() or ("", {})
+    _, culprits = Proof(model, good, [(X, outputs_of(model, X))]).failure() or ("", {})
     assert list(culprits) == ["first.width"]
 
 
@@ -678,7 +678,7 @@ def test_what_is_found_and_proven_does_not_depend_on_the_speed_of_the_machine(
 def test_groups_that_are_wrong_are_told_apart_for_a_number_of_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Hidden(torch.relu).eval()
     description = subnetact.describe(model, X)
-    proof = Proof(model, description, [X], [outputs_of(model, X)])
+    proof = Proof(model, description, [(X, outputs_of(model, X))])
     monkeypatch.setattr(Proof, "_wrong", lambda *_, **__: "wrong")
     monkeypatch.setattr("subnetact.insertion.description_proof.MOST_TRIALS", 0)
     _, culprits = proof.failure() or ("", {})
@@ -1011,7 +1011,7 @@ def test_groups_that_are_wrong_together_are_found_although_the_smallest_subnet_i
         Group("left.width", "width", 16, left, sizes=sizes),
         Group("right.width", "width", 16, (Member("right", "out", WeightSlice),), sizes=sizes),
     ]
-    proof = Proof(model, Description("Sum", groups), [x], [outputs_of(model, x)])
+    proof = Proof(model, Description("Sum", groups), [(x, outputs_of(model, x))])
     wrong, culprits = proof.failure() or ("", {})
     assert "does not run" in wrong
     assert culprits
@@ -1045,7 +1045,7 @@ def test_groups_that_are_wrong_only_together_are_left_out_together() -> None:
         )
         for side in ("left", "right")
     ]
-    proof = Proof(model, Description("Rivals", groups), [x], [outputs_of(model, x)])
+    proof = Proof(model, Description("Rivals", groups), [(x, outputs_of(model, x))])
     wrong, culprits = proof.failure() or ("", {})
     assert "differs" in wrong
     assert list(culprits) == ["left.ffn", "right.ffn"]
@@ -1165,7 +1165,7 @@ def test_all_culprits_are_found_with_few_trials(
     good = subnetact.describe(Flipping(set()).eval(), X, proof=False)
     assert len(good.groups) == 8
     model = Flipping(flipped).eval()
-    proof = Proof(model, good, [X], [outputs_of(model, X)])
+    proof = Proof(model, good, [(X, outputs_of(model, X))])
     tried, wrong = [], proof._wrong
     monkeypatch.setattr(proof, "_wrong", lambda *a, **options: tried.append(1) or wrong(*a, **options))
     first, culprits = proof.failure() or ("", {})
