@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from subnetact.errors import ForeignSpec, InsertError, NotCalibrated, PrecisionError, SpecError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
-from subnetact.operators.base import Operator, template_of
+from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.tensor_version import storage_id
@@ -84,7 +84,7 @@ def fingerprint_of(space: str, state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-class Supernet(nn.Module):
+class Supernet(ReadThrough):
     """One copy of the weights, and every subnet as a zero-copy view of it.
 
     `insert_` and `ofa_adapters.load` make supernets. Parameters, buffers and submodules have the names of the
@@ -124,6 +124,7 @@ class Supernet(nn.Module):
         >>> y = supernet(x, subnet=supernet.space.smallest())
     """
 
+    _behind = "_network"
     cached_views: int = 1024
     origin: dict[str, Any] | None = None
     description: Any = None
@@ -340,8 +341,9 @@ class Supernet(nn.Module):
                 with self._generation.own_weights():
                     statistics = self.norms.get(spec)
                     view = self._bind(spec, statistics)
-        if statistics is None:
-            self._warn_uncalibrated(spec)
+        if statistics is None and not self._warned and self.norm_operators():
+            self._warned = True
+            warn_of_shared(spec)
         return view, statistics
 
     @property
@@ -477,11 +479,10 @@ class Supernet(nn.Module):
         for path, tensor in self.statistics_of_largest().items():
             norm, _, name = path.rpartition(".")
             elastic.get_submodule(norm)._buffers[name] = tensor
-        for module in list(elastic.modules()):
-            template_of(module).training = module.training
-            for name, child in module._modules.items():
-                if isinstance(child, Operator):
-                    module._modules[name] = child.template
+        operators = operators_in(elastic)
+        for operator in operators:
+            operator.template.training = operator.training
+        exchange_modules_(elastic, {operator: operator.template for operator in operators})
         network: nn.Module = template_of(elastic)
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
@@ -747,15 +748,9 @@ class Supernet(nn.Module):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        network = self.__dict__.get("_network")
         if "_generation" in self.__dict__:  # Whoever has a part of the network may change it.
             self._generation.look()
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or not hasattr(network, name):
-                raise
-        return getattr(network, name)
+        return super().__getattr__(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return that of the network, with the statistics of the largest subnet; `norms.save` saves all."""
@@ -841,12 +836,6 @@ class Supernet(nn.Module):
 
     # -- inner parts ------------------------------------------------------------------------------
 
-    def _hold(self, network: nn.Module) -> None:
-        """Take the tensors and submodules of a network over, under the names that they have there."""
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
-            self.__dict__[name] = network.__dict__[name]
-        self.__dict__["_network"] = network  # past the registration of nn.Module
-
     def _present(self) -> nn.Module:
         """Return the network, unless it was given back."""
         network: nn.Module = self.__dict__["_network"]
@@ -918,8 +907,3 @@ class Supernet(nn.Module):
             if hooked and self.on_bind is not None:
                 self.on_bind(self, view, spec, self._generation.weights)
         return view
-
-    def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
-        if not self._warned and self.norm_operators():
-            self._warned = True
-            warn_of_shared(spec)
