@@ -20,22 +20,24 @@ from subnetact.supernet.untraced_changes import NamedView
 
 __all__ = ["Views"]
 
+_NOTHING = (None, None, None)
+
 
 class Views:
-    """Views by subnet, each with its statistics row, and the frozen tensors that they share."""
+    """Views by subnet, and the frozen tensors that they share.
+
+    Each has its statistics row, and settings beside their copies when it was given settings of its own.
+    """
 
     def __init__(self) -> None:
         self.lock = new_lock()
-        self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
-        self._settings: dict[SubnetSpec, tuple[Any, Any]] = {}
+        self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None, Any]] = OrderedDict()
         self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def get(self, spec: SubnetSpec, row: NormRow | None) -> nn.Module | None:
         """Return the view of a subnet, unless it runs on another statistics row, or has other settings."""
-        view, statistics = self._kept.get(spec, (None, None))
-        if view is None or statistics is not row:
-            return None
-        if self._settings and spec in self._settings and not _alike(*self._settings[spec]):
+        view, statistics, settings = self._kept.get(spec, _NOTHING)
+        if view is None or statistics is not row or (settings is not None and not _alike(*settings)):
             return None
         self._kept.move_to_end(spec)
         return view
@@ -52,8 +54,7 @@ class Views:
 
         Settings of its own say the sizes of the subnet: `state_sizes` puts them there.
         """
-        self._kept[spec] = view, row
-        self._settings.pop(spec, None)
+        self._kept[spec] = view, row, None
         known = weakref.ref(self), spec, weakref.ref(view)
         keep_(view, Keeping(partial(_drop, *known), partial(_settle, *known, state_sizes)))
         while len(self._kept) > limit:
@@ -62,13 +63,12 @@ class Views:
     def clear(self) -> None:
         """Drop everything."""
         self._kept.clear()
-        self._settings.clear()
         self._frozen.clear()
 
     def listed(self) -> list[NamedView]:
         """Return the name and the view of every subnet."""
         with self.lock:
-            return [(str(spec), view) for spec, (view, _) in self._kept.items()]
+            return [(str(spec), view) for spec, (view, *_) in self._kept.items()]
 
     def frozen(self, tensor: Tensor) -> Tensor:
         """Return a frozen tensor on the storage of a parameter or buffer, one for all views."""
@@ -87,7 +87,7 @@ def _drop(views: weakref.ref[Views], spec: SubnetSpec, view: weakref.ref[nn.Modu
     present = views()
     if present is not None:
         with present.lock:
-            if present._kept.get(spec, (None,))[0] is view():
+            if present._kept.get(spec, _NOTHING)[0] is view():
                 present._kept.pop(spec, None)
 
 
@@ -104,8 +104,9 @@ def _settle(
         state_sizes(whole)
         if present is not None:
             with present.lock:
-                if present._kept.get(spec, (None,))[0] is whole:
-                    present._settings[spec] = settings, deepcopy(settings)
+                kept, row, _ = present._kept.get(spec, _NOTHING)
+                if kept is whole:
+                    present._kept[spec] = whole, row, (settings, deepcopy(settings))
 
 
 def _alike(one: Any, other: Any) -> bool:
