@@ -176,12 +176,10 @@ def save_folder(
 
 def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU; the same tensor under two names stays one."""
-    made: dict[Any, Tensor] = {}
-    for name, t in state.items():
-        place = tensor_place(t)
-        made[name] = made[place] if place in made else t.detach().cpu().contiguous().clone()
-        made[place] = made[name]
-    return {name: made[name] for name in state}
+    places = {name: tensor_place(tensor) for name, tensor in state.items()}
+    tensors = {places[name]: tensor for name, tensor in state.items()}
+    copies = {place: t.detach().cpu().contiguous().clone() for place, t in tensors.items()}
+    return {name: copies[place] for name, place in places.items()}
 
 
 def _model_of(supernet: Supernet, network: nn.Module, card: Card) -> dict[str, Any] | None:
