@@ -429,8 +429,7 @@ def owned(view: nn.Module, originals: Iterable[tuple[str, nn.Module]] = ()) -> n
     done: dict[int, Any] = {}
     tensors: dict[Any, Any] = {}
     module = _own(view, done, tensors)
-    memo = dict(done)
-    memo.update({id(tensor): copied for tensor, copied in tensors.values()})
+    memo = done | {id(tensor): copied for tensor, copied in tensors.values()}
     copies = dict(module.named_modules(remove_duplicate=False))
     for path, original in originals:
         if path in copies:
