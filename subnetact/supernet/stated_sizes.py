@@ -14,15 +14,17 @@ from torch import nn
 
 from subnetact.operators.base import template_of
 from subnetact.operators.vocabulary import CONFIGURED_HEADS, FEATURES, number_of
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec
 
 __all__ = ["state_sizes_"]
 
 
-def state_sizes_(network: nn.Module, whole: nn.Module, layers: Any) -> None:
-    """Let a subnet of the `whole` network state its sizes, in place; `layers` are as a space writes them."""
+def state_sizes_(network: nn.Module, whole: nn.Module, space: SubnetSpace, spec: SubnetSpec) -> None:
+    """Let a subnet of the `whole` network state its sizes, in place."""
     templates = whole.named_modules(remove_duplicate=False)
     _state_features_(network, {path: template_of(module) for path, module in templates})
-    _state_configuration_(network, layers)
+    _state_configuration_(network, space.format(spec))
 
 
 def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -325,7 +326,7 @@ class Supernet(ReadThrough):
         norms = self.norms
         with self._views.lock:
             view = self._views.get(spec, norms.get(spec))
-        return self._build(self.space.check(spec)) if view is None else view
+        return self._build(spec) if view is None else view
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
         """Return a new view of `spec` that nobody else holds, and its statistics row, or None if it has none.
@@ -449,7 +450,7 @@ class Supernet(ReadThrough):
             view = self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)
             named = dict(self._present().named_modules(remove_duplicate=False))
             network = owned(view, ((p, o) for p, m in named.items() for o in (m, template_of(m)))).eval()
-            state_sizes_(network, self._present(), self.space.format(spec))
+            state_sizes_(network, self._present(), self.space, spec)
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
             return network
@@ -858,20 +859,11 @@ class Supernet(ReadThrough):
         return table.to_like(next(iter(self.norm_operators().values()), None))
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
+        spec = self.space.check(spec)
         with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
             view, statistics = self.private_view(spec)
-            with self._views.lock:
-                cached = self._views.get(spec, statistics)
-                if cached is None:
-                    whole, space = self._present(), self.space
-                    self._views.keep(
-                        spec,
-                        view,
-                        statistics,
-                        self.cached_views,
-                        lambda view: state_sizes_(view, whole, space.format(spec)),
-                    )
-        return view if cached is None else cached
+            state_sizes = partial(state_sizes_, whole=self._present(), space=self.space, spec=spec)
+            return self._views.keep(spec, view, statistics, self.cached_views, state_sizes)
 
     def _bind(
         self,

@@ -49,16 +49,21 @@ class Views:
         row: NormRow | None,
         limit: int,
         state_sizes: Callable[[nn.Module], None],
-    ) -> None:
-        """Keep a view until somebody changes it, and evict others beyond the limit.
+    ) -> nn.Module:
+        """Keep a view until somebody changes it, and evict others beyond the limit; return the one kept.
 
-        Settings of its own say the sizes of the subnet: `state_sizes` puts them there.
+        That is another one if another thread was faster. Settings of its own say the sizes of the subnet:
+        `state_sizes` puts them there.
         """
-        self._kept[spec] = view, row, None
-        known = weakref.ref(self), spec, weakref.ref(view)
-        keep_(view, Keeping(partial(_drop, *known), partial(_settle, *known, state_sizes)))
-        while len(self._kept) > limit:
-            self._kept.popitem(last=False)
+        with self.lock:
+            if (cached := self.get(spec, row)) is not None:
+                return cached
+            self._kept[spec] = view, row, None
+            known = weakref.ref(self), spec, weakref.ref(view)
+            keep_(view, Keeping(partial(_drop, *known), partial(_settle, *known, state_sizes)))
+            while len(self._kept) > limit:
+                self._kept.popitem(last=False)
+        return view
 
     def clear(self) -> None:
         """Drop everything."""
