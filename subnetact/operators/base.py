@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
+from itertools import islice
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -334,12 +335,9 @@ class Operator(ReadThrough):
 
     def kept_parts(self, sizes: tuple[int, ...]) -> tuple[Kept, ...]:
         """Return what a subnet keeps of every part, for `cut`, given what `sizes` returned."""
-        left, found = list(sizes), []
-        for part in self.parts:
-            lengths = self.lengths(part)
-            own, left = left[: len(lengths)], left[len(lengths) :]
-            found.append(Kept(lengths, tuple(own)))
-        return tuple(found)
+        left = iter(sizes)
+        lengths = [self.lengths(part) for part in self.parts]
+        return tuple([Kept(segments, tuple(islice(left, len(segments)))) for segments in lengths])
 
     # -- the module of a subnet ------------------------------------------------------------------
 
