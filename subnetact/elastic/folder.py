@@ -331,7 +331,7 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
 
 def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Path, own_dtype: bool) -> None:
     """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
-    own: dict[str, Tensor] = supernet.network.state_dict()
+    own: dict[str, Tensor] = supernet.network.state_dict(keep_vars=True)
     tensors.update(with_tied_names(tensors, own))  # Files leave out tied output layers.
     differing = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if differing:
@@ -340,11 +340,10 @@ def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Pat
             "the supernet that was saved, made with the same arguments"
         )
     if not own_dtype:
-        for name, kept in supernet.network.state_dict(keep_vars=True).items():
+        for name, kept in own.items():
             kind = tensors[name].dtype
             if kept.is_floating_point() and kind.is_floating_point and kept.dtype != kind:
                 kept.data = torch.empty_like(kept, dtype=kind)
-        own = supernet.network.state_dict()
     for name, tensor in tensors.items():
         if tensor.dtype != own[name].dtype:
             raise FileFormatError(
