@@ -51,7 +51,7 @@ def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
         for name, child in module._modules.items():
             if child is not None:
                 walk(f"{path}.{name}".lstrip("."), child)
-        for name in () if original is None else set(FEATURES) - _names_of(type(module)):
+        for name in () if original is None else set(FEATURES) - _names_of(type(module)):  # type: ignore[arg-type]
             stated = number_of(original, name)
             if name in vars(module) and number_of(module, name) == stated:
                 vars(module)[name] = sizes.get(stated, stated)
@@ -69,7 +69,7 @@ def _state_configuration_(network: nn.Module, layers: Any) -> None:
         return
     text = config.get_text_config()
     kept = [f for i in range(text.num_hidden_layers) if "skip" not in (f := layers.get(i, {}))]
-    every = [_names_of(type(module)) for module in network.modules()]
+    every = [_names_of(type(module)) for module in network.modules()]  # type: ignore[arg-type]
     read = {name for names in every if "config" in names for name in names}
     if isinstance(inspect.getattr_static(type(text), "head_dim", None), property):
         read |= {"hidden_size", *CONFIGURED_HEADS}  # It would give another width.
