@@ -730,15 +730,14 @@ class Supernet(ReadThrough):
             >>> small = subnetact.from_pretrained("folder", subnet="small")
             >>> supernet.save_pretrained("small", only="small", example=x)
         """
-        import subnetact
+        from subnetact import save_cut_out, save_folder  # type: ignore[attr-defined]
 
-        package: Any = subnetact
         self._generation.look()
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
-            package.save_cut_out(self, folder, card, only, example, shard_bytes)
+            save_cut_out(self, folder, card, only, example, shard_bytes)
         else:
-            package.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+            save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
     # -- nn.Module --------------------------------------------------------------------------------
 
