@@ -240,14 +240,13 @@ class Generation:
 
 def weights_of(network: nn.Module, state: Collection[str]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of a network and the BatchNorm statistics; counters and the `state` are neither."""
-    weights: dict[int, Tensor] = {id(parameter): parameter for parameter in network.parameters()}
-    statistics: dict[int, Tensor] = {}
+    weights, statistics = list[Tensor](network.parameters()), list[Tensor]()
     for path, buffer in network.named_buffers():
         if path.rpartition(".")[2].startswith(_STATISTICS):
-            statistics[id(buffer)] = buffer
+            statistics.append(buffer)
         elif not (path in state or is_counter(buffer)):
-            weights[id(buffer)] = buffer
-    return list(weights.values()), list(statistics.values())
+            weights.append(buffer)
+    return weights, statistics
 
 
 def is_counter(buffer: Tensor) -> bool:
