@@ -6,7 +6,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,8 +58,7 @@ class Views:
             if (cached := self.get(spec, row)) is not None:
                 return cached
             self._kept[spec] = view, row, None
-            known = weakref.ref(self), spec, weakref.ref(view)
-            keep_(view, Keeping(partial(_drop, *known), partial(_settle, *known, state_sizes)))
+            keep_(view, _keeping(self, spec, view, state_sizes))
             while len(self._kept) > limit:
                 self._kept.popitem(last=False)
         return view
@@ -87,31 +85,29 @@ class Views:
         return known[1]
 
 
-def _drop(views: weakref.ref[Views], spec: SubnetSpec, view: weakref.ref[nn.Module]) -> None:
-    """Drop one view, if it is still kept."""
-    present = views()
-    if present is not None:
-        with present.lock:
-            if present._kept.get(spec, _NOTHING)[0] is view():
-                present._kept.pop(spec, None)
+def _keeping(views: Views, spec: SubnetSpec, view: nn.Module, state_sizes: Callable[..., None]) -> Keeping:
+    """Return what happens to a view that is changed, or whose settings are read; it holds nothing alive."""
+    views_then, view_then = weakref.ref(views), weakref.ref(view)
 
-
-def _settle(
-    views: weakref.ref[Views],
-    spec: SubnetSpec,
-    view: weakref.ref[nn.Module],
-    state_sizes: Callable[[nn.Module], None],
-) -> None:
-    """Give a view settings of its own; it stays kept until they, or those of the supernet, are changed."""
-    present, whole = views(), view()
-    if whole is not None:
-        settings = own_settings_(whole)
-        state_sizes(whole)
-        if present is not None:
+    def leave() -> None:
+        """Drop the view, if it is still kept."""
+        if (present := views_then()) is not None:
             with present.lock:
-                kept, row, _ = present._kept.get(spec, _NOTHING)
-                if kept is whole:
-                    present._kept[spec] = whole, row, (settings, deepcopy(settings))
+                if present._kept.get(spec, _NOTHING)[0] is view_then():
+                    present._kept.pop(spec, None)
+
+    def settle() -> None:
+        """Give the view its own settings; it stays kept until they, or the supernet's, are changed."""
+        if (whole := view_then()) is not None:
+            settings = own_settings_(whole)
+            state_sizes(whole)
+            if (present := views_then()) is not None:
+                with present.lock:
+                    kept, row, _ = present._kept.get(spec, _NOTHING)
+                    if kept is whole:
+                        present._kept[spec] = whole, row, (settings, deepcopy(settings))
+
+    return Keeping(leave, settle)
 
 
 def _alike(one: Any, other: Any) -> bool:
