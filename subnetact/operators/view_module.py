@@ -242,8 +242,7 @@ class _View(nn.Module):
     reset_running_stats = reset_parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = object.__new__(type(self))
-        memo[id(self)] = copied
+        copied = memo[id(self)] = copy(self)
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 
