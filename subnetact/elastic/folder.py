@@ -176,12 +176,10 @@ def save_folder(
 
 def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU; the same tensor under two names stays one."""
-    made: dict[Any, Tensor] = {}
-    for name, t in state.items():
-        place = tensor_place(t)
-        made[name] = made[place] if place in made else t.detach().cpu().contiguous().clone()
-        made[place] = made[name]
-    return {name: made[name] for name in state}
+    places = {name: tensor_place(tensor) for name, tensor in state.items()}
+    tensors = {places[name]: tensor for name, tensor in state.items()}
+    copies = {place: t.detach().cpu().contiguous().clone() for place, t in tensors.items()}
+    return {name: copies[place] for name, place in places.items()}
 
 
 def _model_of(supernet: Supernet, network: nn.Module, card: Card) -> dict[str, Any] | None:
@@ -333,7 +331,7 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
 
 def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Path, own_dtype: bool) -> None:
     """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
-    own: dict[str, Tensor] = supernet.network.state_dict()
+    own: dict[str, Tensor] = supernet.network.state_dict(keep_vars=True)
     tensors.update(with_tied_names(tensors, own))  # Files leave out tied output layers.
     differing = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if differing:
@@ -342,11 +340,10 @@ def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Pat
             "the supernet that was saved, made with the same arguments"
         )
     if not own_dtype:
-        for name, kept in supernet.network.state_dict(keep_vars=True).items():
+        for name, kept in own.items():
             kind = tensors[name].dtype
             if kept.is_floating_point() and kind.is_floating_point and kept.dtype != kind:
                 kept.data = torch.empty_like(kept, dtype=kind)
-        own = supernet.network.state_dict()
     for name, tensor in tensors.items():
         if tensor.dtype != own[name].dtype:
             raise FileFormatError(

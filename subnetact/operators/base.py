@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
+from itertools import islice
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ from subnetact.operators.view_module import view_module
 from subnetact.operators.weight_runs import LinearInRuns
 from subnetact.space import SizeRow
 
-__all__ = ["Elastic", "Operator", "slicer_of", "template_of"]
+__all__ = ["Elastic", "Operator", "ReadThrough", "exchange_modules_", "slicer_of", "template_of"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,28 @@ def slicer_of(layer: nn.Module) -> type[Operator] | None:
     return _SLICERS.get(traits_of(layer).kind)
 
 
-class Operator(nn.Module):
+class ReadThrough(nn.Module):
+    """A module with the tensors and submodules of another one, whose other attributes are read through."""
+
+    _behind: ClassVar = "template"
+    """The attribute that is the other module, past the registration of submodules."""
+
+    def _hold(self, module: nn.Module) -> None:
+        """Take the tensors and submodules of a module over, under the names that they have there."""
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
+            self.__dict__[name] = module.__dict__[name]
+        self.__dict__[self._behind] = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or not hasattr(self.__dict__.get(self._behind), name):
+                raise
+        return getattr(self.__dict__[self._behind], name)
+
+
+class Operator(ReadThrough):
     """An elastic module: it holds full-size parameters and slices the module of any subnet out of them.
 
     Subnets of equal `sizes` share their tensors. The text at the top of this file says how to write one.
@@ -154,15 +176,10 @@ class Operator(nn.Module):
         segments: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
-        self._parameters = template._parameters
-        self._buffers = template._buffers
-        self._modules = template._modules
-        self._non_persistent_buffers_set = template._non_persistent_buffers_set
-        self.training = template.training
+        self._hold(template)
         self.path = path
         self.dims = dict(dims)
         self.segments = dict(segments or {})
-        self.__dict__["template"] = template  # past nn.Module's registration: not a submodule
         self.traits = traits_of(template)
         self.shapes = {name: tuple(p.shape) for name, p in template._parameters.items() if p is not None}
         self._shared: dict[tuple[int, tuple[int, ...]], dict[str, Tensor | None]] = {}
@@ -318,12 +335,9 @@ class Operator(nn.Module):
 
     def kept_parts(self, sizes: tuple[int, ...]) -> tuple[Kept, ...]:
         """Return what a subnet keeps of every part, for `cut`, given what `sizes` returned."""
-        left, found = list(sizes), []
-        for part in self.parts:
-            lengths = self.lengths(part)
-            own, left = left[: len(lengths)], left[len(lengths) :]
-            found.append(Kept(lengths, tuple(own)))
-        return tuple(found)
+        left = iter(sizes)
+        lengths = [self.lengths(part) for part in self.parts]
+        return tuple([Kept(segments, tuple(islice(left, len(segments)))) for segments in lengths])
 
     # -- the module of a subnet ------------------------------------------------------------------
 
@@ -445,14 +459,6 @@ class Operator(nn.Module):
     def _get_name(self) -> str:
         return type(self).__name__
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or not hasattr(self.__dict__.get("template"), name):
-                raise
-        return getattr(self.template, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if self.placed and not (name in self.__dict__ or hasattr(type(self), name)):
             setattr(self.template, name, value)
@@ -500,6 +506,14 @@ class Operator(nn.Module):
 def template_of(module: nn.Module) -> Any:
     """Return the ordinary module that an operator replaced, or the module itself."""
     return module.template if isinstance(module, Operator) else module
+
+
+def exchange_modules_(network: nn.Module, others: Mapping[Any, nn.Module]) -> None:
+    """Put other modules into the places of some of a network, in place."""
+    for module in list(network.modules()):
+        for name, child in module._modules.items():
+            if child in others:
+                module._modules[name] = others[child]
 
 
 def _refuse_hook(self: Operator, *_: Any, register: str, **__: Any) -> Any:

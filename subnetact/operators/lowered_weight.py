@@ -232,5 +232,4 @@ class LowConv1D(Low):
 
 
 def _remade(kind: type, cls: type[nn.Module]) -> nn.Module:
-    made: Any = mixed_class
-    return object.__new__(made(kind, cls))  # type: ignore[no-any-return]
+    return object.__new__(mixed_class(kind, cls))  # type: ignore[arg-type]

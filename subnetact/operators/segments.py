@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,17 +92,7 @@ class Kept:
 def cut(tensor: Tensor, kept: Mapping[int, Kept]) -> Tensor:
     """Return what is `kept` of some axes of a tensor: a view if it is one run of each, otherwise a copy."""
     runs = {axis: part.runs() for axis, part in kept.items()}
-    single = {axis: found[0] for axis, found in runs.items() if len(found) == 1}
-    if single:
-        tensor = tensor[_index(single)]
-    for axis, found in runs.items():
-        if len(found) > 1:
-            tensor = torch.cat([tensor[_index({axis: run})] for run in found], axis)
+    for axis, found in sorted(runs.items(), key=lambda item: len(item[1])):  # Copies last, of the least.
+        slices = [tensor.narrow(axis, start, size) for start, size in found]
+        tensor = slices[0] if len(slices) == 1 else torch.cat(slices, axis)
     return tensor
-
-
-def _index(runs: Mapping[int, tuple[int, int]]) -> Any:
-    slices = {
-        axis: slice(start or None, start + size if start else size) for axis, (start, size) in runs.items()
-    }
-    return tuple(slices.get(axis, slice(None)) for axis in range(max(slices) + 1))

@@ -25,10 +25,8 @@ class SkippedLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument, given by position or by the name that the layer has for it."""
-        if args:
-            return args[0]
-        if kwargs:
-            return kwargs[self.first_name] if self.first_name in kwargs else next(iter(kwargs.values()))
+        if args or kwargs:
+            return args[0] if args else kwargs.get(self.first_name, next(iter(kwargs.values())))
         raise TypeError(f"{self.stands_for.__name__}.forward() was called without an input")
 
     def __getattr__(self, name: str) -> Any:

@@ -242,8 +242,7 @@ class _View(nn.Module):
     reset_running_stats = reset_parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = object.__new__(type(self))
-        memo[id(self)] = copied
+        copied = memo[id(self)] = copy(self)
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 
@@ -429,8 +428,7 @@ def owned(view: nn.Module, originals: Iterable[tuple[str, nn.Module]] = ()) -> n
     done: dict[int, Any] = {}
     tensors: dict[Any, Any] = {}
     module = _own(view, done, tensors)
-    memo = dict(done)
-    memo.update({id(tensor): copied for tensor, copied in tensors.values()})
+    memo = done | {id(tensor): copied for tensor, copied in tensors.values()}
     copies = dict(module.named_modules(remove_duplicate=False))
     for path, original in originals:
         if path in copies:

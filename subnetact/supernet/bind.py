@@ -71,26 +71,21 @@ def bind_module(
         return module.select({name: child(name) for name in module.kept(row)})
     modules = {name: child(name) for name in module._modules}
     if isinstance(module, Operator):
-        if isinstance(module, SubnetNorm):
-            bound = norm(module)
-        else:
-            bound = module.bind(row, trainable)
-            if trainable:  # an attention module applies dropout by itself
-                object.__setattr__(bound, "training", module.training)
+        bound = norm(module) if isinstance(module, SubnetNorm) else module.bind(row, trainable)
         if modules:
             object.__setattr__(bound, "_modules", modules)
         if frozen is not None and bound._buffers and bound._buffers is module._buffers:
             object.__setattr__(bound, "_buffers", each_tensor(module._buffers, frozen))
-        return bound
-    own: dict[str, Any] = module._parameters
-    buffers: dict[str, Any] = module._buffers
-    if frozen is not None:
-        own, buffers = each_tensor(own, frozen), each_tensor(buffers, frozen)
-    of_layers = {name: max(row[i] for i in at) for name, at in vars(module).get(OF_LAYERS, {}).items()}
-    view = view_module(module, parameters=own, buffers=buffers, modules=modules, **of_layers)
+    else:
+        own: dict[str, Any] = module._parameters
+        buffers: dict[str, Any] = module._buffers
+        if frozen is not None:
+            own, buffers = each_tensor(own, frozen), each_tensor(buffers, frozen)
+        of_layers = {name: max(row[i] for i in at) for name, at in vars(module).get(OF_LAYERS, {}).items()}
+        bound = view_module(module, parameters=own, buffers=buffers, modules=modules, **of_layers)
     if trainable:
-        object.__setattr__(view, "training", module.training)
-    return view
+        object.__setattr__(bound, "training", module.training)
+    return bound
 
 
 def each_tensor(tensors: dict[str, Any], function: Callable[[Tensor], Tensor]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from subnetact.errors import StaleWeights
 from subnetact.files.fork import hear_of_forks, new_lock
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.replacements import Replacements, substituted
-from subnetact.supernet.untraced_changes import NamedView, PlainAttributes, outdated
+from subnetact.supernet.untraced_changes import NamedView, changed_attributes, outdated, plain_attributes
 from subnetact.supernet.views import Views
 
 __all__ = ["Generation", "Moment", "Weights", "is_counter", "weights_of"]
@@ -58,12 +58,12 @@ class Weights:
         self._carried = carried
         own, norms = (sum(map(_version, part)) for part in self._tensors)
         self._start = moment._replace(changes=moment.changes - own, statistics=moment.statistics - norms)
-        self._last: Moment | None = None
+        self.last: Moment | None = None  # if the supernet moves on to others, or has done so
 
     def moment(self) -> Moment:
         """Return the present moment of these weights; the last one if the supernet has others now."""
-        if self._last is not None:
-            return self._last
+        if self.last is not None:
+            return self.last
         owner, weights, changes, statistics = self._start
         own, norms = self._tensors
         changes, statistics = changes + sum(map(_version, own)), statistics + sum(map(_version, norms))
@@ -72,12 +72,7 @@ class Weights:
     def close(self, changed: bool = False) -> None:
         """Note that the supernet moves on; views may still read these weights, maybe `changed` in place."""
         last = self.moment()
-        self._last = last._replace(changes=last.changes + changed)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the supernet moves on to others, or has done so."""
-        return self._last is not None
+        self.last = last._replace(changes=last.changes + changed)
 
     def note_training(self) -> None:
         """Note that a BatchNorm will write its statistics, which torch does not count."""
@@ -144,7 +139,7 @@ class Generation:
 
     def _watch(self) -> None:
         self._replacements.note(self._present(), self._supernet())
-        self._attributes = PlainAttributes(self._present())
+        self._attributes = plain_attributes(self._present())
         self._noticed = self._replacements.writes
 
     def moment(self) -> Moment:
@@ -201,7 +196,7 @@ class Generation:
         with self.lock:
             network = self._present()
             moved = ["parameters or buffers moved to other storage"] * self._replacements.replaced(network)
-            return outdated(network, views) + moved + self._attributes.changed(network)
+            return outdated(network, views) + moved + changed_attributes(network, self._attributes)
 
     def begin_exchange(self) -> None:
         """Close the weights, and drop copies of them, which must not follow half an exchange; then `move`."""
@@ -225,7 +220,7 @@ class Generation:
 
     def note_fork(self) -> None:
         """Refuse weights of which a thread that did not come along had exchanged a part."""
-        if self.weights.closed and not self.lock._is_owned():
+        if self.weights.last is not None and not self.lock._is_owned():
             self.lock, self.number = _HalfExchanged(), next(_numbers)
             self._views.clear()
 
@@ -245,14 +240,13 @@ class Generation:
 
 def weights_of(network: nn.Module, state: Collection[str]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of a network and the BatchNorm statistics; counters and the `state` are neither."""
-    weights: dict[int, Tensor] = {id(parameter): parameter for parameter in network.parameters()}
-    statistics: dict[int, Tensor] = {}
+    weights, statistics = list[Tensor](network.parameters()), list[Tensor]()
     for path, buffer in network.named_buffers():
         if path.rpartition(".")[2].startswith(_STATISTICS):
-            statistics[id(buffer)] = buffer
+            statistics.append(buffer)
         elif not (path in state or is_counter(buffer)):
-            weights[id(buffer)] = buffer
-    return list(weights.values()), list(statistics.values())
+            weights.append(buffer)
+    return weights, statistics
 
 
 def is_counter(buffer: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -84,7 +84,7 @@ def load_(
     """Load what fits, as `Supernet.load_state_dict` says; a failure leaves everything as it was."""
     network, generation = supernet.network, supernet.generation
     with generation.lock:
-        table, before = supernet.norms, None if norms is not None else _Rows(supernet)
+        table, keep_rows = supernet.norms, None if norms is not None else _rows_before(supernet)
         modules: Any = network.modules() if assign else ()
         held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
         moved: list[tuple[Tensor, Tensor]] = []
@@ -94,8 +94,8 @@ def load_(
             moved = [] if assign else renew_storage_(network)
             result = network.load_state_dict(state_dict, strict, assign)
             loaded = True
-            if before is not None:
-                dropped = before.keep()
+            if keep_rows is not None:
+                dropped = keep_rows()
             elif norms is not None:
                 supernet.norms = norms  # In the dtype that `assign` may have given the weights.
         except BaseException:
@@ -115,42 +115,42 @@ def load_(
 def before_outer_load(supernet: Any, *_: Any) -> None:
     """Note the statistics rows before a module around the supernet is loaded."""
     supernet.refresh()
-    supernet.__dict__["rows_before_load"] = _Rows(supernet)
+    supernet.__dict__["rows_before_load"] = _rows_before(supernet)
 
 
 def after_outer_load(supernet: Any, _: Any) -> None:
     """Drop the statistics rows of former weights after a module around the supernet was loaded."""
-    rows = supernet.__dict__.pop("rows_before_load").keep()
+    rows = supernet.__dict__.pop("rows_before_load")()
     warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
 
 
-class _Rows:
-    """The statistics rows of a supernet that is about to be loaded."""
+def _rows_before(supernet: Any) -> Callable[[], int]:
+    """Return a function that keeps the statistics rows of a supernet after a load.
 
-    def __init__(self, supernet: Any) -> None:
-        self._supernet = supernet
-        own = supernet.norms.get(supernet.space.largest())
-        self._adopted = own is not None and not supernet.statistics_of_largest()
-        self._sums = self._checksum()
+    It drops them if the load changed weights, lets an adopted row follow, and returns how many were dropped.
+    """
+    largest, before = supernet.norms.get(supernet.space.largest()), _weight_checksums(supernet)
+    adopted = largest is not None and not supernet.statistics_of_largest()
 
-    def keep(self) -> int:
-        """Drop the rows if the load changed weights; an adopted row follows. Return how many were dropped."""
-        supernet = self._supernet
-        dropped = 0 if self._checksum() == self._sums else len(supernet.norms) - self._adopted
+    def keep() -> int:
+        dropped = 0 if _weight_checksums(supernet) == before else len(supernet.norms) - adopted
         if dropped:
             supernet.norms = NormTable(supernet.space.id)
-        if self._adopted:
+        if adopted:
             supernet.adopt_statistics()
         return dropped
 
-    def _checksum(self) -> list[int]:
-        """Return the tensor_checksums of the weights, without the shared statistics."""
-        if not len(self._supernet.norms):
-            return []
-        shared = {id(b) for norm in self._supernet.norm_operators().values() for b in norm._buffers.values()}
-        own = self._supernet.network.state_dict(keep_vars=True)
-        weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and id(t) not in shared}
-        return tensor_checksums(t for name, t in weights.items() if not name.endswith("num_batches_tracked"))
+    return keep
+
+
+def _weight_checksums(supernet: Any) -> list[int]:
+    """Return the tensor_checksums of the weights, without the shared statistics, if there are rows."""
+    if not len(supernet.norms):
+        return []
+    shared = {id(b) for norm in supernet.norm_operators().values() for b in norm._buffers.values()}
+    own = supernet.network.state_dict(keep_vars=True)
+    weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and id(t) not in shared}
+    return tensor_checksums(t for name, t in weights.items() if not name.endswith("num_batches_tracked"))
 
 
 def warn_of_dropped(rows: int, instead: str) -> None:

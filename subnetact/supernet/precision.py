@@ -13,7 +13,7 @@ from torch import nn
 
 from subnetact.errors import PrecisionError
 from subnetact.operators import AttentionSlice
-from subnetact.operators.base import Operator, slicer_of, template_of
+from subnetact.operators.base import Operator, exchange_modules_, slicer_of, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import Low
 
@@ -56,10 +56,7 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dim: int) ->
             "the network has no linear layer and no convolution without groups, apart from the first and the "
             "last layer, that could run at a lower precision; its subnets are float32 only"
         )
-    for module in list(network.modules()):
-        for name, child in module._modules.items():
-            if child in chosen:
-                module._modules[name] = chosen[child]
+    exchange_modules_(network, chosen)
 
 
 def _operator(module: nn.Module, path: str) -> Operator | None:

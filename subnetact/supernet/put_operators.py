@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators import Elastic, ElasticAttribute, Operator, Segments, SubnetNorm
+from subnetact.operators.base import exchange_modules_
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.vocabulary import EXPERTS, EXPERTS_PER_TOKEN
 from subnetact.space import SizeRow, SubnetSpace
@@ -47,10 +48,7 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
     described = {o.path: str(elastic.get(o.path, Elastic(SubnetNorm, {}))) for o in operators.values()}
     fixed = (n for n, m in modules.items() if m not in operators and list(m.parameters(recurse=False)))
     report = InsertReport(described, tuple(fixed))
-    for module in modules.values():
-        for name, child in module._modules.items():
-            if child in operators:
-                module._modules[name] = operators[child]
+    exchange_modules_(network, operators)
     for operator in operators.values():
         operator.placed = True
     numbers = _numbers_of_layers(network, operators.values())

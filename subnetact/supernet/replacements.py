@@ -38,19 +38,21 @@ class _Registry(Registry):
         super().__init__(entries)
         self.count, self.layer = count, layer
 
-    def require_same_names(self, write: str, name: Any = None) -> None:
-        """Refuse a write, the name of a method of dict, that takes a parameter away or adds one."""
-        if self.layer and (write in _REMOVING or (write == "__setitem__" and name not in self)):
+    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `dict` that writes, and count it, for those who look meanwhile and afterwards.
+
+        Raises:
+            InsertError: it takes a parameter of an elastic layer away or adds one.
+        """
+        sets = method.__name__ == "__setitem__"
+        if self.layer and (method.__name__ in _REMOVING or (sets and args[0] not in self)):
             raise InsertError(
                 f"{self.layer} is elastic: subnets are slices of its parameters, and nothing can stand for "
                 "them; prune, normalise or parametrise supernet.extract(spec), or take the network with "
                 "supernet.remove(), change it, and call insert_ again"
             )
 
-    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of `dict` that writes, and count it, for those who look meanwhile and afterwards."""
-        self.require_same_names(method.__name__, *args[:1])
-        if method.__name__ == "__setitem__":
+        if sets:
             args = args[0], _successor(self.get(args[0]), args[1])
         self.count.writes += 1
         try:

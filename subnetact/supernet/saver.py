@@ -21,10 +21,9 @@ class Saver:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Write the subnet; the arguments are those of the library's own method."""
-        import subnetact
+        from subnetact import save_alone  # type: ignore[attr-defined]
 
-        package: Any = subnetact
-        return package.save_alone(self._subnet(), *args, **kwargs)
+        return save_alone(self._subnet(), *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Saver, (self._subnet(),)

@@ -14,15 +14,17 @@ from torch import nn
 
 from subnetact.operators.base import template_of
 from subnetact.operators.vocabulary import CONFIGURED_HEADS, FEATURES, number_of
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec
 
 __all__ = ["state_sizes_"]
 
 
-def state_sizes_(network: nn.Module, whole: nn.Module, layers: Any) -> None:
-    """Let a subnet of the `whole` network state its sizes, in place; `layers` are as a space writes them."""
+def state_sizes_(network: nn.Module, whole: nn.Module, space: SubnetSpace, spec: SubnetSpec) -> None:
+    """Let a subnet of the `whole` network state its sizes, in place."""
     templates = whole.named_modules(remove_duplicate=False)
     _state_features_(network, {path: template_of(module) for path, module in templates})
-    _state_configuration_(network, layers)
+    _state_configuration_(network, space.format(spec))
 
 
 def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
@@ -49,7 +51,7 @@ def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
         for name, child in module._modules.items():
             if child is not None:
                 walk(f"{path}.{name}".lstrip("."), child)
-        for name in () if original is None else set(FEATURES) - read_names(module):
+        for name in () if original is None else set(FEATURES) - _names_of(type(module)):  # type: ignore[arg-type]
             stated = number_of(original, name)
             if name in vars(module) and number_of(module, name) == stated:
                 vars(module)[name] = sizes.get(stated, stated)
@@ -67,7 +69,7 @@ def _state_configuration_(network: nn.Module, layers: Any) -> None:
         return
     text = config.get_text_config()
     kept = [f for i in range(text.num_hidden_layers) if "skip" not in (f := layers.get(i, {}))]
-    every = [read_names(module) for module in network.modules()]
+    every = [_names_of(type(module)) for module in network.modules()]  # type: ignore[arg-type]
     read = {name for names in every if "config" in names for name in names}
     if isinstance(inspect.getattr_static(type(text), "head_dim", None), property):
         read |= {"hidden_size", *CONFIGURED_HEADS}  # It would give another width.
@@ -96,14 +98,9 @@ def _state_configuration_(network: nn.Module, layers: Any) -> None:
     vars(network)["full_sizes"] = full
 
 
-def read_names(module: nn.Module) -> frozenset[str]:
-    """Return the names in the forward of a module and in all methods of its class that this calls."""
-    cls: Any = type(module)
-    return _names_of(cls)
-
-
 @cache
 def _names_of(cls: Any) -> frozenset[str]:
+    """Return the names in the forward of a class of modules and in all methods of it that this calls."""
     names, codes = set[str](), [getattr(inspect.unwrap(cls.forward), "__code__", None)]
     while codes:
         code = codes.pop()

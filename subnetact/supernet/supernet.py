@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from subnetact.errors import ForeignSpec, InsertError, NotCalibrated, PrecisionError, SpecError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
-from subnetact.operators.base import Operator, template_of
+from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.tensor_version import storage_id
@@ -84,7 +85,7 @@ def fingerprint_of(space: str, state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-class Supernet(nn.Module):
+class Supernet(ReadThrough):
     """One copy of the weights, and every subnet as a zero-copy view of it.
 
     `insert_` and `ofa_adapters.load` make supernets. Parameters, buffers and submodules have the names of the
@@ -124,6 +125,7 @@ class Supernet(nn.Module):
         >>> y = supernet(x, subnet=supernet.space.smallest())
     """
 
+    _behind = "_network"
     cached_views: int = 1024
     origin: dict[str, Any] | None = None
     description: Any = None
@@ -324,7 +326,7 @@ class Supernet(nn.Module):
         norms = self.norms
         with self._views.lock:
             view = self._views.get(spec, norms.get(spec))
-        return self._build(self.space.check(spec)) if view is None else view
+        return self._build(spec) if view is None else view
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
         """Return a new view of `spec` that nobody else holds, and its statistics row, or None if it has none.
@@ -340,8 +342,9 @@ class Supernet(nn.Module):
                 with self._generation.own_weights():
                     statistics = self.norms.get(spec)
                     view = self._bind(spec, statistics)
-        if statistics is None:
-            self._warn_uncalibrated(spec)
+        if statistics is None and not self._warned and self.norm_operators():
+            self._warned = True
+            warn_of_shared(spec)
         return view, statistics
 
     @property
@@ -447,7 +450,7 @@ class Supernet(nn.Module):
             view = self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)
             named = dict(self._present().named_modules(remove_duplicate=False))
             network = owned(view, ((p, o) for p, m in named.items() for o in (m, template_of(m)))).eval()
-            state_sizes_(network, self._present(), self.space.format(spec))
+            state_sizes_(network, self._present(), self.space, spec)
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
             return network
@@ -477,11 +480,10 @@ class Supernet(nn.Module):
         for path, tensor in self.statistics_of_largest().items():
             norm, _, name = path.rpartition(".")
             elastic.get_submodule(norm)._buffers[name] = tensor
-        for module in list(elastic.modules()):
-            template_of(module).training = module.training
-            for name, child in module._modules.items():
-                if isinstance(child, Operator):
-                    module._modules[name] = child.template
+        operators = operators_in(elastic)
+        for operator in operators:
+            operator.template.training = operator.training
+        exchange_modules_(elastic, {operator: operator.template for operator in operators})
         network: nn.Module = template_of(elastic)
         vars(network).pop(OF_LAYERS, None)
         self._generation.end()
@@ -728,15 +730,14 @@ class Supernet(nn.Module):
             >>> small = subnetact.from_pretrained("folder", subnet="small")
             >>> supernet.save_pretrained("small", only="small", example=x)
         """
-        import subnetact
+        from subnetact import save_cut_out, save_folder  # type: ignore[attr-defined]
 
-        package: Any = subnetact
         self._generation.look()
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
-            package.save_cut_out(self, folder, card, only, example, shard_bytes)
+            save_cut_out(self, folder, card, only, example, shard_bytes)
         else:
-            package.save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+            save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
     # -- nn.Module --------------------------------------------------------------------------------
 
@@ -747,15 +748,9 @@ class Supernet(nn.Module):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        network = self.__dict__.get("_network")
         if "_generation" in self.__dict__:  # Whoever has a part of the network may change it.
             self._generation.look()
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or not hasattr(network, name):
-                raise
-        return getattr(network, name)
+        return super().__getattr__(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return that of the network, with the statistics of the largest subnet; `norms.save` saves all."""
@@ -841,12 +836,6 @@ class Supernet(nn.Module):
 
     # -- inner parts ------------------------------------------------------------------------------
 
-    def _hold(self, network: nn.Module) -> None:
-        """Take the tensors and submodules of a network over, under the names that they have there."""
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
-            self.__dict__[name] = network.__dict__[name]
-        self.__dict__["_network"] = network  # past the registration of nn.Module
-
     def _present(self) -> nn.Module:
         """Return the network, unless it was given back."""
         network: nn.Module = self.__dict__["_network"]
@@ -869,20 +858,11 @@ class Supernet(nn.Module):
         return table.to_like(next(iter(self.norm_operators().values()), None))
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
+        spec = self.space.check(spec)
         with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
             view, statistics = self.private_view(spec)
-            with self._views.lock:
-                cached = self._views.get(spec, statistics)
-                if cached is None:
-                    whole, space = self._present(), self.space
-                    self._views.keep(
-                        spec,
-                        view,
-                        statistics,
-                        self.cached_views,
-                        lambda view: state_sizes_(view, whole, space.format(spec)),
-                    )
-        return view if cached is None else cached
+            state_sizes = partial(state_sizes_, whole=self._present(), space=self.space, spec=spec)
+            return self._views.keep(spec, view, statistics, self.cached_views, state_sizes)
 
     def _bind(
         self,
@@ -918,8 +898,3 @@ class Supernet(nn.Module):
             if hooked and self.on_bind is not None:
                 self.on_bind(self, view, spec, self._generation.weights)
         return view
-
-    def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
-        if not self._warned and self.norm_operators():
-            self._warned = True
-            warn_of_shared(spec)

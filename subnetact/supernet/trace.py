@@ -57,8 +57,8 @@ def is_layer(module: nn.Module) -> bool:
 
 def trace_(
     view: nn.Module,
-    is_leaf: Callable[[nn.Module], bool] | None = None,
-    looks_inside: Callable[[nn.Module], bool] | None = None,
+    is_leaf: Callable[[nn.Module], bool] = lambda _: False,
+    looks_inside: Callable[[nn.Module], bool] = lambda _: False,
     tensors: dict[str, Tensor] | None = None,  # receives those that forwards read; else they are constants
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """Return the graph of a view, which nobody else may use meanwhile, and its leaves by name."""
@@ -70,10 +70,9 @@ def trace_(
     replaced: list[tuple[nn.Module, str, Any]] = []
     inside = ""
     for path, module in view.named_modules():
-        layer = is_layer(module) and not (looks_inside is not None and looks_inside(module))
         if inside and path.startswith(inside):
             continue
-        wanted = layer or (is_leaf is not None and is_leaf(module))
+        wanted = is_leaf(module) or (is_layer(module) and not looks_inside(module))
         if path and wanted and not isinstance(module, SkippedLayer):  # An identity leaves no call.
             leaves[path] = module
             inside = f"{path}."  # named_modules() yields a module, then the modules in it, then all others

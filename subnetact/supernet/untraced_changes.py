@@ -7,7 +7,7 @@ but views stay where the parameter was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -17,7 +17,7 @@ from subnetact.operators.base import template_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.bind import operators_in
 
-__all__ = ["NamedView", "PlainAttributes", "outdated", "stale_weights"]
+__all__ = ["NamedView", "changed_attributes", "outdated", "plain_attributes", "stale_weights"]
 
 NamedView: TypeAlias = tuple[str, nn.Module]
 """The name of a subnet, and its view."""
@@ -25,26 +25,24 @@ NamedView: TypeAlias = tuple[str, nn.Module]
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
-class PlainAttributes:
-    """The plain numbers, texts and tuples of all modules inside of another one, at one moment."""
+def plain_attributes(network: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the plain numbers, texts and tuples of all modules inside of a network now, by path and name."""
+    attributes = {path: vars(template_of(module)).items() for path, module in network.named_modules()}
+    return {
+        path: {name: value for name, value in own if name != "training" and isinstance(value, _PLAIN)}
+        for path, own in attributes.items()
+    }
 
-    def __init__(self, network: nn.Module) -> None:
-        self._known: dict[str, dict[str, Any]] = {}
-        for path, module in network.named_modules():
-            own = template_of(module).__dict__
-            plain = {n: v for n, v in own.items() if n != "training" and isinstance(v, _PLAIN)}
-            if plain:
-                self._known[path] = plain
 
-    def changed(self, network: nn.Module) -> list[str]:
-        """Return which of them have another value in the network now, one line each."""
-        present = PlainAttributes(network)._known
-        return [
-            f"{path or type(network).__name__}: the attribute {name} was changed"
-            for path, known in self._known.items()
-            for name in known.keys() | present.get(path, known).keys()
-            if not _same(known.get(name), present.get(path, known).get(name))
-        ]
+def changed_attributes(network: nn.Module, former: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return which of the `former` plain attributes have another value in a network now, one line each."""
+    present = plain_attributes(network)
+    return [
+        f"{path or type(network).__name__}: the attribute {name} was changed"
+        for path, known in former.items()
+        for name in known.keys() | present.get(path, known).keys()
+        if not _same(known.get(name), present.get(path, known).get(name))
+    ]
 
 
 def _same(one: Any, other: Any) -> bool:

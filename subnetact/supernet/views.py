@@ -6,7 +6,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,22 +19,24 @@ from subnetact.supernet.untraced_changes import NamedView
 
 __all__ = ["Views"]
 
+_NOTHING = (None, None, None)
+
 
 class Views:
-    """Views by subnet, each with its statistics row, and the frozen tensors that they share."""
+    """Views by subnet, and the frozen tensors that they share.
+
+    Each has its statistics row, and settings beside their copies when it was given settings of its own.
+    """
 
     def __init__(self) -> None:
         self.lock = new_lock()
-        self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
-        self._settings: dict[SubnetSpec, tuple[Any, Any]] = {}
+        self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None, Any]] = OrderedDict()
         self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def get(self, spec: SubnetSpec, row: NormRow | None) -> nn.Module | None:
         """Return the view of a subnet, unless it runs on another statistics row, or has other settings."""
-        view, statistics = self._kept.get(spec, (None, None))
-        if view is None or statistics is not row:
-            return None
-        if self._settings and spec in self._settings and not _alike(*self._settings[spec]):
+        view, statistics, settings = self._kept.get(spec, _NOTHING)
+        if view is None or statistics is not row or (settings is not None and not _alike(*settings)):
             return None
         self._kept.move_to_end(spec)
         return view
@@ -47,28 +48,30 @@ class Views:
         row: NormRow | None,
         limit: int,
         state_sizes: Callable[[nn.Module], None],
-    ) -> None:
-        """Keep a view until somebody changes it, and evict others beyond the limit.
+    ) -> nn.Module:
+        """Keep a view until somebody changes it, and evict others beyond the limit; return the one kept.
 
-        Settings of its own say the sizes of the subnet: `state_sizes` puts them there.
+        That is another one if another thread was faster. Settings of its own say the sizes of the subnet:
+        `state_sizes` puts them there.
         """
-        self._kept[spec] = view, row
-        self._settings.pop(spec, None)
-        known = weakref.ref(self), spec, weakref.ref(view)
-        keep_(view, Keeping(partial(_drop, *known), partial(_settle, *known, state_sizes)))
-        while len(self._kept) > limit:
-            self._kept.popitem(last=False)
+        with self.lock:
+            if (cached := self.get(spec, row)) is not None:
+                return cached
+            self._kept[spec] = view, row, None
+            keep_(view, _keeping(self, spec, view, state_sizes))
+            while len(self._kept) > limit:
+                self._kept.popitem(last=False)
+        return view
 
     def clear(self) -> None:
         """Drop everything."""
         self._kept.clear()
-        self._settings.clear()
         self._frozen.clear()
 
     def listed(self) -> list[NamedView]:
         """Return the name and the view of every subnet."""
         with self.lock:
-            return [(str(spec), view) for spec, (view, _) in self._kept.items()]
+            return [(str(spec), view) for spec, (view, *_) in self._kept.items()]
 
     def frozen(self, tensor: Tensor) -> Tensor:
         """Return a frozen tensor on the storage of a parameter or buffer, one for all views."""
@@ -82,30 +85,29 @@ class Views:
         return known[1]
 
 
-def _drop(views: weakref.ref[Views], spec: SubnetSpec, view: weakref.ref[nn.Module]) -> None:
-    """Drop one view, if it is still kept."""
-    present = views()
-    if present is not None:
-        with present.lock:
-            if present._kept.get(spec, (None,))[0] is view():
-                present._kept.pop(spec, None)
+def _keeping(views: Views, spec: SubnetSpec, view: nn.Module, state_sizes: Callable[..., None]) -> Keeping:
+    """Return what happens to a view that is changed, or whose settings are read; it holds nothing alive."""
+    views_then, view_then = weakref.ref(views), weakref.ref(view)
 
-
-def _settle(
-    views: weakref.ref[Views],
-    spec: SubnetSpec,
-    view: weakref.ref[nn.Module],
-    state_sizes: Callable[[nn.Module], None],
-) -> None:
-    """Give a view settings of its own; it stays kept until they, or those of the supernet, are changed."""
-    present, whole = views(), view()
-    if whole is not None:
-        settings = own_settings_(whole)
-        state_sizes(whole)
-        if present is not None:
+    def leave() -> None:
+        """Drop the view, if it is still kept."""
+        if (present := views_then()) is not None:
             with present.lock:
-                if present._kept.get(spec, (None,))[0] is whole:
-                    present._settings[spec] = settings, deepcopy(settings)
+                if present._kept.get(spec, _NOTHING)[0] is view_then():
+                    present._kept.pop(spec, None)
+
+    def settle() -> None:
+        """Give the view its own settings; it stays kept until they, or the supernet's, are changed."""
+        if (whole := view_then()) is not None:
+            settings = own_settings_(whole)
+            state_sizes(whole)
+            if (present := views_then()) is not None:
+                with present.lock:
+                    kept, row, _ = present._kept.get(spec, _NOTHING)
+                    if kept is whole:
+                        present._kept[spec] = whole, row, (settings, deepcopy(settings))
+
+    return Keeping(leave, settle)
 
 
 def _alike(one: Any, other: Any) -> bool:
