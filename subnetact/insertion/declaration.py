@@ -26,7 +26,7 @@ from subnetact.comparison import is_cache, tensors_in
 from subnetact.errors import InsertError
 from subnetact.insertion.analysis import TracedModel, is_rank
 from subnetact.insertion.description import Description, Group, Member
-from subnetact.insertion.description_proof import FAULTS, advice_on
+from subnetact.insertion.description_proof import ALIGNED, FAULTS, advice_on
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
 from subnetact.insertion.layer_vocabulary import layer_stacks
 from subnetact.insertion.skippable import StackWatch, skippable_blocks
@@ -599,7 +599,8 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     finding = prove(network, private_copy(network), row, largest, torch.zeros(()))
     if finding is None:
         return ""
-    if finding.kind == "fails" and type(unit).__module__.startswith("transformers."):
+    of_library = type(unit).__module__.startswith("transformers.") and ALIGNED not in finding.why
+    if finding.kind == "fails" and of_library:
         return f"half of it does not fit {finding.why.partition(': ')[0]}, which no rule narrows with it"
     why = FAULTS[finding.kind].format(why=finding.why)
     return f"with half of it, {why}{advice_on(group, why) if finding.kind == 'fails' else ''}"

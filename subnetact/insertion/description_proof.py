@@ -53,6 +53,7 @@ FAULTS = {
     "differs": "a subnet differs from the model with unused weights at zero",
 }
 """Why a group or a stage is refused, by what the proof found."""
+ALIGNED = "multiple of 16 bytes"  # Rows of what torch multiplies in groups.
 WHOLE = EXACT._replace(unequal=TIES)
 MOST_VARIANTS = 2
 MOST_TRIALS = 100
@@ -245,6 +246,8 @@ class Proof:
 
 def advice_on(slot: Any, why: str) -> str:
     """Return what to change if a forward states a size, or computes with an attribute that holds one."""
+    if ALIGNED in why:
+        return "; choose sizes that keep to this, or call model.set_experts_implementation('eager') first"
     members = getattr(slot, "members", ())
     sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)
     if not sizes and "size" not in why:

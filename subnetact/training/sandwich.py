@@ -60,10 +60,10 @@ def sandwich_step(
         supernet: the supernet in training mode, or a `DistributedDataParallel` around it.
         inputs: what the network takes: a tensor, or a tuple or mapping of tensors.
         labels: what `loss` compares outputs with, of shape (N,) for example.
-        rng: draws the random subnets. Processes may draw different ones.
+        rng: draws the random subnets. Processes may draw different ones, and as many each.
         loss: a function of the scores, which are what `output` returns, and the labels. The result is a
             scalar tensor.
-        random_subnets: number of random subnets per step.
+        random_subnets: number of random subnets per step, all distinct; all there are if the space has fewer.
         subnets: the subnets to train instead, the teacher first. Use this to shrink progressively. Weights
             that none of them uses have gradients of zero, and weight decay and momentum move them: train the
             largest in every step, or take an optimizer without them.
@@ -163,8 +163,8 @@ def _specs(
         return supernet.distinct(subnets, "a training step")
     if type(count) is not int or count < 0:
         raise SpecError(f"random_subnets: {count!r} is no whole number of at least 0")
-    found = [space.largest(), space.smallest(), *(space.sample(rng) for _ in range(count))]
-    return list(dict.fromkeys(found))
+    smallest, *others = space.sample(rng, 2 + count)
+    return [*others[:1], smallest, *others[1:]]
 
 
 def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:

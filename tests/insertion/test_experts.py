@@ -186,3 +186,17 @@ def test_a_number_that_nothing_reads_is_refused() -> None:
     model, x = tiny_mixture("phimoe")
     refused = describe(model, x, axes=AXES).refused
     assert "nothing reads the number" in refused["model.layers.0.mlp.experts"]
+
+
+def test_neurons_that_torch_cannot_multiply_in_groups_are_refused_with_a_way_out() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
+    example = torch.arange(3, 9)[None]
+    reasons = str(describe(model, example, axes=("heads", "ffn")))
+    assert "multiple of 16 bytes" in reasons
+    assert "set_experts_implementation('eager')" in reasons
+    model.set_experts_implementation("eager")
+    assert insert_(model, example=example, axes=("ffn",)).space.size() == 3

@@ -107,6 +107,14 @@ def test_gradients_accumulate_over_batches() -> None:
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
+def test_processes_with_other_draws_train_as_many_subnets() -> None:
+    supernet, (x, labels) = new_supernet(), data()
+    draws = [random.Random(seed) for seed in range(8)]
+    counts = {len(sandwich_step(supernet, x, labels, rng=rng, random_subnets=1)) for rng in draws}
+    assert counts == {3}  # Forwards of a sharded network wait for those of the other processes.
+    assert len(sandwich_step(supernet, x, labels, rng=draws[0], random_subnets=9)) == supernet.space.size()
+
+
 def test_a_teacher_of_its_own_teaches_all_subnets() -> None:
     supernet, (x, labels) = new_supernet(), data()
     scores = torch.randn(8, 5)
