@@ -68,7 +68,7 @@ from subnetact.insertion.state_space import state_space_group
 from subnetact.insertion.stream import stream_group
 from subnetact.operators import Elastic, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot
-from subnetact.spec import shown
+from subnetact.spec import grouped, shown
 
 BUDGETS = "budgets.json"
 FULL = "full"
@@ -169,9 +169,7 @@ def _neurons(path: str, full: int) -> Group:
 
 
 def _layout(network: Any, given: Mapping[str, Any]) -> NemotronElasticLayout:
-    layers: dict[str, list[Group]] = {}
-    for field, group in _groups(network):
-        layers.setdefault(field, []).append(group)
+    layers = grouped(_groups(network))
     members = [m for groups in layers.values() for group in groups for m in group.members]
     kinds = enumerate(network.config.layers_block_type)
     mixers = [f"model.layers.{i}.mixer" for i, kind in kinds if kind.endswith("attention")]

@@ -18,6 +18,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.operators.view_module import HOOKS
+from subnetact.spec import grouped
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
 from subnetact.supernet.elementwise import Elementwise, elementwise
 from subnetact.supernet.trace import trace_
@@ -213,10 +214,8 @@ class SharedForward:
         for position, key in enumerate(self._order):
             for step in chosen[key].steps:
                 first.setdefault(step, position)
-        self._uses = {}
-        for step, position in first.items():
-            for value in set(self._steps[step].inputs):
-                self._uses.setdefault(value, []).append(position)  # They ascend, as in `first`.
+        uses = ((value, at) for step, at in first.items() for value in set(self._steps[step].inputs))
+        self._uses = grouped(uses)  # They ascend, as in `first`.
 
     def _missing(self, targets: Sequence[int], known: Any) -> set[int]:
         """Return the steps that have to run for the targets if the outputs of some steps are known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
+from operator import le
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from subnetact.comparison import ROUNDED, equal
 from subnetact.engine.inputs import check_input, parts_of, samples_of, shapes
 from subnetact.engine.outputs import unstack
 from subnetact.errors import EngineError, InvalidRequest
-from subnetact.spec import SubnetSpec
+from subnetact.spec import SubnetSpec, grouped
 from subnetact.supernet.batches import map_tensors, tensors_of
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import in_double
@@ -122,11 +123,12 @@ class InputShapes:
 
     def find_lengths(self, outputs: Sequence[Any]) -> None:
         """Note which axes of the outputs for all samples are as long as an axis of the samples."""
-        sources: dict[Any, list[tuple[int, int]]] = {}
-        for position, sizes in enumerate(zip(*self._shapes, strict=True) if self._padding else ()):
-            for axis, lengths in enumerate(zip(*sizes, strict=True)):
-                sources.setdefault(lengths, []).append((position, axis))
-        sources = {lengths: axes for lengths, axes in sources.items() if len(set(lengths)) > 1}
+        sources: dict[Any, list[tuple[int, int]]] = grouped(
+            (lengths, (position, axis))
+            for position, sizes in enumerate(zip(*self._shapes, strict=True) if self._padding else ())
+            for axis, lengths in enumerate(zip(*sizes, strict=True))
+            if len(set(lengths)) > 1
+        )
         tensors = zip(*(tree_flatten(output)[0] for output in outputs), strict=False)
         every = [zip(*(getattr(t, "shape", ()) for t in each), strict=False) for each in tensors]
         self.lengths = [{i: sources[n] for i, n in enumerate(sizes) if n in sources} for sizes in every]
@@ -166,12 +168,12 @@ class InputShapes:
                 )
 
     def _fit(self, own: Sequence[Any], wanted: Sequence[torch.Size]) -> bool:
-        return len(own) == len(wanted) and all(map(self._fits, range(len(own)), own, wanted))
-
-    def _fits(self, position: int, own: Any, wanted: torch.Size) -> bool:
-        if not isinstance(own, Tensor) or own.dim() != len(wanted) or position not in self._padding:
-            return isinstance(own, Tensor) and own.shape == wanted
-        return all(size <= most for size, most in zip(own.shape, wanted, strict=True))
+        return len(own) == len(wanted) and all(
+            isinstance(x, Tensor)
+            and x.dim() == len(shape)
+            and (x.shape == shape or (position in self._padding and all(map(le, x.shape, shape))))
+            for position, (x, shape) in enumerate(zip(own, wanted, strict=True))
+        )
 
     def _pad(self, x: Tensor, position: int, shape: torch.Size) -> Tensor:
         if x.shape == shape:
@@ -207,11 +209,10 @@ def _padding(sample: Any, given: Padding) -> dict[int, float]:
     """Return the value of every tensor that may be padded, by the position of the tensor."""
     if given is None:
         return {}
-    flat = [sample] if isinstance(sample, Tensor) else [sample[name] for name in parts_of(sample)]
-    tensors = dict(zip(parts_of(sample) or [0], flat, strict=True))
+    tensors = {0: sample} if isinstance(sample, Tensor) else {name: sample[name] for name in parts_of(sample)}
     if not isinstance(given, Mapping):
         given = {0 if isinstance(sample, Tensor) else "": given}
-    nested = not all(isinstance(part, Tensor) for part in flat)
+    nested = not all(isinstance(part, Tensor) for part in tensors.values())
     if nested or not all(name in tensors and _holds(tensors[name], given[name]) for name in given):
         raise EngineError(
             f"padding: {given!r}; give a number for an input that is one tensor, or a dictionary from the "

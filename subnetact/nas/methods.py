@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -49,12 +49,13 @@ class SearchState:
 def exhaust(state: SearchState, count: int) -> list[SubnetSpec]:
     """Return up to `count` new subnets in the order of the space."""
     rest = (spec for spec in state.space.enumerate() if spec not in state.found)
-    return list(itertools.islice(rest, count))
+    return list(islice(rest, count))
 
 
 def sample(state: SearchState, count: int) -> list[SubnetSpec]:
     """Return up to `count` new random subnets; a search begins with the smallest and the largest one."""
-    return _new(state, _sampled(state), count)
+    ends = state.space.smallest(), state.space.largest()
+    return _new(state, chain(ends, map(state.space.sample, repeat(state.rng))), count)
 
 
 def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[SubnetSpec]:
@@ -92,13 +93,6 @@ def _children(variation: Variation, parents: Sequence[SubnetSpec]) -> Iterator[S
         one, two = (parents[i] for i in rng.integers(len(parents), size=2))
         genes = variation.cross(one, two) if rng.random() < CROSSED_SHARE else variation.genes(one)
         yield variation.spec(variation.mutate(genes))
-
-
-def _sampled(state: SearchState) -> Iterator[SubnetSpec]:
-    yield state.space.smallest()
-    yield state.space.largest()
-    while True:
-        yield state.space.sample(state.rng)
 
 
 def _new(state: SearchState, specs: Iterator[SubnetSpec], count: int) -> list[SubnetSpec]:

@@ -40,7 +40,6 @@ __all__ = [
     "mix_out_",
     "mixed_class",
     "module_class",
-    "own_settings_",
     "owned",
     "view_module",
 ]
@@ -66,27 +65,34 @@ _NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: _NoHooks() for name in HOOK
 
 
 class Keeping:
-    """What the modules of one view know of it.
+    """What the modules of one view know of it: who keeps it, and whose its settings are.
 
-    `leave` takes it from the views that are kept for everybody. `settle` gives it settings of its own, when
-    somebody else than its forward reads one of them; until then it has those of the supernet.
+    `leave` takes it from the views that are kept for everybody. It has the settings of the supernet until
+    somebody else than its forward reads one of them, and then its own, in which `state_sizes` puts its sizes.
     """
 
-    def __init__(self, leave: Callable[[], None], settle: Callable[[], Any]) -> None:
-        self.leave, self._settle = leave, settle
+    def __init__(
+        self, view: nn.Module, leave: Callable[[Keeping], None], state_sizes: Callable[[nn.Module], None]
+    ) -> None:
+        self._view, self._leave, self._state_sizes = weakref.ref(view), leave, state_sizes
+        self.settings: Any = None  # the supernet's and its own, which are to stay equal to their copies
+        self.copies: Any = None
         self.settled = False
 
     def end(self) -> None:
         """Let the view leave, as somebody changes it; a forward may write its own state."""
         if self.outside():
-            self.leave()
+            self._leave(self)
 
     def settle(self) -> None:
         """Give the view its own settings, if it has none and somebody outside reads them."""
         if self.outside():
-            with _settling:  # Whoever settles the view reads its settings.
-                settle, self._settle = self._settle, bool
-                settle()
+            with _settling:
+                view = self._view()
+                if self.settings is None and view is not None:
+                    self.settings = _own_settings_(view)
+                    self._state_sizes(view)  # It reads settings.
+                    self.copies = deepcopy(self.settings)
                 self.settled = True
 
     def outside(self) -> bool:
@@ -103,13 +109,16 @@ class Keeping:
 
 
 class Registry(dict[str, Any]):
-    """The submodules, parameters or buffers of a module; all methods that write call `write`."""
+    """The submodules, parameters or buffers of a module; all methods that write call `write`.
+
+    It takes no entries. An empty one can be shared by many modules, and has to stay empty then.
+    """
 
     __slots__ = ()
 
-    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of `dict` that writes."""
-        return method(self, *args, **kwargs)
+    def write(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        """Call a method of `dict` that writes, or refuse it."""
+        raise ViewError("submodules and tensors are registered as attributes of a module")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # A copy is an ordinary dictionary.
@@ -134,14 +143,7 @@ class _KeptRegistry(Registry):
         return method(self, *args, **kwargs)
 
 
-class _NoEntries(Registry):
-    """A registry that many modules share and that therefore has to stay empty."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        raise ViewError("submodules and tensors are registered as attributes of a module")
-
-
-_NO_ENTRIES = _NoEntries()
+_NO_ENTRIES = Registry()
 
 
 _CALL: Any = nn.Module._call_impl.__code__
@@ -409,7 +411,7 @@ def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
     return module
 
 
-def own_settings_(view: nn.Module) -> tuple[Any, Any]:
+def _own_settings_(view: nn.Module) -> tuple[Any, Any]:
     """Give the modules of a view their own copies of settings, in place; return the former and the copies."""
     modules = [vars(module) for module in view.modules()]
     shared = [{name: module[name] for name in _SETTINGS if name in module} for module in modules]

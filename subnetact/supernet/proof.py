@@ -21,6 +21,7 @@ from subnetact.operators import LayerNormSlice, WeightSlice
 from subnetact.operators.segments import Kept
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
+from subnetact.spec import grouped
 from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import missing_entry, summary
@@ -254,9 +255,7 @@ def _sample(path: str, tensor: Tensor) -> Tensor:
 
 def _pairs(narrow: Outputs, wide: Outputs) -> Iterator[tuple[ModuleOutput, ModuleOutput]]:
     """Yield what each call of a module returned in one network and in another, in the order of the first."""
-    others: dict[str, Outputs] = {}
-    for output in wide[::-1]:
-        others.setdefault(output.path, []).append(output)
+    others = grouped((output.path, output) for output in wide[::-1])
     yield from ((output, others[output.path].pop()) for output in narrow if others.get(output.path))
 
 

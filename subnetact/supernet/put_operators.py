@@ -42,9 +42,9 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
                 "or another parametrisation); make it permanent first, with subnetact.insertion.fold_(model)"
             )
         operators[module] = _operator(module, path, entry, space, ends)
-    norms = [path for path, m in modules.items() if is_batch_norm(m) and m.running_mean is not None]
-    for path in norms:
-        operators.setdefault(modules[path], SubnetNorm(modules[path], path, {}))
+    for path, module in modules.items():
+        if is_batch_norm(module) and module.running_mean is not None:
+            operators.setdefault(module, SubnetNorm(module, path, {}))
     described = {o.path: str(elastic.get(o.path, Elastic(SubnetNorm, {}))) for o in operators.values()}
     fixed = (n for n, m in modules.items() if m not in operators and list(m.parameters(recurse=False)))
     report = InsertReport(described, tuple(fixed))

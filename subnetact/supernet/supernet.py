@@ -448,8 +448,8 @@ class Supernet(ReadThrough):
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             view = self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)
-            named = dict(self._present().named_modules(remove_duplicate=False))
-            network = owned(view, ((p, o) for p, m in named.items() for o in (m, template_of(m)))).eval()
+            named = self._present().named_modules(remove_duplicate=False)
+            network = owned(view, ((p, o) for p, m in named for o in (m, template_of(m)))).eval()
             state_sizes_(network, self._present(), self.space, spec)
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))

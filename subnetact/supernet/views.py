@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import frozen_parameter
-from subnetact.operators.view_module import Keeping, keep_, own_settings_
+from subnetact.operators.view_module import Keeping, keep_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.untraced_changes import NamedView
@@ -23,20 +23,19 @@ _NOTHING = (None, None, None)
 
 
 class Views:
-    """Views by subnet, and the frozen tensors that they share.
-
-    Each has its statistics row, and settings beside their copies when it was given settings of its own.
-    """
+    """Views by subnet, each with its statistics row, and the frozen tensors that they share."""
 
     def __init__(self) -> None:
         self.lock = new_lock()
-        self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None, Any]] = OrderedDict()
+        self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None, Keeping]] = OrderedDict()
         self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def get(self, spec: SubnetSpec, row: NormRow | None) -> nn.Module | None:
         """Return the view of a subnet, unless it runs on another statistics row, or has other settings."""
-        view, statistics, settings = self._kept.get(spec, _NOTHING)
-        if view is None or statistics is not row or (settings is not None and not _alike(*settings)):
+        view, statistics, keeping = self._kept.get(spec, _NOTHING)
+        if keeping is None or statistics is not row:
+            return None
+        if keeping.settled and not _alike(keeping.settings, keeping.copies):
             return None
         self._kept.move_to_end(spec)
         return view
@@ -57,8 +56,9 @@ class Views:
         with self.lock:
             if (cached := self.get(spec, row)) is not None:
                 return cached
-            self._kept[spec] = view, row, None
-            keep_(view, _keeping(self, spec, view, state_sizes))
+            keeping = Keeping(view, partial(_drop, weakref.ref(self), spec), state_sizes)
+            self._kept[spec] = view, row, keeping
+            keep_(view, keeping)
             while len(self._kept) > limit:
                 self._kept.popitem(last=False)
         return view
@@ -85,29 +85,12 @@ class Views:
         return known[1]
 
 
-def _keeping(views: Views, spec: SubnetSpec, view: nn.Module, state_sizes: Callable[..., None]) -> Keeping:
-    """Return what happens to a view that is changed, or whose settings are read; it holds nothing alive."""
-    views_then, view_then = weakref.ref(views), weakref.ref(view)
-
-    def leave() -> None:
-        """Drop the view, if it is still kept."""
-        if (present := views_then()) is not None:
-            with present.lock:
-                if present._kept.get(spec, _NOTHING)[0] is view_then():
-                    present._kept.pop(spec, None)
-
-    def settle() -> None:
-        """Give the view its own settings; it stays kept until they, or the supernet's, are changed."""
-        if (whole := view_then()) is not None:
-            settings = own_settings_(whole)
-            state_sizes(whole)
-            if (present := views_then()) is not None:
-                with present.lock:
-                    kept, row, _ = present._kept.get(spec, _NOTHING)
-                    if kept is whole:
-                        present._kept[spec] = whole, row, (settings, deepcopy(settings))
-
-    return Keeping(leave, settle)
+def _drop(views: weakref.ref[Views], spec: SubnetSpec, keeping: Keeping) -> None:
+    """Drop one view, if it is still kept."""
+    if (present := views()) is not None:
+        with present.lock:
+            if present._kept.get(spec, _NOTHING)[2] is keeping:
+                present._kept.pop(spec)
 
 
 def _alike(one: Any, other: Any) -> bool:
