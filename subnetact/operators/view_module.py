@@ -151,16 +151,16 @@ _CALL: Any = nn.Module._call_impl.__code__
 
 def keep_(module: nn.Module, keeping: Keeping) -> None:
     """Give a module of a view, and all inside, registries of its own that tell `keeping` of changes."""
-    known, put = module.__dict__, object.__setattr__
+    known = module.__dict__
     if known.get("_keeping") is keeping:
         return
-    put(module, "_keeping", keeping)
+    known["_keeping"] = keeping
     for name in _DICTS:
-        registry: Any = _NO_ENTRIES
         if entries := known[name]:
-            registry = _KeptRegistry(entries)
+            known[name] = registry = _KeptRegistry(entries)
             registry.keeping = keeping
-        put(module, name, registry)
+        else:
+            known[name] = _NO_ENTRIES
     for child in known["_modules"].values():
         if child is not None:
             keep_(child, keeping)
@@ -180,6 +180,15 @@ class _Refused:
         raise ViewError(self.why)
 
 
+@cache
+def _forward_codes(cls: Any) -> set[Any]:
+    """Return the code objects of the forward of a class and of its bases, and of what decorates it."""
+    functions: list[Any] = [vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)]
+    for function in functions:
+        functions += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
+    return {getattr(function, "__code__", None) for function in functions}
+
+
 class _Setting:
     """An attribute of modules of views that is the view's own for whoever reads it outside of its forward."""
 
@@ -191,7 +200,9 @@ class _Setting:
         if self.name not in attributes:
             return getattr(super(_View, cls if view is None else view), self.name)
         keeping: Keeping | None = attributes.get("_keeping")
-        if keeping is not None and not keeping.settled:
+        if keeping is None or keeping.settled or torch.compiler.is_compiling():
+            return attributes[self.name]
+        if sys._getframe(1).f_code not in _forward_codes(cls):  # This is fast, and most often enough.
             keeping.settle()
         return attributes[self.name]
 
