@@ -46,36 +46,36 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors           102    49     39
-    files            591    89      0
-    device           109     9      7
+    files            575    89      0
+    device           113    10      8
     command           64     8      7
     comparison       109    13     11
     spec              86    37      8
-    space            358   161      6
-    operators       1881   644     18
-    supernet        2867   767      5
-    insertion       4227   869     12
-    ofa_adapters    2596   486      7
+    space            344   163      6
+    operators       1923   658     18
+    supernet        2864   782      5
+    insertion       4101   874     12
+    ofa_adapters    2563   489      7
     digits           136    18      7
-    calibration      724   149      1
-    latency          489   224      5
-    training        1063   248      3
-    elastic          840   170      1
-    engine          2357   622      5
-    workers          749    89      0
+    calibration      711   149      1
+    latency          481   224      5
+    training        1052   248      3
+    elastic          835   170      1
+    engine          2292   617      5
+    workers          747    89      0
     costs            289    65      4
-    nas              592   197      6
-    profile         1309   235      1
+    nas              573   196      6
+    profile         1281   235      1
     serving         5745  2102     36
-    generation      1396   436     13
-    export          1076   306      6
+    generation      1390   437     13
+    export          1032   308      6
     demo             406    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1594   316      7
+    serve           1593   315      7
     loadtest         329    63      0
     cluster          476   118      2
-    all            32584  8560    220
+    all            32236  8596    221
 
 The README has a glossary of the words that are used here.
 """

@@ -250,7 +250,8 @@ class Plan:
         if i not in self._sizes:
             view = self._bind(subnet).view
             self._slower[i] = slower_because(view, self._supernet.device)
-            self._sizes[i] = _estimate(view)
+            packed: Any = (m for m in view.modules() if isinstance(m, nn.Conv2d) or can_pack_linear(m))
+            self._sizes[i] = 4 * sum(int(m.weight.numel()) for m in packed)  # about the bytes of its program
         if self._slower[i] and i not in self.pinned:
             return _Reason(self._slower[i])
         known = self._reasons.get(i)
@@ -331,12 +332,6 @@ class Plan:
         if isinstance(sample, Tensor) and sample.is_floating_point():
             return laid_out(batch_like(sample, 2, device))
         return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)
-
-
-def _estimate(view: nn.Module) -> int:
-    """Return about how many bytes the program of a view takes."""
-    modules: Iterable[Any] = view.modules()
-    return 4 * sum(int(m.weight.numel()) for m in modules if isinstance(m, nn.Conv2d) or can_pack_linear(m))
 
 
 def _read_by(bound: Bound) -> list[Tensor]:

@@ -37,7 +37,6 @@ __all__ = [
     "is_view",
     "keep_",
     "mix_in_",
-    "mix_out_",
     "mixed_class",
     "module_class",
     "owned",
@@ -77,7 +76,6 @@ class Keeping:
         self._view, self._leave, self._state_sizes = weakref.ref(view), leave, state_sizes
         self.settings: Any = None  # the supernet's and its own, which are to stay equal to their copies
         self.copies: Any = None
-        self.settled = False
 
     def end(self) -> None:
         """Let the view leave, as somebody changes it; a forward may write its own state."""
@@ -93,7 +91,6 @@ class Keeping:
                     self.settings = _own_settings_(view)
                     self._state_sizes(view)  # It reads settings.
                     self.copies = deepcopy(self.settings)
-                self.settled = True
 
     def outside(self) -> bool:
         """Tell whether this thread runs something else than the forward of a module of the view."""
@@ -166,20 +163,6 @@ def keep_(module: nn.Module, keeping: Keeping) -> None:
             keep_(child, keeping)
 
 
-class _Refused:
-    """A method that modules of views have if their class has it, and that refuses every call."""
-
-    def __init__(self, name: str, why: str) -> None:
-        self.name, self.why = name, why
-
-    def __get__(self, view: Any, cls: Any) -> Any:
-        getattr(super(_View, cls if view is None else view), self.name)  # AttributeError if there is none
-        return self._raise
-
-    def _raise(self, *_: Any, **__: Any) -> Any:
-        raise ViewError(self.why)
-
-
 @cache
 def _forward_codes(cls: Any) -> set[Any]:
     """Return the code objects of the forward of a class and of its bases, and of what decorates it."""
@@ -200,7 +183,7 @@ class _Setting:
         if self.name not in attributes:
             return getattr(super(_View, cls if view is None else view), self.name)
         keeping: Keeping | None = attributes.get("_keeping")
-        if keeping is None or keeping.settled or torch.compiler.is_compiling():
+        if keeping is None or keeping.copies is not None or torch.compiler.is_compiling():
             return attributes[self.name]
         if sys._getframe(1).f_code not in _forward_codes(cls):  # This is fast, and most often enough.
             keeping.settle()
@@ -216,11 +199,19 @@ class _Setting:
 class _View(nn.Module):
     """The base of all modules of views. It refuses whatever would write into shared tensors."""
 
-    resize_token_embeddings = _Refused(
-        "resize_token_embeddings",
-        "a view shares its embeddings with every other subnet; resize those of supernet.network, or of "
-        "supernet.extract(spec)",
-    )
+    __jit_unused_properties__ = ("resize_token_embeddings",)
+
+    @property
+    def resize_token_embeddings(self) -> Any:
+        """A method that refuses every call, if the template has one that resizes."""
+        getattr(super(), "resize_token_embeddings")  # noqa: B009
+        return self._refuse_resizing
+
+    def _refuse_resizing(self, *_: Any, **__: Any) -> Any:
+        raise ViewError(
+            "a view shares its embeddings with every other subnet; resize those of supernet.network, or of "
+            "supernet.extract(spec)"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [*self.parameters(recurse), *self.buffers(recurse)]
@@ -363,12 +354,6 @@ def mix_in_(module: nn.Module, mixin: type) -> nn.Module:
     return module
 
 
-def mix_out_(module: nn.Module) -> nn.Module:
-    """Take away the class that the last `mix_in_` put before the class of a module; return the module."""
-    object.__setattr__(module, "__class__", type(module).__mro__[2])
-    return module
-
-
 def is_view(module: nn.Module) -> bool:
     """Tell whether a module belongs to a zero-copy view."""
     return isinstance(module, _View)
@@ -465,24 +450,23 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         made = deepcopy(value, trial)
     except Exception as error:  # Whatever an object says that cannot be copied.
         raise_if_out_of_memory(error)
-        if isinstance(value, Tensor):
-            made = value.detach().clone()
-        elif type(value) in (tuple, set, frozenset):
-            made = type(value)(_copied(inner, memo) for inner in value)
-        else:
-            return _copied_apart(value, memo)
-        memo[id(value)] = made
-    else:
-        memo.update(trial.maps[0])
+        return _copied_apart(value, memo)
+    memo.update(trial.maps[0])
     return made
 
 
 def _copied_apart(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy of an object whose members are copied one by one, or the object if it has none."""
-    try:
-        made = memo[id(value)] = copy(value)
-    except Exception:  # as of a lock
-        return value
+    if isinstance(value, Tensor):
+        made = value.detach().clone()
+    elif type(value) in (tuple, set, frozenset):
+        made = type(value)(_copied(inner, memo) for inner in value)
+    else:
+        try:
+            made = copy(value)
+        except Exception:  # as of a lock
+            return value
+    memo[id(value)] = made
     if isinstance(made, list):
         made[:] = [_copied(inner, memo) for inner in made]
     elif isinstance(made, dict):

@@ -15,7 +15,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.skipped_layer import SkippedLayer
-from subnetact.operators.view_module import mix_in_, mix_out_, module_class
+from subnetact.operators.view_module import mix_in_, module_class
 
 __all__ = ["RecordedCall", "is_layer", "trace_"]
 
@@ -66,7 +66,6 @@ def trace_(
     tracer = GraphAppendingTracer(graph)
     leaves: dict[str, nn.Module] = {}
     others: dict[str, nn.Module] = {}
-    recording: list[nn.Module] = []
     replaced: list[tuple[nn.Module, str, Any]] = []
     inside = ""
     for path, module in view.named_modules():
@@ -89,7 +88,8 @@ def trace_(
                     object.__setattr__(module, registry, proxies)
         for path, leaf in leaves.items():
             object.__setattr__(leaf, "recorder", partial(tracer.create_proxy, "call_module", path))
-            recording.append(mix_in_(leaf, RecordedCall))
+            replaced.append((leaf, "__class__", type(leaf)))
+            mix_in_(leaf, RecordedCall)
         output = view(x)
         if not isinstance(output, fx.Proxy):
             raise TypeError(f"the network returns {type(output).__name__}, not one tensor")
@@ -97,11 +97,10 @@ def trace_(
         if tensors is not None:
             _name_tensors(graph, tensors)
     finally:
-        for leaf in recording:
-            mix_out_(leaf)
-            object.__delattr__(leaf, "recorder")
-        for module, registry, own in replaced:
-            object.__setattr__(module, registry, own)
+        for leaf in leaves.values():
+            vars(leaf).pop("recorder", None)
+        for module, name, former in replaced:
+            object.__setattr__(module, name, former)
     return graph, leaves
 
 

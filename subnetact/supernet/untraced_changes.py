@@ -17,7 +17,7 @@ from subnetact.operators.base import template_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.bind import operators_in
 
-__all__ = ["NamedView", "changed_attributes", "outdated", "plain_attributes", "stale_weights"]
+__all__ = ["NamedView", "alike", "changed_attributes", "outdated", "plain_attributes", "stale_weights"]
 
 NamedView: TypeAlias = tuple[str, nn.Module]
 """The name of a subnet, and its view."""
@@ -41,14 +41,21 @@ def changed_attributes(network: nn.Module, former: Mapping[str, Mapping[str, Any
         f"{path or type(network).__name__}: the attribute {name} was changed"
         for path, known in former.items()
         for name in known.keys() | present.get(path, known).keys()
-        if not _same(known.get(name), present.get(path, known).get(name))
+        if not alike(known.get(name), present.get(path, known).get(name))
     ]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
+def alike(one: Any, other: Any) -> bool:
+    """Tell whether values are equal in all their members; what has no members that Python compares is not."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if hasattr(one, "__dict__"):
+        return alike(vars(one), vars(other))
+    return isinstance(one, str | bytes | int | float | complex | set | frozenset) and one == other
 
 
 def outdated(network: nn.Module, views: Iterable[NamedView]) -> list[str]:

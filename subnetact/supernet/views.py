@@ -6,7 +6,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ from subnetact.operators.packed_copy import frozen_parameter
 from subnetact.operators.view_module import Keeping, keep_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
-from subnetact.supernet.untraced_changes import NamedView
+from subnetact.supernet.untraced_changes import NamedView, alike
 
 __all__ = ["Views"]
 
@@ -35,7 +34,7 @@ class Views:
         view, statistics, keeping = self._kept.get(spec, _NOTHING)
         if keeping is None or statistics is not row:
             return None
-        if keeping.settled and not _alike(keeping.settings, keeping.copies):
+        if keeping.copies is not None and not alike(keeping.settings, keeping.copies):
             return None
         self._kept.move_to_end(spec)
         return view
@@ -91,16 +90,3 @@ def _drop(views: weakref.ref[Views], spec: SubnetSpec, keeping: Keeping) -> None
         with present.lock:
             if present._kept.get(spec, _NOTHING)[2] is keeping:
                 present._kept.pop(spec)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Tell whether settings are equal in all their members; of what has none but identity they are not."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_alike(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if hasattr(one, "__dict__"):
-        return _alike(vars(one), vars(other))
-    return isinstance(one, str | bytes | int | float | complex | set | frozenset) and one == other
