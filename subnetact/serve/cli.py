@@ -141,8 +141,7 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
         raise ServeError(f"--max-body-mb: {args.max_body_mb} must be > 0 and at most {MOST_BODY_MB}")
     most = None if args.max_body_mb is None else math.ceil(args.max_body_mb * 2**20)
     limits = Limits(body_bytes=most, connections=args.max_connections, body_s=args.body_s, idle_s=args.idle_s)
-    hosts = args.allowed_hosts or ([*LOOPBACK, args.host] if _is_loopback(args.host) else ["*"])  # any
-    common: Any = {"limits": limits, "tokens": tokens, "allowed_hosts": hosts}
+    common: Any = {"limits": limits, "tokens": tokens, "allowed_hosts": _hosts(args)}
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
     if args.text:
@@ -164,6 +163,11 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     name = args.name or ("digits" if args.demo else Path(args.bundle).resolve().name)
     images: Any = {"image_mean": tuple(args.image_mean), "image_std": tuple(args.image_std)}
     return build_app(batcher, engine, slo_ms=args.slo_ms, name=name, **images, **common)
+
+
+def _hosts(args: argparse.Namespace) -> list[str]:
+    """Return the names of the server; `*` is any name."""
+    return args.allowed_hosts or ([*LOOPBACK, args.host] if _is_loopback(args.host) else ["*"])
 
 
 def _is_loopback(host: str) -> bool:
