@@ -82,9 +82,12 @@ class Keeping:
         if self.outside():
             self._leave(self)
 
-    def settle(self) -> None:
-        """Give the view its own settings, if it has none and somebody outside reads them."""
-        if self.outside():
+    def settle(self, in_forward: bool) -> None:
+        """Give the view its own settings, if it has none and somebody outside reads them.
+
+        Most often its forward reads them, as its code tells (`in_forward`): a look at all frames takes long.
+        """
+        if not in_forward and self.outside():
             with _settling:
                 view = self._view()
                 if self.settings is None and view is not None:
@@ -166,10 +169,11 @@ def keep_(module: nn.Module, keeping: Keeping) -> None:
 @cache
 def _forward_codes(cls: Any) -> set[Any]:
     """Return the code objects of the forward of a class and of its bases, and of what decorates it."""
-    functions: list[Any] = [vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)]
-    for function in functions:
-        functions += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
-    return {getattr(function, "__code__", None) for function in functions}
+    parts: list[Any] = [vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)]
+    for part in parts:  # Functions have code, in which there may be other code.
+        parts += [getattr(part, name) for name in ("__wrapped__", "__code__") if hasattr(part, name)]
+        parts += getattr(part, "co_consts", ())
+    return set(parts)
 
 
 class _Setting:
@@ -183,10 +187,8 @@ class _Setting:
         if self.name not in attributes:
             return getattr(super(_View, cls if view is None else view), self.name)
         keeping: Keeping | None = attributes.get("_keeping")
-        if keeping is None or keeping.copies is not None or torch.compiler.is_compiling():
-            return attributes[self.name]
-        if sys._getframe(1).f_code not in _forward_codes(cls):  # This is fast, and most often enough.
-            keeping.settle()
+        if keeping is not None and keeping.copies is None and not torch.compiler.is_compiling():
+            keeping.settle(sys._getframe(1).f_code in _forward_codes(cls))
         return attributes[self.name]
 
     def __set__(self, view: Any, value: Any) -> None:
