@@ -66,8 +66,8 @@ _NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: _NoHooks() for name in HOOK
 class Keeping:
     """What the modules of one view know of it: who keeps it, and whose its settings are.
 
-    `leave` takes it from the views that are kept for everybody. It has the settings of the supernet until
-    somebody else than its forward reads one of them, and then its own, in which `state_sizes` puts its sizes.
+    `leave` takes the view from those that are kept for everybody. The view has the settings of the supernet
+    until somebody else than its forward reads one of them, and then its own, with its sizes (`state_sizes`).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an extracted network says of its sizes, in attributes and in a configuration that no forward reads.
+"""What a view or an extract says of its sizes, in attributes and a configuration that no forward reads.
 
 Numbers that a forward reads are elastic attributes, or equal in all subnets; they are left as they are.
 """
@@ -28,7 +28,7 @@ def state_sizes_(network: nn.Module, whole: nn.Module, space: SubnetSpace, spec:
 
 
 def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
-    """Let an extracted network of timm, whose head can be replaced, state its numbers of features, in place.
+    """Let a subnet of a model of timm, whose head can be replaced, state its numbers of features.
 
     A number means the last tensor up to the end of its module that had an axis of this size.
     """
@@ -63,7 +63,10 @@ def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
 
 
 def _state_configuration_(network: nn.Module, layers: Any) -> None:
-    """Let the configuration of an extracted network state what its layers, written by a space, have alike."""
+    """Let the configuration of a subnet state the sizes of its layers, which a space has written.
+
+    What the layers have alike is one number; what differs is in `per_layer_config`, if there is one.
+    """
     config: Any = vars(network).get("config")
     if not isinstance(layers, Mapping) or not any(isinstance(layer, int) for layer in layers):
         return

@@ -440,8 +440,8 @@ class Supernet(ReadThrough):
         same. What a model of timm says of its features, and the configuration of a language model of Hugging
         Face of its kept layers, are the sizes of the subnet, unless a forward reads them. A field that layers
         have not alike is refused on reading, and is in `config.per_layer_config[i]`; `num_hidden_layers`
-        counts skipped layers. `save_pretrained` of a Hugging Face model writes a model
-        of its library with the sizes of the subnet, or refuses; `insertion.as_pretrained` returns that model.
+        counts skipped layers. `save_pretrained` of a Hugging Face model writes a model of its library with
+        the sizes of the subnet, or refuses; `insertion.as_pretrained` returns that model.
         """
         spec = self.space.check(spec)
         self._generation.look()
