@@ -33,20 +33,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partialmethod
 from itertools import islice
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from subnetact.errors import InsertError, SpecError, ViewError
+from subnetact.errors import InsertError, SpecError
+from subnetact.operators.actuation import Actuation, Run, in_forward
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import FLOAT_BITS, Low, LoweredWeight, sliced_low
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.packed_copy import PackedCopy, follow_, frozen_parameter
-from subnetact.operators.segments import Kept, Segments, cut
+from subnetact.operators.segments import Kept, Runs, Segments, cut_runs, sorted_runs
 from subnetact.operators.tensor_version import storage_id
-from subnetact.operators.view_module import view_module
+from subnetact.operators.view_module import HOOKS, called_module, view_module
 from subnetact.operators.weight_runs import LinearInRuns
 from subnetact.space import SizeRow
 
@@ -110,6 +110,9 @@ class ReadThrough(nn.Module):
         return getattr(self.__dict__[self._behind], name)
 
 
+_OF_CLASSES = ("__dict__", "__weakref__")
+
+
 class Operator(ReadThrough):
     """An elastic module: it holds full-size parameters and slices the module of any subnet out of them.
 
@@ -151,6 +154,9 @@ class Operator(ReadThrough):
     placed: bool = False
     """Whether the operator is in the place of its template, so that other attributes are those of that."""
 
+    actuation: Actuation | None = None
+    """What says which subnet runs when the network is called; None outside of supernets."""
+
     checks: bool = True
     """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
 
@@ -177,6 +183,7 @@ class Operator(ReadThrough):
     ) -> None:
         super().__init__()
         self._hold(template)
+        self.__dict__.update({name: template.__dict__[name] for name in HOOKS})
         self.path = path
         self.dims = dict(dims)
         self.segments = dict(segments or {})
@@ -184,6 +191,8 @@ class Operator(ReadThrough):
         self.shapes = {name: tuple(p.shape) for name, p in template._parameters.items() if p is not None}
         self._shared: dict[tuple[int, tuple[int, ...]], dict[str, Tensor | None]] = {}
         self._packed: dict[tuple[Any, ...], PackedCopy] = {}
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._runs: dict[tuple[int, ...], dict[str, Runs]] = {}
 
     @classmethod
     def on(cls, **follows: str | Segments | None) -> Elastic:
@@ -272,13 +281,13 @@ class Operator(ReadThrough):
         An operator whose weight can have a lower precision overrides this method instead of `tensors`: here
         its rule meets the lowered copy of the weight, and the scales in place of the bias.
         """
-        kept = dict(zip(self.parts, self.kept_parts(sizes), strict=True))
-        return {
-            name: None
-            if tensor is None
-            else cut(tensor, {i: kept[part] for i, part in enumerate(self.axes(name)) if part in kept})
-            for name, tensor in given.items()
-        }
+        known = self._runs.setdefault(sizes, {}) if self.checks else {}  # Symbolic sizes are new every time.
+        for name in given.keys() - known.keys():
+            kept = dict(zip(self.parts, self.kept_parts(sizes), strict=True))
+            sides = {i: kept[part] for i, part in enumerate(self.axes(name)) if part in kept}
+            narrow = {i: k.runs() for i, k in sides.items() if not (self.checks and k.sizes == k.lengths)}
+            known[name] = sorted_runs(narrow)
+        return {name: None if t is None else cut_runs(t, known[name]) for name, t in given.items()}
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the part that each of the first axes of the parameter of a `name` belongs to."""
@@ -444,10 +453,20 @@ class Operator(ReadThrough):
 
     @property
     def __class__(self) -> Any:  # Who looks for layers of a class finds them by isinstance.
-        return type(self.__dict__.get("template", self))
+        return self.__dict__.get("_class") or type(self.__dict__.get("template", self))
 
     @__class__.setter
     def __class__(self, cls: Any) -> None:
+        stated = self.__class__
+        if stated in cls.__bases__ and not issubclass(
+            cls, Operator
+        ):  # A tool puts a class before the layer's.
+            bases = tuple(type(self) if base is stated else base for base in cls.__bases__)
+            inner = {
+                name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")
+            }
+            self.__dict__["_class"] = cls
+            cls = type(cls.__name__, bases, inner)
         vars(object)["__class__"].__set__(self, cls)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -455,6 +474,18 @@ class Operator(ReadThrough):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (type(self),), self.__getstate__()
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if self.__dict__.get("actuation") is None or not self._varies(name, value) or not in_forward(self):
+            return value
+        return getattr(self.module_of(self._run()), name)  # A forward sees the module of the subnet.
+
+    def _varies(self, name: str, value: Any) -> bool:
+        """Tell whether an attribute may be another one in a subnet."""
+        if isinstance(value, Tensor) or hasattr(type(self.template), name):
+            return True
+        return name in self.attributes(self.sizes_of(self.actuation.largest.row))  # type: ignore[union-attr]
 
     def _get_name(self) -> str:
         return type(self).__name__
@@ -471,12 +502,41 @@ class Operator(ReadThrough):
         self.training = self.template.training
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        """Return nothing, whatever `args` and `kwargs` are: raise `SpecError`, as there is no subnet here."""
-        raise SpecError(
-            f"{self.path}: an elastic module runs only as part of a subnet; call supernet(x, subnet=spec), "
-            f"or take the subnet's own module, supernet.subnet(spec).get_submodule({self.path!r})"
-        )
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module of the subnet that the `actuation` says, on what that module takes.
+
+        Raises:
+            SpecError: the operator is in no supernet.
+        """
+        module = self.module_of(self._run())
+        plain = type(module).__call__ is nn.Module.__call__  # It has no hooks: those of the operator ran.
+        return (module.forward if plain else module)(*args, **kwargs)
+
+    def _run(self) -> Run:
+        if self.actuation is None:
+            raise SpecError(f"{self.path}: an elastic module runs only in a network that insert_ changed")
+        return self.actuation.now()
+
+    def module_of(self, run: Run) -> Any:
+        """Return the module of a subnet for one call; gradients reach this operator, whose mode it has."""
+        bits = FLOAT_BITS if self.precision_dim is None else run.row[self.precision_dim]
+        if bits != FLOAT_BITS and not self.training:
+            return self.bind(run.row)
+        sizes = self.sizes_of(run.row)
+        sliced = any(any(self.axes(name)) for name in self._buffers)
+        buffers: Any = self.sliced(sizes, self._buffers) if sliced else self._buffers
+        if self.training and buffers and not run.is_largest:
+            buffers = {n: None if b is None else b.detach().clone() for n, b in buffers.items()}
+        tensors, attributes = self.tensors(sizes), self.attributes(sizes)
+        return called_module(self.shell, self.training, tensors, buffers, self._modules, attributes)
+
+    def sizes_of(self, row: SizeRow) -> tuple[int, ...]:
+        """Return what `sizes` does for a size row, which is computed once."""
+        key = tuple([row[i] for i in self.dims.values()])
+        sizes = self._sizes.get(key)
+        if sizes is None:
+            sizes = self._sizes.setdefault(key, self.sizes(row))
+        return sizes
 
     def on_another(self, module: nn.Module) -> Operator | None:
         """Return an operator that slices another `module` in the same way, or None if its sizes are others.
@@ -488,7 +548,7 @@ class Operator(ReadThrough):
             operator = type(self)(module, self.path, self.dims, *([self.segments] if self.segments else []))
             if all(operator.full(part) == self.full(part) for part in self.dims if part in self.parts):
                 operator.check()
-                settings = ("packs", "precision_dim", "placed")
+                settings = ("actuation", "packs", "precision_dim", "placed")
                 vars(operator).update({n: v for n, v in vars(self).items() if n in settings})
                 return operator
         return None
@@ -514,15 +574,3 @@ def exchange_modules_(network: nn.Module, others: Mapping[Any, nn.Module]) -> No
         for name, child in module._modules.items():
             if child in others:
                 module._modules[name] = others[child]
-
-
-def _refuse_hook(self: Operator, *_: Any, register: str, **__: Any) -> Any:
-    raise ViewError(
-        f"{self.path}: {register} on an elastic module has no effect, because subnets have modules of "
-        f"their own; register the hook on supernet.subnet(spec).get_submodule({self.path!r})"
-    )
-
-
-for _name in dir(nn.Module):
-    if _name.endswith("_hook") and _name.startswith(("register_forward", "register_full", "register_back")):
-        setattr(Operator, _name, partialmethod(_refuse_hook, register=_name))

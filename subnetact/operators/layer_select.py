@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from subnetact.operators.actuation import Run, in_forward
 from subnetact.operators.base import Operator
 from subnetact.operators.skipped_layer import skipped
-from subnetact.operators.view_module import view_module
+from subnetact.operators.view_module import called_module, view_module
 from subnetact.space import SizeRow
 
 __all__ = ["LayerSelect", "ModuleSwitch", "SwitchableModule"]
@@ -76,20 +77,34 @@ class LayerSelect(Operator):
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
         """Return a container of the kept `layers` by name, with identities in the places of the others."""
-        modules = {name: layers[name] if name in layers else self._stand_in(name) for name in self._modules}
-        return view_module(self.template, modules=modules)
+        return view_module(self.template, modules=self._places(layers))
+
+    def _places(self, layers: dict[str, nn.Module | None]) -> dict[str, nn.Module | None]:
+        return {name: layers[name] if name in layers else self._stand_in(name) for name in self._modules}
+
+    def module_of(self, run: Run) -> Any:
+        """Return the container of the layers that a subnet keeps, and of identities."""
+        modules = self._places({name: self._modules[name] for name in self.kept(run.row)})
+        return called_module(self.template, self.training, {}, {}, modules)
+
+    def _layers(self, inside: bool) -> dict[str, nn.Module | None]:
+        """Return the layers by name: those of the subnet that runs for a forward, otherwise all."""
+        return self.module_of(self._run())._modules if inside and self.actuation else self._modules
 
     def __len__(self) -> int:
         return len(self._modules)
 
     def __iter__(self) -> Iterator[nn.Module | None]:
-        return iter(self._modules.values())
+        return iter(self._layers(in_forward(self)).values())
 
     def __getitem__(self, position: int | slice | str) -> Any:
-        """Return a layer of the full stack by its position or name, or a list of layers for a slice."""
-        if isinstance(position, str):
-            return self._modules[position]
-        return list(self._modules.values())[position]
+        """Return a layer by its position or name, or a list of layers for a slice."""
+        layers = self._layers(in_forward(self))
+        return layers[position] if isinstance(position, str) else list(layers.values())[position]
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return self._layers(in_forward(self))[name] if name in self.__dict__.get("_modules", ()) else value
 
     def _stand_in(self, name: str) -> nn.Module:
         if name not in self._stand_ins:
@@ -150,6 +165,14 @@ class ModuleSwitch(LayerSelect):
         """Return the name of the alternative that the subnet of a size `row` uses, as a list of one."""
         self.size("choice", row)
         return super().kept(row)
+
+    def module_of(self, run: Run) -> Any:
+        """Return the alternative that a subnet uses."""
+        return self._modules[self.kept(run.row)[0]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the alternative of the subnet, with its hooks."""
+        return self.module_of(self._run())(*args, **kwargs)
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
         """Return the chosen alternative; exports give all of them, of which the others are identities."""

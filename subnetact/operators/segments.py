@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from subnetact.errors import InsertError
 
-__all__ = ["Kept", "Segments", "cut"]
+__all__ = ["Kept", "Runs", "Segments", "cut", "cut_runs", "sorted_runs"]
+
+Runs: TypeAlias = list[tuple[int, list[tuple[int, int]]]]
+"""Axis, and (start, size) of every run of entries that is kept of it."""
 
 
 @dataclass(frozen=True, init=False)
@@ -91,8 +95,17 @@ class Kept:
 
 def cut(tensor: Tensor, kept: Mapping[int, Kept]) -> Tensor:
     """Return what is `kept` of some axes of a tensor: a view if it is one run of each, otherwise a copy."""
-    runs = {axis: part.runs() for axis, part in kept.items()}
-    for axis, found in sorted(runs.items(), key=lambda item: len(item[1])):  # Copies last, of the least.
-        slices = [tensor.narrow(axis, start, size) for start, size in found]
+    return cut_runs(tensor, sorted_runs({axis: part.runs() for axis, part in kept.items()}))
+
+
+def sorted_runs(runs: Mapping[int, list[tuple[int, int]]]) -> Runs:
+    """Return runs by axis in the order in which `cut_runs` takes them: copies last, of the least."""
+    return sorted(runs.items(), key=lambda item: len(item[1]))
+
+
+def cut_runs(tensor: Tensor, runs: Runs) -> Tensor:
+    """Return the given runs of some axes of a tensor, as `cut` does."""
+    for axis, pieces in runs:
+        slices = [tensor.narrow(axis, start, size) for start, size in pieces]
         tensor = slices[0] if len(slices) == 1 else torch.cat(slices, axis)
     return tensor

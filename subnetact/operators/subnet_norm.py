@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError
+from subnetact.operators.actuation import Run
 from subnetact.operators.base import Operator
 from subnetact.operators.segments import cut
-from subnetact.operators.view_module import view_module
+from subnetact.operators.view_module import called_module, view_module
 from subnetact.space import SizeRow
 
 __all__ = ["CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
@@ -22,6 +23,8 @@ CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
 """How calibration averages the statistics of batches (docstring of `subnetact.calibration`)."""
 
 _STATISTICS = ("running_mean", "running_var")
+_READING_THE_BATCH = (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward)
+"""The forwards that need no statistics in training."""
 
 
 class SubnetNorm(Operator):
@@ -44,6 +47,9 @@ class SubnetNorm(Operator):
     segmented: ClassVar[tuple[str, ...]] = ("channels",)
 
     momentum: Any = property(attrgetter("shell.momentum"), lambda s, m: setattr(s.shell, "momentum", m))
+
+    _begun: Any = None
+    """The statistics row of the largest subnet from which training has moved the shared statistics on."""
 
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
@@ -155,3 +161,32 @@ class SubnetNorm(Operator):
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the BatchNorm of one subnet with the shared statistics, as `bind_with` does."""
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)
+
+    def module_of(self, run: Run) -> Any:
+        """Return the BatchNorm of a subnet for one call; training lets the largest move its statistics.
+
+        A subnet with shared statistics of its own (`statistics_names`) moves those; others move nothing.
+        """
+        row, actuation = run.row, self.actuation
+        attributes = self.attributes(sizes := self.sizes_of(row))
+        names = self.statistics_names(row)
+        measured = None if actuation is None else actuation.norms.get(run.spec)
+        pair: Any = self.shared_statistics(row)
+        tracked = self.batches_tracked()
+        if not self.training:
+            if measured is not None and measured is not self._begun:
+                pair = measured.pairs()[self.path]
+            pair = self.readable(row, pair)
+        elif run.is_largest or names != self.statistics_names(actuation.largest.row):  # type: ignore[union-attr]
+            if run.is_largest and measured not in (None, self._begun):  # Training goes on from its own.
+                for shared, own in zip(pair, self.readable(row, measured.pairs()[self.path]), strict=True):
+                    shared.copy_(own)
+                self._begun = actuation.moving = measured  # type: ignore[union-attr]
+            torch.autograd.graph.increment_version(self._buffers[names[0]])  # type: ignore[arg-type]
+        elif type(self.shell).forward in _READING_THE_BATCH:
+            attributes["track_running_stats"], pair, tracked = False, (None, None), None
+        else:
+            pair, tracked = (pair[0].clone(), pair[1].clone()), None if tracked is None else tracked.clone()
+        buffers = dict(zip(_STATISTICS, pair, strict=True), num_batches_tracked=tracked)
+        tensors = self.tensors(sizes)
+        return called_module(self.shell, self.training, tensors, buffers, self._modules, attributes)

@@ -401,6 +401,19 @@ def view_module(
     return _rebound(view, template) if "forward" in template.__dict__ else view
 
 
+def called_module(
+    template: nn.Module, training: bool, parameters: Any, buffers: Any, modules: Any, attributes: Any = ()
+) -> Any:
+    """Return a module of the template's class for one call, with the template's settings, without hooks."""
+    module: nn.Module = object.__new__(type(template))
+    held = module.__dict__
+    held.update(template.__dict__)
+    held.update(_NO_HOOKS)
+    held.update(attributes)
+    held.update(_parameters=parameters, _buffers=buffers, _modules=modules, training=training)
+    return _rebound(module, template) if "forward" in held else module
+
+
 def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
     """Return a module with a forward of its own where a tool has bound one to the `former` module."""
     forward: Any = vars(module).get("forward")

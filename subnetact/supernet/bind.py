@@ -7,20 +7,17 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from subnetact.operators.actuation import OF_LAYERS
 from subnetact.operators.base import Operator
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
-from subnetact.operators.view_module import view_module
+from subnetact.operators.view_module import HOOKS, view_module
 from subnetact.space import SizeRow
 
-__all__ = ["OF_LAYERS", "bind", "bind_module", "each_tensor", "operators_in", "private_buffers"]
+__all__ = ["bind", "bind_module", "each_tensor", "operators_in", "private_buffers"]
 
 NormBinding: TypeAlias = Callable[[SubnetNorm], nn.Module]
 Freezing: TypeAlias = Callable[[Tensor], Tensor] | None
-
-OF_LAYERS = "_numbers_of_layers"
-"""The attribute of a module with its own whole numbers that are the largest of those of several layers: name
--> positions in the size row. Its module in a subnet has the largest of them."""
 
 
 def operators_in(network: nn.Module) -> list[Operator]:
@@ -85,6 +82,8 @@ def bind_module(
         bound = view_module(module, parameters=own, buffers=buffers, modules=modules, **of_layers)
     if trainable:
         object.__setattr__(bound, "training", module.training)
+    if "_shell" in vars(module):  # It has no hooks; the operator and its template may.
+        vars(bound).update({name: hooks for name in HOOKS if (hooks := vars(module)[name])})
     return bound
 
 

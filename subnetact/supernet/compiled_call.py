@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from subnetact.errors import RecompileLimitWarning
+from subnetact.operators import SubnetNorm
 from subnetact.operators.packed_copy import follow_, registries_of_copies
 from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.bind import bind, private_buffers
 from subnetact.supernet.load import warn_caller
 
 __all__ = ["compiled_call", "own_code"]
@@ -46,21 +48,32 @@ def _run_of(supernet: weakref.ref[nn.Module], row: SizeRow, training: bool) -> A
 
 
 @_disable_dynamo(recursive=False)  # torch.compiler.disable would import the compiler with this module.
-def compiled_call(supernet: Any, spec: SubnetSpec, args: Any, kwargs: Any) -> Any:
+def compiled_call(supernet: Any, spec: SubnetSpec | None, args: Any, kwargs: Any) -> Any:
     """Run a subnet in code of its own, which is compiled; this function, which binds it, is not."""
-    network, run = _bound(supernet, spec)
+    spec, network, run = _bound(supernet, spec)
     output = run(network, args, kwargs)
     _warn_of_limit(supernet, spec, run)
     return output
 
 
 @_disable_dynamo
-def _bound(supernet: Any, spec: SubnetSpec) -> tuple[nn.Module, Any]:
+def _bound(supernet: Any, spec: SubnetSpec | None) -> tuple[SubnetSpec, nn.Module, Any]:
+    spec = supernet._actuation.now().spec if spec is None else spec
     torch._dynamo.eval_frame.skip_code(type(supernet).forward.__code__)  # It would reach the limit for all.
-    network = supernet._bound(spec)
+    network = _trainable(supernet, spec) if supernet.training else supernet.subnet(spec)
     for registry in registries_of_copies(network):
         follow_(registry)
-    return network, _run_of(weakref.ref(supernet), supernet.space.resolve(spec), supernet.training)
+    return spec, network, _run_of(weakref.ref(supernet), supernet.space.resolve(spec), supernet.training)
+
+
+def _trainable(supernet: Any, spec: SubnetSpec) -> nn.Module:
+    """Return the network of a subnet, put together before it runs, for torch.compile."""
+    run = supernet._run_of(spec)
+    copies = None if run.is_largest else private_buffers()
+    norm = partial(SubnetNorm.module_of, run=run)
+    network = bind(supernet.network, run.row, norm, trainable=True, frozen=copies)
+    supernet._actuation.leave(network)
+    return network
 
 
 @_disable_dynamo

@@ -103,7 +103,7 @@ def load_(
                 tensor.data = former
             for kept, entries in held:
                 kept.update(entries)
-            supernet._norms = table
+            supernet._actuation.norms = table
             raise
         finally:
             in_place = not assign and len(moved) < len({*network.parameters(), *network.buffers()})

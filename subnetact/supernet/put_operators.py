@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators import Elastic, ElasticAttribute, Operator, Segments, SubnetNorm
+from subnetact.operators.actuation import OF_LAYERS
 from subnetact.operators.base import exchange_modules_
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.vocabulary import EXPERTS, EXPERTS_PER_TOKEN
 from subnetact.space import SizeRow, SubnetSpace
-from subnetact.supernet.bind import OF_LAYERS
 from subnetact.supernet.supernet import InsertReport, Supernet
 
 __all__ = ["put_operators_"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,15 +20,17 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from subnetact.errors import ForeignSpec, InsertError, NotCalibrated, PrecisionError, SpecError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
+from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_trainer_error
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
+from subnetact.operators.sharded import is_sharded
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
-from subnetact.supernet.bind import OF_LAYERS, bind, each_tensor, operators_in, private_buffers
+from subnetact.supernet.bind import bind, operators_in
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.compiled_call import compiled_call
@@ -44,7 +47,7 @@ from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.unused_weights import snapshot
 from subnetact.supernet.views import Views
 
-__all__ = ["InsertReport", "Supernet", "as_supernet", "fingerprint_of"]
+__all__ = ["InsertReport", "Supernet", "as_supernet", "fingerprint_of", "supernet_of"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,32 @@ def as_supernet(value: object) -> Supernet:
     value._present()
     value._generation.look()
     return value
+
+
+def supernet_of(model: Any) -> Supernet:
+    """Return the supernet that a module is, or of whose network it is, or around which others' tools put it.
+
+    Raises:
+        InsertError: there is none, or nobody keeps it any longer, or FSDP1 has flattened its parameters.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise InsertError(
+                "FSDP1 (FullyShardedDataParallel) flattens the parameters of which subnets are slices; shard "
+                "with torch.distributed.fsdp.fully_shard (FSDP2): every layer, and supernet.network"
+            )
+        if isinstance(module, Supernet):
+            return as_supernet(module)
+        if isinstance(actuation := vars(module).get("actuation"), Actuation):
+            supernet = actuation.supernet()
+            if supernet is None:
+                raise InsertError(
+                    "this network is a copy, or nobody keeps the supernet that insert_ returned; keep it, "
+                    "and give its network"
+                )
+            return as_supernet(supernet)
+    return as_supernet(model)
 
 
 def fingerprint_of(space: str, state: Mapping[str, Tensor]) -> str:
@@ -134,16 +163,18 @@ class Supernet(ReadThrough):
     proved: ProvedInputs | None = None
     state: frozenset[str] = frozenset()
     on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
-    _moving: NormRow | None = None
-    """The row of the largest subnet from which training has moved the shared statistics on since."""
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
         self.space = space
         self.report = report
         self._hold(network)
-        self._norms = self._own(NormTable(space.id))
-        self._active = self._largest = space.largest()
+        self._largest = space.largest()
+        self._actuation = Actuation(self._run_of(self._largest), self._own(NormTable(space.id)))
+        self._actuation.join(network)
+        self._actuation.supernet = weakref.ref(self)
+        for operator in operators_in(network):
+            operator.actuation = self._actuation
         self._views = Views()
         self._generation = Generation(self, self._views)
         self._warned = False
@@ -184,6 +215,7 @@ class Supernet(ReadThrough):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._actuation.supernet = weakref.ref(self)
         self._views = Views()
         self._generation = Generation(self, self._views)
         self._original = self._generation.moment() if state["_original"] else None
@@ -196,18 +228,31 @@ class Supernet(ReadThrough):
         return self.__dict__["_network"]
 
     @property
+    def training(self) -> bool:
+        """Whether the network is in training mode; whoever has it may put it there."""
+        network: nn.Module = self.__dict__["_network"]
+        return network.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if (network := self.__dict__.get("_network")) is not None:
+            network.training = mode
+
+    @property
     def norms(self) -> NormTable:
         """The statistics rows of calibrated subnets. Assign another table to use a copy of that table."""
-        if self._moving is not None:
+        actuation = self._actuation
+        if actuation.moving is not None:
             with self._generation.lock:
-                if self._moving in self._norms.rows.values():  # Training has moved it.
+                moving, actuation.moving = actuation.moving, None
+                if moving in actuation.norms.rows.values():  # Training has moved it.
                     self.adopt_statistics()
-                self._moving = None
-        return self._norms
+        table: NormTable = actuation.norms
+        return table
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
-        self._norms = self._own(table)
+        self._actuation.norms = self._own(table)
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
@@ -216,7 +261,7 @@ class Supernet(ReadThrough):
     @property
     def active(self) -> SubnetSpec:
         """The subnet that `supernet(x)` runs; the largest one until `actuate` is called."""
-        return self._active
+        return self._actuation.active.spec
 
     # -- precision -------------------------------------------------------------------------------
 
@@ -253,6 +298,7 @@ class Supernet(ReadThrough):
         with self._generation.lock:
             put_precision_(network, settings, len(self.space.dimensions))
             self.space, self.precision = space, settings
+            self._actuation.largest, self._actuation.active = map(self._run_of, (self._largest, self.active))
             self._generation.move(same=True)
         return space
 
@@ -362,7 +408,7 @@ class Supernet(ReadThrough):
         """Make `supernet(x)` run the subnet `spec` from now on. Forward passes under way are not affected."""
         spec = self.space.check(spec)
         self.subnet(spec)
-        self._active = spec
+        self._actuation.active = self._run_of(spec)
 
     def forward(self, *args: Any, subnet: SubnetSpec | None = None, **kwargs: Any) -> Any:
         """Run a subnet.
@@ -377,45 +423,44 @@ class Supernet(ReadThrough):
 
         Args:
             args: the inputs of the network.
-            subnet: the subnet to run; `active` stays as it is. If None, the active subnet runs.
+            subnet: the subnet to run; `active` stays as it is. If None, that of `running`, or the active one.
             kwargs: the inputs of the network that are given by name.
 
         Returns:
             What the network returns.
         """
-        spec = self._active if subnet is None else subnet
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
-            return compiled_call(self, spec, args, kwargs)
-        return self._bound(spec)(*args, **kwargs)
+            return compiled_call(self, subnet, args, kwargs)
+        spec = self._actuation.now().spec if subnet is None else subnet
+        if not self.training and not is_sharded(self):
+            return self.subnet(spec)(*args, **kwargs)
+        with self.running(spec):
+            return self.network(*args, **kwargs)
 
-    def _bound(self, spec: SubnetSpec) -> nn.Module:
-        if not self.training:
-            return self.subnet(spec)
-        row, largest = self.space.resolve(spec), spec.base == self._largest
-        full, listed = self.space.resolve(self._largest), set[nn.Module]()
+    @contextmanager
+    def running(self, spec: SubnetSpec) -> Iterator[None]:
+        """Let `supernet.network(...)` run a subnet in this thread or task, instead of the active one.
 
-        def bind_norm(norm: SubnetNorm) -> nn.Module:
-            bound = norm.bind(row, trainable=True)
-            if norm.statistics_names(row) != norm.statistics_names(full):  # It has statistics for this width.
-                listed.add(bound)
-            if largest or bound in listed:
-                self._generation.weights.note_training()
-            return bound
+        The network's own modules run, with their hooks: gradients reach the parameters, and checkpoints are
+        computed again for the same subnet, also by a backward pass that comes later. In training mode,
+        BatchNorm normalises with the batch. The largest subnet updates running statistics and other buffers;
+        other subnets update copies.
 
-        with self._generation.lock:
-            statistics = self._norms.get(spec) if largest else None
-            if statistics not in (None, self._moving) and not self._generation.notice_replacements():
-                for name, tensor in self.statistics_of_largest().items():
-                    self._present().get_buffer(name).copy_(tensor)  # Training goes on from its own.
-                self._moving = statistics
-            network = bind(self._present(), row, bind_norm, trainable=True)
-        own = private_buffers()
-        for module in network.modules():
-            if (not largest and module not in listed) or any(
-                hasattr(t, "packed") for t in module._buffers.values()
-            ):
-                object.__setattr__(module, "_buffers", each_tensor(module._buffers, own))
-        return network
+        Args:
+            spec: the subnet to run.
+
+        Example:
+            >>> with supernet.running(supernet.space.smallest()):
+            ...     loss = supernet.network(**batch).loss
+            >>> loss.backward()
+        """
+        run = self._run_of(spec)
+        self._present()
+        with self._actuation.running(run, self.network):
+            yield
+
+    def _run_of(self, spec: SubnetSpec) -> Run:
+        return Run(spec := self.space.check(spec), self.space.resolve(spec), spec.base == self._largest)
 
     def statistics_of_largest(self) -> dict[str, Tensor]:
         """Return, by name, the shared statistics that are others in the row of the largest subnet."""
@@ -483,6 +528,7 @@ class Supernet(ReadThrough):
         operators = operators_in(elastic)
         for operator in operators:
             operator.template.training = operator.training
+        self._actuation.leave(elastic)
         exchange_modules_(elastic, {operator: operator.template for operator in operators})
         network: nn.Module = template_of(elastic)
         vars(network).pop(OF_LAYERS, None)
@@ -569,7 +615,7 @@ class Supernet(ReadThrough):
 
     def calibrated(self, spec: SubnetSpec) -> bool:
         """Tell whether a subnet, `spec`, has a statistics row of its own, or the network has no BatchNorm."""
-        return self.space.check(spec) in self._norms or not self.norm_operators()
+        return self.space.check(spec) in self._actuation.norms or not self.norm_operators()
 
     def require_calibrated(self, specs: Sequence[SubnetSpec]) -> None:
         """Refuse `specs` of which one has no BatchNorm statistics of its own, with `NotCalibrated`."""
@@ -599,7 +645,7 @@ class Supernet(ReadThrough):
         """
         largest = self.space.largest()
         with outside_modes():
-            self._norms.update({largest: NormRow.of(self._statistics(largest, None))})
+            self._actuation.norms.update({largest: NormRow.of(self._statistics(largest, None))})
 
     def _statistics(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, tuple[Tensor, Tensor]]:
         found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -748,6 +794,8 @@ class Supernet(ReadThrough):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "hf_device_map" and sys._getframe(1).f_globals.get("__name__") == "transformers.trainer":
+            raise plain_trainer_error("a Trainer of a Supernet")  # It reads this first.
         if "_generation" in self.__dict__:  # Whoever has a part of the network may change it.
             self._generation.look()
         return super().__getattr__(name)
@@ -818,7 +866,6 @@ class Supernet(ReadThrough):
         """Put the network into training mode, or out of it; `mode` is as in torch."""
         self._generation.look()
         self.network.train(mode)
-        self.training = mode
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
@@ -828,7 +875,7 @@ class Supernet(ReadThrough):
             self._generation.begin_exchange()
             try:
                 self.network._apply(fn, recurse)
-                self._norms.apply(fn)
+                self._actuation.norms.apply(fn)
             finally:
                 self._generation.move(same=before == [storage_id(tensor) for tensor in self.tensors()])
                 self._original = self._generation.moment() if original else None
@@ -888,7 +935,13 @@ class Supernet(ReadThrough):
         # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
         with self._generation.lock, nullcontext() if fresh else outside_modes():
             pairs = None if statistics is None else statistics.pairs()
+            if is_sharded(self._present()):
+                raise ViewError(
+                    "the weights are sharded over processes, and views are slices of whole ones; run "
+                    "supernet(x, subnet=spec), or gather the state_dict and load it into an own supernet"
+                )
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
+            self._actuation.leave(view)
             own_state_(view, () if fresh else self.state)
             object.__setattr__(view, "is_whole", True)
             if hasattr(type(view), "save_pretrained") and spec.base != self._largest:

@@ -3,6 +3,7 @@
 - `distillation.py`: the steps of `distill_`, in their order.
 - `task.py`: what batches hold, what outputs mean, and how well a subnet does.
 - `sandwich.py`: the gradients of one batch, for several subnets.
+- `trainer.py`: a Trainer of transformers that trains all subnets.
 - `batch_stream.py`: which batch comes next, also after a kill; `state.py`: the file with which it goes on.
 - `report.py`: what the training did for every subnet.
 
@@ -18,5 +19,6 @@ then stays near what it was, and gains nothing from the data.
 from subnetact.training.distillation import distill_
 from subnetact.training.report import DistillationReport
 from subnetact.training.sandwich import sandwich_step
+from subnetact.training.trainer import SandwichTraining
 
-__all__ = ["DistillationReport", "distill_", "sandwich_step"]
+__all__ = ["DistillationReport", "SandwichTraining", "distill_", "sandwich_step"]

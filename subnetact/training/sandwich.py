@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,12 +19,14 @@ from torch.utils._pytree import tree_map_only
 from subnetact.comparison import tensors_in
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import InsertError, SpecError, SubnetActError, first_line
+from subnetact.operators.sharded import is_collective
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, tensors_of
 from subnetact.supernet.failure import summary
-from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.supernet.load import warn_caller
+from subnetact.supernet.supernet import Supernet, supernet_of
 
-__all__ = ["IGNORED", "counted", "cross_entropy", "sandwich_step"]
+__all__ = ["IGNORED", "average_gradients", "counted", "cross_entropy", "drawn", "sandwich_step"]
 
 IGNORED = -100
 """The label of a pixel or token that does not count, as transformers and `cross_entropy` of torch have it."""
@@ -32,7 +35,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def sandwich_step(
-    supernet: Supernet | DistributedDataParallel,
+    model: Any,
     inputs: Any,
     labels: Any,
     *,
@@ -57,10 +60,12 @@ def sandwich_step(
     number. Call `calibrate` after the training.
 
     Args:
-        supernet: the supernet in training mode, or a `DistributedDataParallel` around it.
+        model: the supernet in training mode, its `network`, or what others' tools put around either:
+            `DistributedDataParallel`, `fully_shard`, accelerate's `prepare`, `torch.compile` or an adapter.
         inputs: what the network takes: a tensor, or a tuple or mapping of tensors.
         labels: what `loss` compares outputs with, of shape (N,) for example.
-        rng: draws the random subnets. Processes may draw different ones, and as many each.
+        rng: draws the random subnets. Processes may draw different ones, and as many each; where a forward
+            needs all processes (sharded weights, SyncBatchNorm), all train those of the first process.
         loss: a function of the scores, which are what `output` returns, and the labels. The result is a
             scalar tensor.
         random_subnets: number of random subnets per step, all distinct; all there are if the space has fewer.
@@ -90,7 +95,7 @@ def sandwich_step(
     Raises:
         SpecError: an argument is out of its range, the supernet is in evaluation mode, or distillation finds
             no class scores, or cannot know their dimension.
-        InsertError: `supernet` is not a `Supernet`, or a branch of the network that only training runs reads
+        InsertError: there is no supernet in `model`, or a branch of the network that only training runs reads
             channels that are narrow in a subnet.
 
     Source:
@@ -103,8 +108,12 @@ def sandwich_step(
         ...     optimizer.step()
     """
     given = dict(locals())
-    plain = as_supernet(supernet.module if isinstance(supernet, DistributedDataParallel) else supernet)
-    specs = _specs(plain, subnets, random_subnets, rng)
+    plain = supernet_of(model)
+    if subnets is None and is_collective(model):
+        state = [rng.getstate()]
+        distributed.broadcast_object_list(state)
+        rng.setstate(state[0])
+    specs = drawn(plain, subnets, random_subnets, rng)
     share: Any = distillation
     if not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
         raise SpecError(f"distillation: {share!r} is no number from 0.0 to 1.0")
@@ -129,35 +138,55 @@ def sandwich_step(
         with torch.no_grad():
             wanted = target(output(call_with(teacher, x)))
     losses: dict[SubnetSpec, float] = {}
-    # One average of the sum of all gradients is enough.
-    with supernet.no_sync() if isinstance(supernet, DistributedDataParallel) else nullcontext():
+    parallel = isinstance(model, DistributedDataParallel)
+    if parallel:
+        _warn_of_batches_apart(plain)
+    with model.no_sync() if parallel else nullcontext():  # One average of the sum of all gradients is enough.
         for spec in specs:
-            scores = output(_run(supernet, x, spec, largest=not losses))
-            if wanted is None or not distillation:
-                total = loss(scores, labels)
-                if distillation and len(specs) > 1:
-                    with torch.no_grad():
-                        wanted = tree_map_only(Tensor, Tensor.detach, target(scores))
-                    if any(tensor.requires_grad for tensor in tensors_in(wanted)):
-                        raise SpecError(
-                            f"output: {type(wanted).__name__} keeps the gradients of the teacher; let output "
-                            "return tensors, in tuples or dictionaries"
-                        )
-            else:
-                total = distillation * apart(scores, wanted)
-                if distillation < 1.0:
-                    total = total + (1.0 - distillation) * loss(scores, labels)
-            _check_loss(total)
-            (backward or torch.autograd.backward)(total)
-            losses[spec] = float(total.detach())
-    if average and isinstance(supernet, DistributedDataParallel):
-        _average_gradients(plain, supernet.process_group)
+            with plain.running(spec):
+                scores = output(_run(model, x, largest=not losses))
+                if wanted is None or not distillation:
+                    total = loss(scores, labels)
+                    if distillation and len(specs) > 1:
+                        with torch.no_grad():
+                            wanted = tree_map_only(Tensor, Tensor.detach, target(scores))
+                        if any(tensor.requires_grad for tensor in tensors_in(wanted)):
+                            raise SpecError(
+                                f"output: {type(wanted).__name__} keeps the gradients of the teacher; let "
+                                "output return tensors, in tuples or dictionaries"
+                            )
+                else:
+                    total = distillation * apart(scores, wanted)
+                    if distillation < 1.0:
+                        total = total + (1.0 - distillation) * loss(scores, labels)
+                _check_loss(total)
+                (backward or torch.autograd.backward)(total)
+                losses[spec] = float(total.detach())
+    if average and parallel:
+        average_gradients(plain, model.process_group)
     return losses
 
 
-def _specs(
+def _warn_of_batches_apart(supernet: Supernet) -> None:
+    """Say once that BatchNorms of several processes normalise apart."""
+    apart = [n for n in supernet.norm_operators().values() if not isinstance(n, nn.SyncBatchNorm)]
+    if apart and distributed.get_world_size() > 1 and supernet not in _warned:
+        _warned.add(supernet)
+        warn_caller(
+            f"{len(apart)} BatchNorms normalise with the batch of their own process, and running statistics "
+            "are those of one process; calibrate after the training, or convert the network with "
+            "SyncBatchNorm.convert_sync_batchnorm before insert_",
+            UserWarning,
+        )
+
+
+_warned: weakref.WeakSet[Supernet] = weakref.WeakSet()
+
+
+def drawn(
     supernet: Supernet, subnets: Sequence[SubnetSpec] | None, count: int, rng: random.Random
 ) -> list[SubnetSpec]:
+    """Return the subnets of a step: those given, or the largest, the smallest and random ones."""
     space = supernet.space
     if subnets is not None:
         return supernet.distinct(subnets, "a training step")
@@ -167,9 +196,9 @@ def _specs(
     return [*others[:1], smallest, *others[1:]]
 
 
-def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:
+def _run(model: nn.Module, x: Any, largest: bool) -> Any:
     try:
-        return call_with(partial(supernet, subnet=spec), x)
+        return call_with(model, x)
     except RuntimeError as error:
         if largest or isinstance(error, SubnetActError) or ran_out_of_memory(error):
             raise
@@ -189,7 +218,7 @@ def _place(error: BaseException) -> str:
     return first_line(error)
 
 
-def _average_gradients(supernet: Supernet, group: Any) -> None:
+def average_gradients(supernet: Supernet, group: Any) -> None:
     """Replace every gradient by its mean over all processes, in which different subnets may have run."""
     wanted = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
     present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device)

@@ -1,0 +1,238 @@
+"""Actuation: which subnet the operators of a network run when the network is called as an ordinary module.
+
+An operator binds itself when it is called: it slices the module of the running subnet out of its parameters,
+and calls that. The network's own modules run, with the hooks that others attach to them.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from subnetact.errors import TrainingError
+from subnetact.operators.sharded import require_same_subnet
+from subnetact.space import SizeRow
+from subnetact.spec import SubnetSpec
+
+__all__ = ["OF_LAYERS", "Actuation", "Run", "in_forward", "plain_trainer_error"]
+
+OF_LAYERS = "_numbers_of_layers"
+"""The attribute of a network with its own whole numbers that are the largest of those of several layers: name
+-> positions in the size row. In a subnet it has the largest of them."""
+
+MOST_CHANGES = 1024
+"""So many changes of the subnet of each thread are remembered for backward passes that come later."""
+
+
+class Run(NamedTuple):
+    """A subnet that runs: its specification, its size row, and whether it is the largest one."""
+
+    spec: SubnetSpec
+    row: SizeRow
+    is_largest: bool = False
+
+
+def _no_supernet() -> None:
+    return None
+
+
+_running: ContextVar[tuple[tuple[Any, Run], ...]] = ContextVar("running", default=())
+
+
+class Actuation:
+    """Says which subnet the operators of a network run: the active one, or another in this thread or task.
+
+    Gradient checkpointing calls modules again in the backward pass, which may run in another thread, or after
+    another subnet has run. Every node of autograd's graph has a number that tells when it was made, and hence
+    for which subnet.
+
+    Attributes:
+        largest: the largest subnet.
+        active: the subnet that runs where no other one was asked for.
+        norms: the statistics rows of the subnets.
+        supernet: returns the supernet, or None if it is gone, or was not copied with the network.
+        moving: the row of the largest subnet from which training has moved the shared statistics on since.
+    """
+
+    def __init__(self, largest: Run, norms: Any) -> None:
+        self.largest = self.active = largest
+        self.norms, self.moving = norms, None
+        self.supernet: Callable[[], Any] = _no_supernet
+        self._changes: dict[int, deque[tuple[int, Run]]] = {}
+        self._calls: dict[int, list[Any]] = {}
+        self._buffered: tuple[int | None, list[nn.Module]] = (None, [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        of_this_process = {"supernet": _no_supernet, "_changes": {}, "_calls": {}, "_buffered": (None, [])}
+        return {**vars(self), **of_this_process}
+
+    def join(self, network: nn.Module) -> None:
+        """Watch the calls of a network."""
+        network.register_forward_pre_hook(self.begin)
+        network.register_forward_hook(self.end, always_call=True)
+
+    def leave(self, network: nn.Module) -> None:
+        """Watch the calls of a network, or of its view, no longer."""
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            others = {n: hook for n, hook in vars(network)[name].items() if not _is_ours(hook)}
+            object.__setattr__(network, name, OrderedDict(others))
+
+    def now(self) -> Run:
+        """Return the subnet that runs in this thread or task, or did when a graph was made that is run back.
+
+        Raises:
+            TrainingError: a checkpoint is computed again of which the subnet is not known.
+        """
+        if torch._C._current_graph_task_id() >= 0:
+            return self._recomputed()
+        run = self._asked() or self.active
+        changes = self._changes.get(get_ident())
+        if changes is None or changes[-1][1] is not run:
+            self._note(run)
+        return run
+
+    def _asked(self) -> Run | None:
+        for actuation, run in _running.get():
+            if actuation is self:
+                return run
+        return None
+
+    def _note(self, run: Run) -> None:
+        """Note that the graph that this thread makes from now on is of a subnet."""
+        number = torch._C._autograd._get_sequence_nr()
+        self._changes.setdefault(get_ident(), deque(maxlen=MOST_CHANGES)).append((number, run))
+
+    def _recomputed(self) -> Run:
+        """Return the subnet for which the node of the graph was made that is run back."""
+        node: Any = torch._C._current_autograd_node()
+        made = {}
+        for thread, changes in list(self._changes.items()):
+            place = bisect_right(changes, node._sequence_nr(), key=lambda change: change[0])
+            if place or len(changes) < MOST_CHANGES:
+                made[thread] = changes[max(place - 1, 0)][1]
+        here = made.get(get_ident())
+        runs = set(made.values()) if here is None else {here}
+        if len(runs) != 1:
+            raise TrainingError(
+                "gradient checkpointing calls an elastic module again, and it is not known for which subnet: "
+                f"{len(runs)} are possible; call backward in the thread of the forward, and soon after it"
+            )
+        return runs.pop()
+
+    @contextmanager
+    def running(self, run: Run, network: nn.Module) -> Iterator[None]:
+        """Let the operators of a network run a subnet in this thread or task."""
+        require_same_subnet(network, run.row)
+        former = [] if run.is_largest else _put_numbers(network, run.row) + self._put_copies(network)
+        token = _running.set(((self, run), *_running.get()))
+        self._note(run)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+            self._note(self._asked() or self.active)
+            for module, attributes in former:
+                vars(module).update(attributes)
+
+    def _put_copies(self, network: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """Give modules in training copies of their buffers, as operators do; return the former ones."""
+        if not network.training:
+            return []
+        writes = getattr(getattr(vars(network)["_modules"], "count", None), "writes", None)
+        if writes is None or self._buffered[0] != writes:
+            modules = [m for m in network.modules() if m._buffers and "actuation" not in vars(m)]
+            self._buffered = writes, modules
+        former = [(module, {"_buffers": vars(module)["_buffers"]}) for module in self._buffered[1]]
+        copies: dict[int, Any] = {}
+        for module, registries in former:
+            for buffer in (buffers := registries["_buffers"]).values():
+                copies.setdefault(id(buffer), None if buffer is None else buffer.detach().clone())
+            vars(module)["_buffers"] = {name: copies[id(buffer)] for name, buffer in buffers.items()}
+        return former
+
+    @_disable_dynamo
+    def begin(self, network: nn.Module, _: Any) -> None:
+        """Let a network run the active subnet, unless another one was asked for."""
+        calls = self._calls.setdefault(get_ident(), [])
+        calls.append(nullcontext())
+        if self._asked() is None:
+            if network.training:
+                _refuse_plain_trainer()
+            context = self.running(self.active, network)
+            context.__enter__()
+            calls[-1] = context
+
+    @_disable_dynamo
+    def end(self, *_: Any) -> None:
+        """End what `begin` began, whether or not the call failed."""
+        if calls := self._calls.get(get_ident()):
+            calls.pop().__exit__(None, None, None)
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), Actuation)
+
+
+def _put_numbers(network: nn.Module, row: SizeRow) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Give a network its `OF_LAYERS` in a subnet; return the former attributes."""
+    held = vars(network)
+    numbers = {name: max(row[i] for i in at) for name, at in held.get(OF_LAYERS, {}).items()}
+    former = {name: held[name] for name in numbers}
+    held.update(numbers)
+    return [(network, former)]
+
+
+def plain_trainer_error(trainer: str) -> TrainingError:
+    """Return the refusal of a Trainer that knows nothing of subnets."""
+    return TrainingError(
+        f"{trainer} would train the active subnet alone; for all subnets, make a class of "
+        "subnetact.training.SandwichTraining and your Trainer, class Elastic(SandwichTraining, Trainer), and "
+        "give it supernet.network; for one subnet, train in `with supernet.running(spec):`"
+    )
+
+
+def _refuse_plain_trainer() -> None:
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "training_step":
+        frame = frame.f_back
+    trainer = type(None if frame is None else frame.f_locals.get("self"))
+    if any(cls.__module__ == "transformers.trainer" for cls in trainer.__mro__):
+        raise plain_trainer_error(trainer.__name__)
+
+
+def _codes_of_calls() -> set[Any]:
+    call: Any = nn.Module._call_impl.__code__
+    return {call, *(const for const in call.co_consts if hasattr(const, "co_code"))}
+
+
+_CALLS = _codes_of_calls()
+
+
+def in_forward(operator: nn.Module) -> bool:
+    """Tell whether what reads an operator was called by the forward of a module, and by no hook.
+
+    Methods of the operator itself read it as it is.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    frame: Any = sys._getframe(2)
+    callee = None
+    while frame is not None:
+        local = frame.f_locals
+        if frame.f_code in _CALLS and "forward_call" in local:
+            forward = local["forward_call"]
+            return getattr(getattr(forward, "__func__", forward), "__code__", None) is callee
+        if local.get("self") is operator:
+            return False
+        callee, frame = frame.f_code, frame.f_back
+    return False
