@@ -184,6 +184,7 @@ class Operator(ReadThrough):
         super().__init__()
         self._hold(template)
         self.__dict__.update({name: template.__dict__[name] for name in HOOKS})
+        del self.__dict__["_is_full_backward_hook"]  # It is that of the template, too.
         self.path = path
         self.dims = dict(dims)
         self.segments = dict(segments or {})

@@ -102,9 +102,8 @@ class LayerSelect(Operator):
         layers = self._layers(in_forward(self))
         return layers[position] if isinstance(position, str) else list(layers.values())[position]
 
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return self._layers(in_forward(self))[name] if name in self.__dict__.get("_modules", ()) else value
+    def _varies(self, name: str, value: Any) -> bool:
+        return name in self._modules or super()._varies(name, value)
 
     def _stand_in(self, name: str) -> nn.Module:
         if name not in self._stand_ins:

@@ -150,8 +150,7 @@ def test_settings_and_methods_are_read_through_and_subnets_have_their_own() -> N
     supernet = supernet_of()
     assert supernet.config == {"hidden": 8}
     assert supernet.layers is supernet.network.layers
-    with pytest.raises(SpecError, match=r"first: an elastic module runs only as part of a subnet"):
-        supernet.generate(torch.zeros(1, 4))
+    assert supernet.generate(torch.zeros(1, 4)).shape == (1,)
     with pytest.raises(AttributeError, match="'Supernet' object has no attribute 'absent'"):
         _ = supernet.absent
     assert supernet.subnet(supernet.space.smallest()).generate(torch.zeros(1, 4)).shape == (1,)
@@ -182,32 +181,3 @@ def test_an_operator_reads_and_writes_through_to_its_template() -> None:
     assert supernet.subnet(space.smallest()).width == 24
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         _ = supernet.network.absent
-
-
-def test_an_elastic_module_does_not_run_by_itself() -> None:
-    supernet = supernet_of()
-    for call in (supernet.network.first, supernet.network.layers[0], supernet.network):
-        with pytest.raises(
-            SpecError, match=r"an elastic module runs only as part of a subnet; call supernet\(x"
-        ):
-            call(torch.zeros(1, 4))
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        "register_forward_pre_hook",
-        "register_forward_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-    ],
-)
-def test_hooks_on_elastic_modules_are_refused_and_fire_on_views(register: str) -> None:
-    supernet, seen = supernet_of(), []
-    for path in ("first", "layers"):
-        with pytest.raises(ViewError, match=rf"{path}: {register} .*get_submodule\('{path}'\)"):
-            getattr(supernet.network.get_submodule(path), register)(lambda *a: None)
-    view = supernet.subnet(supernet.space.smallest())
-    view.get_submodule("first").register_forward_hook(lambda *a: seen.append(a))
-    view(torch.zeros(1, 4))
-    assert len(seen) == 1
