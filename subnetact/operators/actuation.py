@@ -16,11 +16,13 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _NormBase
 
 from subnetact.errors import TrainingError
 from subnetact.operators.sharded import require_same_subnet
+from subnetact.operators.tensor_version import tensor_version
 from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
 
@@ -70,11 +72,9 @@ class Actuation:
         self.supernet: Callable[[], Any] = _no_supernet
         self._changes: dict[int, deque[tuple[int, Run]]] = {}
         self._calls: dict[int, list[Any]] = {}
-        self._buffered: tuple[int | None, list[nn.Module]] = (None, [])
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = {"supernet": _no_supernet, "_changes": {}, "_calls": {}, "_buffered": (None, [])}
-        return {**vars(self), **of_this_process}
+        return {**vars(self), "supernet": _no_supernet, "_changes": {}, "_calls": {}}
 
     def join(self, network: nn.Module) -> None:
         """Watch the calls of a network."""
@@ -84,7 +84,9 @@ class Actuation:
     def leave(self, network: nn.Module) -> None:
         """Watch the calls of a network, or of its view, no longer."""
         for name in ("_forward_pre_hooks", "_forward_hooks"):
-            others = {n: hook for n, hook in vars(network)[name].items() if not _is_ours(hook)}
+            others = {
+                n: hook for n, hook in vars(network)[name].items() if hook not in (self.begin, self.end)
+            }
             object.__setattr__(network, name, OrderedDict(others))
 
     def now(self) -> Run:
@@ -133,32 +135,22 @@ class Actuation:
     def running(self, run: Run, network: nn.Module) -> Iterator[None]:
         """Let the operators of a network run a subnet in this thread or task."""
         require_same_subnet(network, run.row)
-        former = [] if run.is_largest else _put_numbers(network, run.row) + self._put_copies(network)
+        buffers = [] if run.is_largest else _buffers(network)
         token = _running.set(((self, run), *_running.get()))
         self._note(run)
+        _put_numbers(network, run.row)
         try:
             yield
         finally:
             _running.reset(token)
             self._note(self._asked() or self.active)
-            for module, attributes in former:
-                vars(module).update(attributes)
-
-    def _put_copies(self, network: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """Give modules in training copies of their buffers, as operators do; return the former ones."""
-        if not network.training:
-            return []
-        writes = getattr(getattr(vars(network)["_modules"], "count", None), "writes", None)
-        if writes is None or self._buffered[0] != writes:
-            modules = [m for m in network.modules() if m._buffers and "actuation" not in vars(m)]
-            self._buffered = writes, modules
-        former = [(module, {"_buffers": vars(module)["_buffers"]}) for module in self._buffered[1]]
-        copies: dict[int, Any] = {}
-        for module, registries in former:
-            for buffer in (buffers := registries["_buffers"]).values():
-                copies.setdefault(id(buffer), None if buffer is None else buffer.detach().clone())
-            vars(module)["_buffers"] = {name: copies[id(buffer)] for name, buffer in buffers.items()}
-        return former
+            _put_numbers(network, self.largest.row)
+            with torch.no_grad():
+                for module, name, buffer, version, value in buffers:  # Only the largest subnet moves them.
+                    if tensor_version(buffer) != version or isinstance(module, _NormBase):
+                        buffer.copy_(value)
+                    if module._buffers[name] is not buffer:
+                        module._buffers[name] = buffer
 
     @_disable_dynamo
     def begin(self, network: nn.Module, _: Any) -> None:
@@ -179,17 +171,21 @@ class Actuation:
             calls.pop().__exit__(None, None, None)
 
 
-def _is_ours(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), Actuation)
+def _buffers(network: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
+    """Return the buffers that no operator holds, with their modules, names, versions and values."""
+    return [
+        (module, name, buffer, tensor_version(buffer), buffer.clone())
+        for module in network.modules()
+        if module._buffers and "actuation" not in vars(module)
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
 
 
-def _put_numbers(network: nn.Module, row: SizeRow) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Give a network its `OF_LAYERS` in a subnet; return the former attributes."""
-    held = vars(network)
-    numbers = {name: max(row[i] for i in at) for name, at in held.get(OF_LAYERS, {}).items()}
-    former = {name: held[name] for name in numbers}
-    held.update(numbers)
-    return [(network, former)]
+def _put_numbers(network: nn.Module, row: SizeRow) -> None:
+    """Give a network its `OF_LAYERS` in a subnet."""
+    of_layers = vars(network).get(OF_LAYERS, {})
+    vars(network).update({name: max(row[i] for i in at) for name, at in of_layers.items()})
 
 
 def plain_trainer_error(trainer: str) -> TrainingError:
@@ -210,12 +206,8 @@ def _refuse_plain_trainer() -> None:
         raise plain_trainer_error(trainer.__name__)
 
 
-def _codes_of_calls() -> set[Any]:
-    call: Any = nn.Module._call_impl.__code__
-    return {call, *(const for const in call.co_consts if hasattr(const, "co_code"))}
-
-
-_CALLS = _codes_of_calls()
+_CALL: Any = nn.Module._call_impl.__code__
+_CALLS = (_CALL, *(inner for inner in _CALL.co_consts if hasattr(inner, "co_code")))
 
 
 def in_forward(operator: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators.actuation import Run
@@ -179,10 +180,11 @@ class SubnetNorm(Operator):
             pair = self.readable(row, pair)
         elif run.is_largest or names != self.statistics_names(actuation.largest.row):  # type: ignore[union-attr]
             if run.is_largest and measured not in (None, self._begun):  # Training goes on from its own.
-                for shared, own in zip(pair, self.readable(row, measured.pairs()[self.path]), strict=True):
-                    shared.copy_(own)
+                for tensor, own in zip(pair, self.readable(row, measured.pairs()[self.path]), strict=True):
+                    tensor.copy_(own)
                 self._begun = actuation.moving = measured  # type: ignore[union-attr]
-            torch.autograd.graph.increment_version(self._buffers[names[0]])  # type: ignore[arg-type]
+            shared: Any = self._buffers[names[0]]
+            increment_version(shared)  # Torch does not count what BatchNorm writes.
         elif type(self.shell).forward in _READING_THE_BATCH:
             attributes["track_running_stats"], pair, tracked = False, (None, None), None
         else:

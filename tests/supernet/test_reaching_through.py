@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from subnetact import Axis, SubnetSpace, Supernet, insert_
-from subnetact.errors import CheckpointError, SpecError, ViewError
+from subnetact.errors import CheckpointError
 from subnetact.operators import ElasticAttribute, LayerSelect, WeightSlice
 from subnetact.supernet.card import Card
 

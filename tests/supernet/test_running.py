@@ -296,7 +296,8 @@ def test_what_wraps_a_network_leads_to_its_supernet() -> None:
     for model in (supernet, supernet.network, nn.Sequential(supernet), nn.ModuleList([supernet.network])):
         assert supernet_of(model) is supernet
     removed = supernet.remove()
-    assert not any(removed._forward_hooks) and not any(removed._forward_pre_hooks)
+    assert not any(removed._forward_hooks)
+    assert not any(removed._forward_pre_hooks)
     assert equal(removed(torch.ones(2, 4)), removed(torch.ones(2, 4)))
 
 

@@ -1,0 +1,139 @@
+"""Others' tools train a supernet: the page runs in two processes, and shards learn what one process does."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "howto" / "train_with_tools.md"
+PRELUDE = """
+import sys, warnings
+sys.path.insert(0, {tests!r})
+from torchvision_operators import define_missing
+define_missing()
+warnings.simplefilter("ignore")
+import torch
+"""
+
+
+def in_two_processes(script: str, folder: Path) -> None:
+    """Run a script in two processes, as torchrun does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = folder / "script.py"
+    path.write_text(PRELUDE.format(tests=str(ROOT / "tests")) + script)
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    workers = []
+    for rank in ("0", "1"):
+        (folder / rank).mkdir()
+        own = {**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        workers.append(subprocess.Popen([sys.executable, str(path)], cwd=folder / rank, env=own, **pipes))
+    errors = [worker.communicate(timeout=600)[1].decode() for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(text[-3000:] for text in errors)
+
+
+@pytest.mark.parametrize("tool", ["accelerate", "peft"])
+def test_every_block_of_the_page_runs_in_two_processes(tool: str, tmp_path: Path) -> None:
+    for name in ("transformers", "accelerate", tool):
+        pytest.importorskip(name)
+    blocks = re.findall(r"^```python\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    chosen = [code for code in blocks if ("peft" in code) <= (tool == "peft")]
+    if tool == "peft":
+        chosen = [blocks[0], *(code for code in blocks if "peft" in code)]
+    in_two_processes("\n".join(chosen), tmp_path)
+
+
+SHARDED = """
+import copy, random, sys
+import torch.nn.functional as F
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+import subnetact
+from subnetact.errors import TrainingError, ViewError
+from subnetact.training import sandwich_step
+from small_decoders import small_decoder
+
+def loss(scores, labels):
+    return F.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+def losses_of(supernet, share):
+    optimizer, rng = torch.optim.SGD(supernet.parameters(), lr=0.05), random.Random(share[0])
+    supernet.train()
+    for batch in data:
+        optimizer.zero_grad()
+        own = batch.chunk(share[1])[share[0]]
+        x = dict(input_ids=own, use_cache=False)
+        yield [*sandwich_step(supernet, x, own, rng=rng, loss=loss, class_dim=-1).values()]
+        optimizer.step()
+
+torch.manual_seed(0)
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+torch.set_num_threads(1)
+data, model = torch.randint(3, 50, (20, 4, 12)), small_decoder("LlamaConfig", num_hidden_layers=6)
+model.double()  # Sums of halves round otherwise.
+example = dict(input_ids=data[0], use_cache=False)
+supernet = subnetact.insert_(model, example=example, axes=("ffn", "heads", "depth"))
+alone, whole = copy.deepcopy(supernet), sum(p.nbytes for p in supernet.parameters())
+for layer in supernet.network.model.layers:
+    fully_shard(layer)
+fully_shard(supernet.network)
+assert sum(p.to_local().nbytes for p in supernet.parameters()) <= 0.6 * whole
+shards, one = [*losses_of(supernet, (rank, 2))], [*losses_of(alone, (0, 1))]
+gathered = [None, None]
+distributed.all_gather_object(gathered, shards)
+mean = torch.tensor(gathered, dtype=torch.float64).mean(0)
+torch.testing.assert_close(mean, torch.tensor(one, dtype=torch.float64), rtol=0, atol=1e-6)
+for parameter, expected in zip(supernet.parameters(), alone.parameters(), strict=True):
+    torch.testing.assert_close(parameter.full_tensor(), expected.data, rtol=0, atol=1e-6)
+smallest, largest = supernet.space.smallest(), supernet.space.largest()
+output, expected = (s.eval()(**example, subnet=smallest).logits for s in (supernet, alone))
+torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+
+def refused(error, words, act):
+    try:
+        act()
+    except error as refusal:
+        assert words in str(refusal), refusal
+    else:
+        raise AssertionError(words)
+
+refused(ViewError, "sharded over processes", lambda: supernet.subnet(smallest))
+refused(ViewError, "sharded over processes", lambda: supernet.extract(smallest))
+other = (smallest, largest)[rank]
+refused(TrainingError, "processes run different subnets", lambda: supernet(**example, subnet=other))
+"""
+
+
+def test_two_processes_with_sharded_layers_learn_what_one_process_does(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    in_two_processes(SHARDED, tmp_path)
+
+
+def test_batch_norms_of_several_processes_are_said_to_normalise_apart_once(tmp_path: Path) -> None:
+    script = """
+import random, subnetact
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from subnetact.training import sandwich_step
+
+distributed.init_process_group("gloo")
+torch.manual_seed(distributed.get_rank())
+layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5)
+supernet = subnetact.insert_(nn.Sequential(*layers).eval(), example=torch.randn(2, 3, 8, 8)).train()
+model = DistributedDataParallel(supernet)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        sandwich_step(model, torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3]), rng=random.Random(0))
+told = [str(w.message) for w in seen if "normalise with the batch of their own process" in str(w.message)]
+assert len(told) == 1, told
+"""
+    in_two_processes(script, tmp_path)
