@@ -152,7 +152,8 @@ class Generation:
 
     def notice_replacements(self) -> bool:
         """Move on if modules or tensors were replaced; True while `functional_call` puts its own there."""
-        if self._replacements.writes == self._noticed:
+        noted = self._replacements
+        if noted.writes == self._noticed and not (noted.adapters and noted.switched()):
             return False
         with self.lock:
             writes, network = self._replacements.writes, self._present()

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators.base import Operator, template_of
+from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import Registry
+from subnetact.supernet.adapters import adapted, is_adapter, slice_adapter_, switches
 
 __all__ = ["Replacements", "substituted"]
 
@@ -79,6 +81,9 @@ def _successor(former: Any, entry: Any) -> Any:
         return entry
     if isinstance(former, Operator) and not elastic and (operator := former.on_another(entry)) is not None:
         return operator
+    if is_adapter(entry) and adapted(entry) is adapted(former):
+        slice_adapter_(entry, lost[0].path)
+        return entry
     raise InsertError(
         f"{lost[0].path} is an elastic {type(lost[0].template).__name__} ({lost[0].extra_repr()}), and this "
         f"{type(entry).__name__} cannot be sliced in its place; put a layer of the same class and sizes "
@@ -94,13 +99,22 @@ class Replacements:
         self.writes = 0
         self._members: list[tuple[Callable[[], Any], Any]] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.adapters: list[tuple[Callable[[], Any], list[str]]] = []
 
     def note(self, network: nn.Module, holder: Any) -> None:
         """Remember the modules, parameters and buffers that a network has now, and watch all of them.
 
         The network's `holder` shares its registries, and so do an operator and its template.
         """
-        for module in list(network.modules()):
+        self.adapters = []
+        for path, module in list(network.named_modules()):
+            if is_adapter(module):
+                slice_adapter_(module, path)
+        for path, module in list(network.named_modules()):
+            if isinstance(module, Operator) and not isinstance(module, SubnetNorm):  # whose statistics it names
+                module.path = path
+            if switches(module):
+                self.adapters.append((weakref.ref(module), switches(module)))
             for name in _REGISTRIES:
                 entries = module.__dict__[name]
                 if not isinstance(entries, _Registry) or entries.count is not self:
@@ -120,12 +134,16 @@ class Replacements:
                 if isinstance(entries, _Registry) and entries.count is self:
                     object.__setattr__(module, name, dict(entries))
 
+    def switched(self) -> bool:
+        """Tell whether other adapters of a network count now than at the last `note`."""
+        return any(former != switches(layer()) for layer, former in self.adapters)
+
     def replaced(self, network: nn.Module) -> bool:
         """Tell whether a network has other modules, parameters or buffers now than at the last `note`, or
         has them on other storage, or other hooks.
         """
         present = _members(network)
-        return len(present) != len(self._members) or any(
+        return self.switched() or len(present) != len(self._members) or any(
             known() is not entry or place != _place(entry)
             for (known, place), entry in zip(self._members, present, strict=True)
         )
