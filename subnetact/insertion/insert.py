@@ -68,8 +68,8 @@ SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
 HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 """Homes of hooks of transformers, which note hidden states or let outputs require gradients, and no more."""
-ADAPTED = ("peft.peft_model", "peft.tuners.lora.model")
-"""Homes of the modules that PEFT puts around a whole model with adapters of layers."""
+ADAPTED = ("peft.peft_model", "peft.tuners.lora.model", "peft.tuners.lora.layer")
+"""Homes of the modules of PEFT whose layers are looked at without adapters."""
 BYTES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)  # of quantised weights
 LOOSE = "the parameters {} belong to no known layer: use nn.Linear, or describe them with ElasticAttribute"
 UNTRACED = "everything else"
@@ -221,40 +221,31 @@ def insert_(
         return guard_caches_(supernet, *examples[:1])
     if "proof" in options:
         raise InsertError("proof: insert_ tries every description; give the option to describe")
-    with without_adapters(model) as put_adapters_back:
-        proved = description is None and elastic is None
-        if description is None and example is not None:
-            description = describe(model, example, **options)
-            if elastic is not None:
-                description = description.override(elastic)
-        elif isinstance(description, Description) and elastic is None and not options and example is not None:
-            _check_model(model)
-        else:
-            raise InsertError(
-                "insert_ takes a model and an example (insert_(model, example=x)), also with a description "
-                "(insert_(model, description, example=x)), or a model, a space and an elastic description "
-                "(insert_(model, space, elastic))"
-            )
-        if not proved:
+    proved = description is None and elastic is None
+    if description is None and example is not None:
+        description = describe(model, example, **options)
+        if elastic is not None:
+            description = description.override(elastic)
+    elif isinstance(description, Description) and elastic is None and not options and example is not None:
+        _check_model(model)
+    else:
+        raise InsertError(
+            "insert_ takes a model and an example (insert_(model, example=x)), also with a description "
+            "(insert_(model, description, example=x)), or a model, a space and an elastic description "
+            "(insert_(model, space, elastic))"
+        )
+    if not proved:
+        with without_adapters(model):
             cases = [(x, _runs(model, x)) for x in examples]
             description = _proved(model, description, cases, leave_out=False)
-        supernet = _inserted(model, description.space, description.elastic)
-        supernet.proved = description.proved
-        supernet.note_state(description.proved.state if description.proved else ())
-        forget_(supernet.network)
-        supernet.description = description
-        if supernet.norm_operators():
-            supernet.adopt_statistics()
-        guard_caches_(supernet, examples[0])
-        original = supernet.has_original_statistics()
-        try:
-            put_adapters_back()
-        except InsertError:
-            supernet.remove()
-            raise
-        if original:
-            supernet.renew_original_statistics()
-        return supernet
+    supernet = _inserted(model, description.space, description.elastic)
+    supernet.proved = description.proved
+    supernet.note_state(description.proved.state if description.proved else ())
+    forget_(supernet.network)
+    supernet.description = description
+    if supernet.norm_operators():
+        supernet.adopt_statistics()
+    return guard_caches_(supernet, examples[0])
 
 
 def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
@@ -551,8 +542,8 @@ def _unseen(module: nn.Module) -> str | None:
     """Return why it cannot be found out what a module does; who describes it by hand knows that."""
     if type(module).__module__.startswith("peft.") and type(module).__module__ not in ADAPTED:
         return (
-            "is of PEFT: merge its adapters first (merge_and_unload), load them onto supernet.network, or put "
-            "them on supernet.extract(spec)"
+            "is of PEFT: merge its adapters first (merge_and_unload), load them onto supernet.network, or "
+            "put them on supernet.extract(spec)"
         )
     computed = ", ".join(name for name, _ in computed_tensors(module))
     if computed:

@@ -7,7 +7,7 @@ slice of the product. Other adapters of an elastic layer are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,11 @@ from torch import nn
 
 from subnetact.errors import InsertError
 from subnetact.operators import WeightSlice
-from subnetact.operators.base import Operator, exchange_modules_, template_of
+from subnetact.operators.base import Operator, template_of
 
-__all__ = ["adapted", "is_adapter", "slice_adapter_", "switches", "without_adapters"]
+__all__ = ["adapted", "is_adapter", "require_no_adapters", "slices_of", "switches", "without_adapters"]
 
-_LAYERS = "peft.tuners.lora.layer"
-"""The home of the layers of LoRA."""
+_HOME = "peft.tuners.lora.layer"
 _FOLLOWS = {"lora_A": "in_", "lora_B": "out", "lora_embedding_A": "", "lora_embedding_B": "out"}
 """What is in a layer of LoRA -> the part of the adapted layer that it follows; "" if it stays whole."""
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -37,7 +36,7 @@ class _Table(Operator, nn.ParameterDict):
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return the length of the first axis."""
-        return next(len(matrix) for matrix in self._parameters.values() if matrix is not None)
+        return next(len(matrix) for matrix in self.values())
 
     def axes(self, name: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the part that is sliced."""
@@ -58,88 +57,68 @@ def adapted(module: Any) -> Any:
 
 
 @contextmanager
-def without_adapters(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Let a model have the layers themselves in the places of their adapters meanwhile.
-
-    What is given puts the adapters back, around what is then in the places of these layers; so does the end.
-    """
-    places = [
-        (module, name, layer)
-        for module in model.modules()
-        for name, layer in module._modules.items()
-        if layer is not None and is_adapter(layer) and not is_adapter(module)
-    ]
-
-    def put_back() -> None:
-        for module, name, layer in places:
-            holder: Any = layer
-            while is_adapter(holder._modules["base_layer"]):
-                holder = holder._modules["base_layer"]
-            holder._modules["base_layer"] = adapted(module._modules[name])
-            module._modules[name] = layer
-
-    for module, name, layer in places:
-        module._modules[name] = adapted(layer)
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model have the layers themselves in the places of their adapters meanwhile."""
+    modules = [module for module in model.modules() if not is_adapter(module)]
+    places = [(m._modules, n, layer) for m in modules for n, layer in m._modules.items() if layer is not None]
     try:
-        yield put_back
+        for registry, name, layer in places:
+            registry[name] = adapted(layer)
+        yield
     finally:
-        put_back()
+        for registry, name, layer in places:
+            registry[name] = layer
 
 
-def switches(module: Any) -> list[str]:
+def require_no_adapters(network: nn.Module, act: str) -> None:
+    """Refuse an `act`, while layers of a network have adapters."""
+    for path in (path for path, module in network.named_modules() if is_adapter(module)):
+        raise InsertError(
+            f"{act}: {path} has adapters; do it before get_peft_model, or after merge_and_unload() (what "
+            "get_peft_model returns saves the adapters alone, with its save_pretrained)"
+        )
+
+
+def switches(module: nn.Module) -> list[str]:
     """Return what tells which of the adapters of a layer count, and how much; nothing of other modules."""
-    attributes = getattr(module, "__dict__", {})  # of None, if the layer is gone
-    return [str(attributes.get(n)) for n in _SWITCHES] if "_active_adapter" in attributes else []
+    held = vars(module)
+    return [str(held.get(name)) for name in _SWITCHES] if "_active_adapter" in held else []
 
 
-def slice_adapter_(layer: nn.Module, path: str) -> None:
-    """Let the adapters of a layer of LoRA follow the sizes of the elastic layer that it holds, in place.
+def slices_of(layer: nn.Module, base: Any, path: str) -> dict[nn.Module, Operator]:
+    """Return operators for what is in an adapter, which follow the sizes of the elastic layer that it is for.
 
     Raises:
-        InsertError: the layer has other adapters, of which no subnet has a slice.
+        InsertError: no subnet has a slice of this adapter.
     """
-    base = adapted(layer)
+    slices: dict[nn.Module, Operator] = {}
     if not any(isinstance(module, Operator) and module.dims for module in base.modules()):
-        return
-    if vars(layer).get("_disable_adapters") and vars(layer).get("merged_adapters"):
-        raise InsertError(
-            f"{path}: its adapters are merged and switched off, and a subnet would take them out of its slice "
-            "of the weight alone; call unmerge_adapter() first"
-        )
-    inner: Any = layer._modules["base_layer"]
-    known, slices = {id(p) for p in inner.parameters()}, dict[nn.Module, nn.Module]()
+        return slices
+    held, template = vars(layer), template_of(base)
+    if held.get("_disable_adapters") and held.get("merged_adapters"):  # A subnet would undo it in its slice.
+        raise InsertError(f"{path}: its adapters are switched off, but merged; call unmerge_adapter() first")
+    plain = (
+        type(layer).__module__ == _HOME and type(base) is WeightSlice and getattr(template, "groups", 1) == 1
+    )
+    plain = plain and not held.get("lora_variant") and "parameter_name" not in held
+    known = {id(p) for p in layer.get_submodule("base_layer").parameters()}
     for name, module in layer.named_modules():
         if isinstance(module, Operator) or all(id(p) in known for p in module.parameters(recurse=False)):
             continue
         part = _FOLLOWS.get(name.partition(".")[0])
-        if part is None or not _is_plain(layer, base):
-            raise _refused(layer, path, name)
-        dims, segments = (
-            {n: given for n, given in held.items() if n.partition(".")[0] == part}
-            for held in (base.dims, base.segments)
-        )
-        if dims:
+        if part is None or not plain:
+            raise InsertError(
+                f"{path}: {type(template).__name__} is elastic, and no subnet has a slice of its adapter "
+                f"{name} ({type(layer).__module__}.{type(layer).__name__}); use LoRA without a variant, on "
+                "linear layers, embeddings or convolutions without groups, or put it on supernet.extract(spec)"
+            )
+        followed = [
+            {n: v for n, v in d.items() if n.split(".")[0] == part} for d in (base.dims, base.segments)
+        ]
+        if followed[0]:
             kind: Any = _Table if isinstance(module, nn.ParameterDict) else WeightSlice
-            operator = slices[module] = kind(module, f"{path}.{name}", dims, segments)
+            operator = slices[module] = kind(module, f"{path}.{name}", *followed)
             operator.check()
-            if operator.full(part) != base.full(part):
-                raise _refused(layer, path, name)
             settings = ("actuation", "packs", "placed")
             vars(operator).update({n: v for n, v in vars(base).items() if n in settings})
-    exchange_modules_(layer, slices)
-
-
-def _is_plain(layer: nn.Module, base: nn.Module) -> bool:
-    """Tell whether a layer adds the product of two matrices to what a linear layer or a convolution computes."""
-    own, groups = vars(layer), getattr(template_of(base), "groups", 1)
-    plain = type(layer).__module__ == _LAYERS and "parameter_name" not in own and not own.get("lora_variant")
-    return plain and type(base) is WeightSlice and groups == 1
-
-
-def _refused(layer: nn.Module, path: str, name: str) -> InsertError:
-    return InsertError(
-        f"{path}: its adapter {name or 'of vectors'} ({type(layer).__module__}.{type(layer).__qualname__}) is on "
-        f"an elastic layer, and no subnet has a slice of it; use LoRA without a variant (LoraConfig) on linear "
-        "layers, convolutions and embeddings, leave this layer out of target_modules, or put the adapter on "
-        "supernet.extract(spec)"
-    )
+    return slices
