@@ -54,7 +54,7 @@ from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
-from subnetact.supernet.adapters import without_adapters
+from subnetact.supernet.adapters import is_adapter, without_adapters
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
@@ -68,8 +68,8 @@ SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
 HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 """Homes of hooks of transformers, which note hidden states or let outputs require gradients, and no more."""
-ADAPTED = ("peft.peft_model", "peft.tuners.lora.model", "peft.tuners.lora.layer")
-"""Homes of the modules of PEFT whose layers are looked at without adapters."""
+ADAPTED = ("peft.peft_model", "peft.tuners.lora.model")
+"""Homes of the modules that PEFT puts around a model whose layers have adapters."""
 BYTES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)  # of quantised weights
 LOOSE = "the parameters {} belong to no known layer: use nn.Linear, or describe them with ElasticAttribute"
 UNTRACED = "everything else"
@@ -134,8 +134,8 @@ def describe(
     axes, chosen = tuple(named), cast(Any, choices)
     if chosen is not None and not isinstance(chosen, Mapping | Sequence):
         raise InsertError(f"choices: {choices!r} is neither a list nor a mapping from axes or names to lists")
+    _check_model(model)
     with without_adapters(model):
-        _check_model(model)
         examples = _examples(example)
         patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
         cases = [(x, _runs(model, x)) for x in examples]
@@ -540,7 +540,8 @@ def _obstacle(module: nn.Module) -> str | None:
 
 def _unseen(module: nn.Module) -> str | None:
     """Return why it cannot be found out what a module does; who describes it by hand knows that."""
-    if type(module).__module__.startswith("peft.") and type(module).__module__ not in ADAPTED:
+    home = type(module).__module__
+    if home.startswith("peft.") and home not in ADAPTED and not is_adapter(module):
         return (
             "is of PEFT: merge its adapters first (merge_and_unload), load them onto supernet.network, or "
             "put them on supernet.extract(spec)"

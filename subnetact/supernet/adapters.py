@@ -43,9 +43,9 @@ class _Table(Operator, nn.ParameterDict):
         return self.parts
 
 
-def is_adapter(module: nn.Module) -> bool:
+def is_adapter(module: Any) -> bool:
     """Tell whether a module is a layer of PEFT that holds the layer which it adapts."""
-    held = isinstance(module._modules.get("base_layer"), nn.Module)
+    held = module is not None and isinstance(module._modules.get("base_layer"), nn.Module)
     return held and any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
@@ -60,7 +60,7 @@ def adapted(module: Any) -> Any:
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let a model have the layers themselves in the places of their adapters meanwhile."""
     modules = [module for module in model.modules() if not is_adapter(module)]
-    places = [(m._modules, n, layer) for m in modules for n, layer in m._modules.items() if layer is not None]
+    places = [(m._modules, n, layer) for m in modules for n, layer in m._modules.items() if is_adapter(layer)]
     try:
         for registry, name, layer in places:
             registry[name] = adapted(layer)
@@ -97,10 +97,8 @@ def slices_of(layer: nn.Module, base: Any, path: str) -> dict[nn.Module, Operato
     held, template = vars(layer), template_of(base)
     if held.get("_disable_adapters") and held.get("merged_adapters"):  # A subnet would undo it in its slice.
         raise InsertError(f"{path}: its adapters are switched off, but merged; call unmerge_adapter() first")
-    plain = (
-        type(layer).__module__ == _HOME and type(base) is WeightSlice and getattr(template, "groups", 1) == 1
-    )
-    plain = plain and not held.get("lora_variant") and "parameter_name" not in held
+    plain = type(layer).__module__ == _HOME and type(base) is WeightSlice and "parameter_name" not in held
+    plain = plain and not held.get("lora_variant") and getattr(template, "groups", 1) == 1
     known = {id(p) for p in layer.get_submodule("base_layer").parameters()}
     for name, module in layer.named_modules():
         if isinstance(module, Operator) or all(id(p) in known for p in module.parameters(recurse=False)):
@@ -110,11 +108,10 @@ def slices_of(layer: nn.Module, base: Any, path: str) -> dict[nn.Module, Operato
             raise InsertError(
                 f"{path}: {type(template).__name__} is elastic, and no subnet has a slice of its adapter "
                 f"{name} ({type(layer).__module__}.{type(layer).__name__}); use LoRA without a variant, on "
-                "linear layers, embeddings or convolutions without groups, or put it on supernet.extract(spec)"
+                "linear layers, embeddings or ungrouped convolutions, or put it on supernet.extract(spec)"
             )
-        followed = [
-            {n: v for n, v in d.items() if n.split(".")[0] == part} for d in (base.dims, base.segments)
-        ]
+        given = base.dims, base.segments
+        followed = [{n: v for n, v in each.items() if n.split(".")[0] == part} for each in given]
         if followed[0]:
             kind: Any = _Table if isinstance(module, nn.ParameterDict) else WeightSlice
             operator = slices[module] = kind(module, f"{path}.{name}", *followed)
