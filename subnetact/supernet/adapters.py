@@ -29,6 +29,7 @@ class _Table(Operator, nn.ParameterDict):
     """Slices the first axis of all matrices of a dictionary, those of several adapters of an embedding."""
 
     parts = ("out",)
+    __getitem__ = Operator.__getattr__  # which sees who asks
 
     def __init__(self, template: nn.ParameterDict, *args: Any) -> None:
         super().__init__(template, *args)

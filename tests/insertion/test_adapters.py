@@ -235,7 +235,7 @@ def test_adapters_of_layers_that_stay_whole_are_whole() -> None:
 def test_a_refused_model_with_adapters_is_unchanged(name: str) -> None:
     model = peft.inject_adapter_in_model(REFUSED[name](), llama()).eval()
     modules, expected = list(model.named_modules()), logits(model, TOKENS)
-    with pytest.raises(InsertError, match="no subnet has a slice|of PEFT: merge"):
+    with pytest.raises(InsertError, match=r"no subnet has a slice|of PEFT: merge"):
         subnetact.insert_(model, example=TOKENS, axes=("ffn",))
     assert modules == list(model.named_modules())
     assert torch.equal(logits(model, TOKENS), expected)
