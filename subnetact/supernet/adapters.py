@@ -46,7 +46,7 @@ class _Table(Operator, nn.ParameterDict):
 
 def is_adapter(module: Any) -> bool:
     """Tell whether a module is a layer of PEFT that holds the layer which it adapts."""
-    held = module is not None and isinstance(module._modules.get("base_layer"), nn.Module)
+    held = isinstance(module, nn.Module) and isinstance(module._modules.get("base_layer"), nn.Module)
     return held and any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 

@@ -164,6 +164,11 @@ class Generation:
             self._noticed = writes
         return False
 
+    def notice_adapters(self) -> None:
+        """Let adapters that were added since follow the sizes of their layers, if there are any."""
+        if self._replacements.adapters:
+            self.notice_replacements()
+
     @contextmanager
     def own_weights(self) -> Iterator[None]:
         """Refuse that something lasting is taken while `functional_call` puts tensors for the parameters."""

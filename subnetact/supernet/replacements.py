@@ -55,6 +55,8 @@ class _Registry(Registry):
 
         if sets:
             args = args[0], _successor(self.get(args[0]), args[1])
+            if is_adapter(args[1]):
+                self.count.adapters.append((weakref.ref(args[1]), None))
         self.count.writes += 1
         try:
             return method(self, *args, **kwargs)
@@ -107,7 +109,7 @@ class Replacements:
         """
         for path, module in network.named_modules():  # and what is put into a module that it has come to
             if isinstance(module, Operator):
-                module.path = path
+                module.path, module.actuation = path, holder._actuation  # PEFT copies what it lets train.
             if is_adapter(module):
                 exchange_modules_(module, slices_of(module, adapted(module), path))
             for name in _REGISTRIES:

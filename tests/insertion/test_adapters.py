@@ -156,14 +156,32 @@ def test_adapters_are_switched_under_cached_views() -> None:
     assert not torch.allclose(first, other)
 
 
+def test_the_model_of_peft_itself_runs_subnets() -> None:
+    supernet = subnetact.insert_(llama(), example=TOKENS, axes=("ffn", "heads", "stream"))
+    supernet.actuate(supernet.space.smallest())
+    first = lora([*LINEAR, "embed_tokens"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(supernet.network, first).eval()
+    model.add_adapter("other", lora(["up_proj", "v_proj"]))
+    model.set_adapter("other")
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+        close(logits(model, TOKENS), logits(supernet.extract(supernet.active), TOKENS))
+        for name in ("default", "other"):
+            model.set_adapter(name)
+            for spec in specs_of(supernet):
+                with supernet.running(spec):
+                    close(logits(model, TOKENS), logits(supernet.extract(spec), TOKENS))
+
+
 def test_gradients_reach_the_slice_of_the_adapter_alone() -> None:
     supernet = subnetact.insert_(llama(), example=TOKENS, axes=("ffn",))
-    peft.get_peft_model(supernet.network, lora(["up_proj", "down_proj"]))
+    model = peft.get_peft_model(supernet.network, lora(["up_proj", "down_proj"]))
     spec = supernet.space.smallest()
     extracted = supernet.extract(spec)
     logits(extracted, TOKENS).pow(2).mean().backward()  # type: ignore[no-untyped-call]
-    supernet.train()
-    logits(supernet, TOKENS, subnet=spec).pow(2).mean().backward()  # type: ignore[no-untyped-call]
+    model.train()
+    with supernet.running(spec):
+        logits(model, TOKENS).pow(2).mean().backward()  # type: ignore[no-untyped-call]
     small = dict(extracted.named_parameters())
     for name, parameter in supernet.named_parameters():
         assert ("lora" in name) == parameter.requires_grad == (parameter.grad is not None), name
