@@ -236,7 +236,7 @@ TABLE = [
     row(changes.freeze_batch_norm, "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row(changes.fuse_conv_bn, "resnet", NOT, OR_SHARES, SAME, cut=False),
     row(changes.offload, "llama", NOT, OR_SHARES, SAME, needs="accelerate"),
-    row(changes.low_rank_adapters, "llama", NOT, OR_SHARES, SAME, needs="peft"),
+    row(changes.low_rank_adapters, "llama", SAME, OR_SHARES, SAME, FOLLOWS, cut=False, needs="peft"),
     row(changes.fully_shard, "llama", SAME, FOREIGN, SAME, after=False),
     # settings
     row(changes.change_epsilon, "vit", SAME, OR_SHARES, SAME),

@@ -25,6 +25,7 @@ from subnetact.insertion.layer_vocabulary import SKIPPED, embedding_of, layer_st
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
 from subnetact.operators.view_module import module_class
 from subnetact.operators.vocabulary import CONFIGURED_HEADS, NEURONS, ROUTED, SIZES, number_of
+from subnetact.supernet.adapters import require_no_adapters
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
 
@@ -53,13 +54,14 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
 
     Raises:
         InsertError: the model has no configuration, or none describes the subnet; the message says which size
-            differs between layers, or has no field.
+            differs between layers, or has no field; or layers have adapters.
 
     Example:
         >>> small = as_pretrained(supernet.extract(spec), example)
         >>> small.save_pretrained("small")
     """
     example = as_batch(example)
+    require_no_adapters(model, "as_pretrained")
     old = getattr(model, "config", None)
     if old is None or not hasattr(model, "save_pretrained") or not hasattr(old, "to_dict"):
         raise InsertError(f"{type(model).__name__} is no Hugging Face model; save its state_dict instead")

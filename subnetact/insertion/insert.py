@@ -54,6 +54,7 @@ from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
+from subnetact.supernet.adapters import is_adapter, without_adapters
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
@@ -67,6 +68,8 @@ SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
 HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 """Homes of hooks of transformers, which note hidden states or let outputs require gradients, and no more."""
+ADAPTED = ("peft.peft_model", "peft.tuners.lora.model")
+"""Homes of the modules that PEFT puts around a model whose layers have adapters."""
 BYTES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)  # of quantised weights
 LOOSE = "the parameters {} belong to no known layer: use nn.Linear, or describe them with ElasticAttribute"
 UNTRACED = "everything else"
@@ -132,27 +135,28 @@ def describe(
     if chosen is not None and not isinstance(chosen, Mapping | Sequence):
         raise InsertError(f"choices: {choices!r} is neither a list nor a mapping from axes or names to lists")
     _check_model(model)
-    examples = _examples(example)
-    patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
-    cases = [(x, _runs(model, x)) for x in examples]
-    with forgetting(model):
-        found = _found(model, examples[0], axes, each_block, stream)
-    kept, stages, refused = _selected(model, found, axes, *patterns)
-    words = vocabulary_of(model, [*kept, *stages])
-    description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
-    if not description.slots:
-        raise InsertError(_nothing(model, description))
-    asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
-    if chosen is not None:
-        asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
-    for slot in description.slots.values():
-        if isinstance(slot, Group) and slot.axis == "experts" and asked["experts"] is SHARES:
-            description = description.with_choices(slot.name, range(slot.least, slot.full + 1))
-    if asked.get("experts") is SHARES:
-        del asked["experts"]
-    for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
-        description = description.with_choices(pattern, given)
-    return _proved(model, description, cases) if proof else description
+    with without_adapters(model):
+        examples = _examples(example)
+        patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
+        cases = [(x, _runs(model, x)) for x in examples]
+        with forgetting(model):
+            found = _found(model, examples[0], axes, each_block, stream)
+        kept, stages, refused = _selected(model, found, axes, *patterns)
+        words = vocabulary_of(model, [*kept, *stages])
+        description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
+        if not description.slots:
+            raise InsertError(_nothing(model, description))
+        asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
+        if chosen is not None:
+            asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
+        for slot in description.slots.values():
+            if isinstance(slot, Group) and slot.axis == "experts" and asked["experts"] is SHARES:
+                description = description.with_choices(slot.name, range(slot.least, slot.full + 1))
+        if asked.get("experts") is SHARES:
+            del asked["experts"]
+        for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
+            description = description.with_choices(pattern, given)
+        return _proved(model, description, cases) if proof else description
 
 
 def insert_(
@@ -231,8 +235,9 @@ def insert_(
             "(insert_(model, space, elastic))"
         )
     if not proved:
-        cases = [(x, _runs(model, x)) for x in examples]
-        description = _proved(model, description, cases, leave_out=False)
+        with without_adapters(model):
+            cases = [(x, _runs(model, x)) for x in examples]
+            description = _proved(model, description, cases, leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
     supernet.proved = description.proved
     supernet.note_state(description.proved.state if description.proved else ())
@@ -535,9 +540,11 @@ def _obstacle(module: nn.Module) -> str | None:
 
 def _unseen(module: nn.Module) -> str | None:
     """Return why it cannot be found out what a module does; who describes it by hand knows that."""
-    if type(module).__module__.startswith("peft."):
+    home = type(module).__module__
+    if home.startswith("peft.") and home not in ADAPTED and not is_adapter(module):
         return (
-            "is of PEFT: merge its adapters first (merge_and_unload), or put them on supernet.extract(spec)"
+            "is of PEFT: merge its adapters first (merge_and_unload), load them onto supernet.network, or "
+            "put them on supernet.extract(spec)"
         )
     computed = ", ".join(name for name, _ in computed_tensors(module))
     if computed:

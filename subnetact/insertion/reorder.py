@@ -17,6 +17,7 @@ from subnetact.insertion.experts import routing_mass
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Measure, UnitWeights
 from subnetact.insertion.units import Orders, Trial, UnitGroup, full_orders, permute_, unit_groups
 from subnetact.space import SizeRow
+from subnetact.supernet.adapters import require_no_adapters
 from subnetact.supernet.batches import as_batch, as_pair, call_with, logits, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow, NormTable
@@ -94,14 +95,15 @@ def reorder_(
         SpecError: the importance is unknown, there are no batches or no example, scores are not finite or
             of another shape, or there is no such dimension.
         InsertError: the largest subnet does not run on the example; one of the given `dimensions` cannot be
-            sorted; or nothing can be sorted without a change of the largest subnet. The supernet is then
-            unchanged.
+            sorted; layers have adapters; or nothing can be sorted without a change of the largest subnet. The
+            supernet is then unchanged.
 
     Example:
         >>> supernet = subnetact.insert_(torchvision.models.resnet50(weights="DEFAULT"), example=x)
         >>> print(subnetact.reorder_(supernet, "batch_norm", example=x))
     """
     supernet = as_supernet(supernet)
+    require_no_adapters(supernet.network, "reorder_")
     measure = _measure(importance)
     known = supernet.space.dimensions
     if isinstance(dimensions, str) or not isinstance(dimensions, Iterable | None):

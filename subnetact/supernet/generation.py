@@ -152,7 +152,8 @@ class Generation:
 
     def notice_replacements(self) -> bool:
         """Move on if modules or tensors were replaced; True while `functional_call` puts its own there."""
-        if self._replacements.writes == self._noticed:
+        noted = self._replacements
+        if noted.writes == self._noticed and not (noted.adapters and noted.switched()):
             return False
         with self.lock:
             writes, network = self._replacements.writes, self._present()
@@ -162,6 +163,11 @@ class Generation:
                 self.move()
             self._noticed = writes
         return False
+
+    def notice_adapters(self) -> None:
+        """Let adapters that were added since follow the sizes of their layers, if there are any."""
+        if self._replacements.adapters:
+            self.notice_replacements()
 
     @contextmanager
     def own_weights(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from subnetact.operators.base import exchange_modules_
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.vocabulary import EXPERTS, EXPERTS_PER_TOKEN
 from subnetact.space import SizeRow, SubnetSpace
+from subnetact.supernet.adapters import adapted, is_adapter, slices_of
 from subnetact.supernet.supernet import InsertReport, Supernet
 
 __all__ = ["put_operators_"]
@@ -21,7 +22,7 @@ __all__ = ["put_operators_"]
 
 def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
     """Put operators into a network in place, as `subnetact.insert_` says; a refused network is unchanged."""
-    modules = dict(network.named_modules())
+    modules = {path: adapted(module) for path, module in network.named_modules()}
     ends = space.resolve(space.smallest()), space.resolve(space.largest())
     operators: dict[nn.Module, Operator] = {}
     for path, entry in elastic.items():
@@ -46,6 +47,10 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
         if is_batch_norm(module) and module.running_mean is not None:
             operators.setdefault(module, SubnetNorm(module, path, {}))
     described = {o.path: str(elastic.get(o.path, Elastic(SubnetNorm, {}))) for o in operators.values()}
+    for path, layer in network.named_modules():
+        base = adapted(layer)
+        if is_adapter(layer) and base in operators:
+            operators = slices_of(layer, operators[base], path) | operators
     fixed = (n for n, m in modules.items() if m not in operators and list(m.parameters(recurse=False)))
     report = InsertReport(described, tuple(fixed))
     exchange_modules_(network, operators)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError
-from subnetact.operators.base import Operator, template_of
+from subnetact.operators.base import Operator, exchange_modules_, template_of
 from subnetact.operators.view_module import Registry
+from subnetact.supernet.adapters import adapted, is_adapter, slices_of, switches
 
 __all__ = ["Replacements", "substituted"]
 
@@ -54,6 +55,8 @@ class _Registry(Registry):
 
         if sets:
             args = args[0], _successor(self.get(args[0]), args[1])
+            if is_adapter(args[1]):
+                self.count.adapters.append((weakref.ref(args[1]), None))
         self.count.writes += 1
         try:
             return method(self, *args, **kwargs)
@@ -79,6 +82,9 @@ def _successor(former: Any, entry: Any) -> Any:
         return entry
     if isinstance(former, Operator) and not elastic and (operator := former.on_another(entry)) is not None:
         return operator
+    if is_adapter(entry) and adapted(entry) is adapted(former):
+        exchange_modules_(entry, slices_of(entry, adapted(entry), lost[0].path))
+        return entry
     raise InsertError(
         f"{lost[0].path} is an elastic {type(lost[0].template).__name__} ({lost[0].extra_repr()}), and this "
         f"{type(entry).__name__} cannot be sliced in its place; put a layer of the same class and sizes "
@@ -94,13 +100,18 @@ class Replacements:
         self.writes = 0
         self._members: list[tuple[Callable[[], Any], Any]] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.adapters: list[tuple[Callable[[], Any], Any]] = []
 
     def note(self, network: nn.Module, holder: Any) -> None:
         """Remember the modules, parameters and buffers that a network has now, and watch all of them.
 
         The network's `holder` shares its registries, and so do an operator and its template.
         """
-        for module in list(network.modules()):
+        for path, module in network.named_modules():  # and what is put into a module that it has come to
+            if isinstance(module, Operator):
+                module.path, module.actuation = path, holder._actuation  # PEFT copies what it lets train.
+            if is_adapter(module):
+                exchange_modules_(module, slices_of(module, adapted(module), path))
             for name in _REGISTRIES:
                 entries = module.__dict__[name]
                 if not isinstance(entries, _Registry) or entries.count is not self:
@@ -111,6 +122,7 @@ class Replacements:
                             object.__setattr__(owner, name, watched)
                             self._watched.add(owner)
         self._members = [(weakref.ref(entry), _place(entry)) for entry in _members(network)]
+        self.adapters = [(m, place) for m, place in self._members if place and len(place) > len(_HOOKS)]
 
     def release(self) -> None:
         """Watch nothing any longer: all modules, also those replaced since, get ordinary registries again."""
@@ -120,9 +132,13 @@ class Replacements:
                 if isinstance(entries, _Registry) and entries.count is self:
                     object.__setattr__(module, name, dict(entries))
 
+    def switched(self) -> bool:
+        """Tell whether other adapters of a network count now than at the last `note`."""
+        return any(place != _place(layer()) for layer, place in self.adapters)
+
     def replaced(self, network: nn.Module) -> bool:
         """Tell whether a network has other modules, parameters or buffers now than at the last `note`, or
-        has them on other storage, or other hooks.
+        has them on other storage, or other hooks, or other adapters that count.
         """
         present = _members(network)
         return len(present) != len(self._members) or any(
@@ -138,9 +154,9 @@ def substituted(network: nn.Module) -> bool:
 
 
 def _place(entry: Any) -> Any:
-    """Return where an ordinary tensor is in memory; the hooks of a module; otherwise None."""
+    """Return where an ordinary tensor is in memory; the hooks and adapters of a module; otherwise None."""
     if isinstance(entry, nn.Module):
-        return [tuple(vars(entry)[name]) for name in _HOOKS]
+        return [tuple(vars(entry)[name]) for name in _HOOKS] + switches(entry)
     plain = type(entry) in (Tensor, nn.Parameter) and entry.layout == torch.strided
     return (entry.data_ptr(), entry.shape, entry.stride()) if plain else None
 

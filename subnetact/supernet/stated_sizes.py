@@ -68,7 +68,8 @@ def _state_configuration_(network: nn.Module, layers: Any) -> None:
     What the layers have alike is one number; what differs is in `per_layer_config`, if there is one.
     """
     config: Any = vars(network).get("config")
-    if not isinstance(layers, Mapping) or not any(isinstance(layer, int) for layer in layers):
+    words = isinstance(layers, Mapping) and any(isinstance(layer, int) for layer in layers)
+    if config is None or not words:  # The model of PEFT has none of its own.
         return
     text = config.get_text_config()
     kept = [f for i in range(text.num_hidden_layers) if "skip" not in (f := layers.get(i, {}))]
