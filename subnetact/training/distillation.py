@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +19,18 @@ from subnetact.errors import InsertError, TrainingError, UncalibratedSubnetWarni
 from subnetact.insertion.importance import Measure
 from subnetact.insertion.reorder import reorder_
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import map_tensors, tensors_of
 from subnetact.supernet.load import warn_of_dropped
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.training.batch_stream import BatchStream, kept_random_states
 from subnetact.training.measurement import Measurement
+from subnetact.training.progress_bar import progress_bar
 from subnetact.training.report import DistillationReport
 from subnetact.training.run import TrainingRun, even_subnet
+from subnetact.training.sandwich import IGNORED
 from subnetact.training.state import TrainingState
+from subnetact.training.stored_outputs import StoredOutputs
 from subnetact.training.task import TASKS, Task
 
 __all__ = ["distill_"]
@@ -45,6 +50,10 @@ SETTINGS = ("accumulate", "autocast", "balance", "clip", "distillation", "random
 """The arguments that every step needs, and that must be the same again when a training is resumed."""
 COURSE = ("minutes", "progress", "save_every_s", "scheduler", "steps")
 """The other arguments that a `TrainingRun` gets as they are."""
+MEASURING = 0.05
+"""The share of the minutes that measuring before and after may take, each."""
+PASSAGE = 128
+"""So many tokens of every batch say how important the units of a language model are."""
 LEAST = {"accumulate": 1, "calibration": 1, "random_subnets": 0, "seed": 0, "steps": 1}
 
 
@@ -74,8 +83,9 @@ def distill_(
     metric: Function | None = None,
     output: Function | None = None,
     calibration: int = 8,
+    stored: str | PathLike[str] | None = None,
     resume: str | PathLike[str] | None = None,
-    save_every_s: float = 60.0,
+    save_every_s: float | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> DistillationReport:
@@ -97,7 +107,10 @@ def distill_(
             `subnetact.training` says when a teacher that moves does harm.
         held_out: other batches of the same kind, on which the subnets are measured, as a list.
         steps: the number of steps of the optimizer. Give either this or `minutes`.
-        minutes: the time of the training, with earlier parts if it is resumed.
+        minutes: the time of everything, with earlier parts if it is resumed: measuring, sorting, the steps,
+            and measuring in the end, which is reckoned to take as long as at first. Each time, as many
+            held-out batches are measured as a twentieth of it allows, at least one. The steps get one
+            half of the minutes at least, and the last one is not cut short.
         task: what the network returns. "classes": scores (N, classes), or (N, classes, H, W) of pixels, where
             the label -100 does not count; "values": numbers; "vectors": embeddings (N, features), or
             (N, tokens, features), which are averaged over the tokens that `attention_mask` keeps; "tokens":
@@ -134,13 +147,20 @@ def distill_(
         output: a function of what the network returns and of the inputs, which returns the tensor that is
             learnt. If None, the network's `logits` or `out`, or the first of several outputs.
         calibration: the number of training batches for BatchNorm statistics and for "taylor".
+        stored: a folder for the outputs of a teacher that does not change: it runs in the first epoch, and
+            later ones, of this call and of others with the same batches, read what it returned. A file per
+            batch has the outputs as they were, 4 bytes per score, or 2 with `autocast`: 200 MB for 1000
+            tokens of 50000. Batches are known by their content, and others run the teacher again, so give
+            a list, or a DataLoader that neither shuffles nor changes its samples. Remove the folder yourself.
         resume: a file for unfinished work. If it exists, the training goes on from there, and the report
             is that of an uninterrupted run, up to rounding. Begin with the same supernet, untrained, and
             the same batches in the same order. Batches of an unfinished epoch are read once more.
         save_every_s: the time in seconds between two writes of `resume`, which has the size of the weights
-            and the state of the optimizer. If the disk is full, the training warns, goes on and tries again.
+            and the state of the optimizer. If None, 60, or so many that a twentieth of the time goes into
+            writing. If the disk is full, the training warns, goes on and tries again.
         seed: decides the random subnets and seeds torch, NumPy and `random`, whose states are kept.
-        progress: if True, show a progress bar with the losses when standard error is a terminal.
+        progress: if True, show on standard error what is done and how far it is, with the losses: as bars
+            on a terminal, elsewhere as a line every 20 seconds.
 
     Returns:
         The metric of the subnets before and after, and the losses.
@@ -165,7 +185,7 @@ def distill_(
         >>> report = distill_(supernet, loader, held_out=others, minutes=30, resume="state.safetensors")
         >>> print(report)
     """
-    arguments = dict(locals())
+    arguments, began = dict(locals()), time.perf_counter()
     supernet = as_supernet(supernet)
     settings = {name: arguments[name] for name in SETTINGS}
     names = {name: _name(arguments[name]) for name in ("divergence", "importance", "loss", "task")} | {
@@ -204,12 +224,17 @@ def distill_(
             calibrate(supernet, [space.largest()], inputs, progress=progress)
             chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
             measurement.teacher = chosen
+        outputs = None
+        if stored is not None:
+            taught = chosen if distillation or not learns else None
+            outputs = StoredOutputs(stored, taught, meaning, f"{device.type} {autocast}")
         scaler = torch.amp.GradScaler(device.type, enabled=autocast is torch.float16)
         run = TrainingRun(
             supernet=supernet,
             stream=BatchStream(batches, seed),
             task=meaning,
             teacher=chosen,
+            stored=outputs,
             learns=learns,
             optimizer=optimizer or torch.optim.AdamW(parameters, learning_rate),
             scaler=scaler,
@@ -226,16 +251,20 @@ def distill_(
         done = state.load()
         if done is None:
             try:
-                before = measurement.run()
-                order = _sort(supernet, importance, first, meaning)
+                before = measurement.run(60 * MEASURING * (minutes or math.inf))
+                order = _sort(supernet, importance, first, meaning, progress)
             except BaseException:
                 supernet.norms = former  # Those that it has now were to measure.
                 raise
             run.facts = {"step": 0, "seconds": 0.0, "losses": [], "before": before, "order": order}
+            run.facts["batches"] = measurement.batches
+            run.facts["others"] = time.perf_counter() - began + measurement.seconds
             state.save({**run.facts, "stream": run.stream.facts()})
+            run.facts["others"] += state.cost_s
         else:
             run.stream.go_to(done.pop("stream"))
             run.facts = done
+            measurement.batches = done["batches"]
         supernet.norms = NormTable(space.id)
         supernet.train()
         for module, training in modes.items() if any(modes.values()) else ():
@@ -254,6 +283,7 @@ def distill_(
         steps=facts["step"],
         seconds=facts["seconds"],
         order=facts["order"],
+        batches=facts["batches"],
     )
 
 
@@ -340,7 +370,9 @@ def _first(batches: Iterable[Any], count: int, seed: int) -> list[Any]:
     return found
 
 
-def _sort(supernet: Supernet, importance: Any, first: Sequence[tuple[Any, Any]], task: Task) -> str:
+def _sort(
+    supernet: Supernet, importance: Any, first: Sequence[tuple[Any, Any]], task: Task, progress: bool
+) -> str:
     """Sort by importance; return what was sorted, or why nothing was."""
     if importance is None or (importance == AUTO and supernet.origin is not None):
         return "kept as it was"
@@ -352,13 +384,27 @@ def _sort(supernet: Supernet, importance: Any, first: Sequence[tuple[Any, Any]],
     usual = "taylor" if task.name == "tokens" else "l1"
     measure = usual if importance == AUTO else importance
     try:
-        with warnings.catch_warnings():  # The statistics that it drops are made again.
+        bar = progress_bar(None, f"sorting by {_name(measure)}", progress, total=1)
+        with bar, warnings.catch_warnings():  # The statistics that it drops are made again.
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-            batches = [(x, (x, labels)) for x, labels in first]
+            few = [_passage(*pair) for pair in first] if task.name == "tokens" else first
+            batches = [(x, (x, labels)) for x, labels in few]
             report = reorder_(supernet, measure, batches=batches, loss=loss, output=lambda found: found)
+            bar.update()
     except InsertError as error:
         if importance != AUTO:
             raise
         return f"kept as it was, because {error}"
     rest = f", {len(report.kept)} kept as they were" if report.kept else ""
     return f"{len(report.reordered)} groups sorted by {_name(measure)}{rest}"
+
+
+def _passage(x: Any, labels: Tensor) -> tuple[Any, Tensor]:
+    """Return the passage of a batch of texts with the most tokens to predict, where it can be taken alone."""
+    length = min(labels.shape[1] - 1, PASSAGE)
+    if not length or any(isinstance(t, Tensor) and t.shape[:2] != labels.shape for t in tensors_of(x)):
+        return x, labels
+    counts = (labels[:, 1:] != IGNORED).unfold(1, length, length).sum(2)
+    row, at = divmod(int(counts.argmax()), counts.shape[1])
+    cut = slice(row, row + 1), slice(at * length, (at + 1) * length + 1)
+    return map_tensors(lambda t: t[cut], x), labels[cut]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import raise_if_out_of_memory
@@ -17,6 +20,7 @@ from subnetact.errors import SubnetActError, TrainingError, UncalibratedSubnetWa
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input
 from subnetact.supernet.supernet import Supernet
+from subnetact.training.progress_bar import progress_bar
 from subnetact.training.task import Task, number
 
 __all__ = ["Measurement"]
@@ -24,7 +28,10 @@ __all__ = ["Measurement"]
 
 @dataclass
 class Measurement:
-    """Measures `specs` on `held_out`; `inputs` are training inputs for BatchNorm statistics."""
+    """Measures `specs` on `held_out`, always on as many batches as the first time.
+
+    `inputs` are training inputs for BatchNorm statistics. The last time took so many `seconds`.
+    """
 
     supernet: Supernet
     specs: Sequence[SubnetSpec]
@@ -33,6 +40,8 @@ class Measurement:
     teacher: Callable[..., Any] | None
     inputs: Sequence[Any]
     progress: bool
+    batches: int | None = None
+    seconds: float = 0.0
 
     @torch.no_grad()
     def check(self, labels: Any) -> None:
@@ -72,23 +81,26 @@ class Measurement:
             ) from error
         return self.task.output(found, x)
 
-    def run(self) -> list[float]:
-        """Calibrate every subnet, and return its metric."""
+    def run(self, limit_s: float = math.inf) -> list[float]:
+        """Calibrate every subnet, and return its metric; the first time, end before a limit if possible."""
         supernet, task, progress = self.supernet, self.task, self.progress
         calibrate(supernet, self.specs, self.inputs, progress=progress)
         views = [supernet.subnet(spec) for spec in self.specs]
         meters = [task.meter() for _ in views]
-        bar = tqdm(self.held_out, "measuring", disable=not progress or None, leave=False, delay=1)
-        read = False
-        with torch.inference_mode():
-            for batch in bar:
+        read, began, total = 0, time.perf_counter(), self.batches or length_hint(self.held_out) or None
+        bar = progress_bar(None, f"measuring {len(views)} subnets", progress, total=total)
+        with torch.inference_mode(), bar:
+            for read, batch in enumerate(islice(self.held_out, self.batches), 1):
                 x, labels = task.split(batch, supernet.device)
                 if labels is None:
                     assert self.teacher is not None
                     labels = task.output(call_with(self.teacher, x), x)
                 for view, meter in zip(views, meters, strict=True):
                     meter.update(task.output(call_with(view, x), x), labels)
-                read = True
+                bar.update()
+                if self.batches is None and (time.perf_counter() - began) * (read + 1) / read > limit_s:
+                    break
         if not read:
             raise TrainingError("held_out: there is no batch; give at least one")
+        self.batches, self.seconds = read, time.perf_counter() - began
         return [number(meter.compute()) for meter in meters]

@@ -27,6 +27,7 @@ class DistillationReport:
         steps: the number of steps of the optimizer.
         seconds: the time that the training took, with earlier parts if it was resumed.
         order: what was sorted by importance before the training, or why nothing was.
+        batches: the number of held-out batches that were measured.
     """
 
     subnets: tuple[SubnetSpec, ...]
@@ -37,12 +38,15 @@ class DistillationReport:
     steps: int
     seconds: float
     order: str
+    batches: int
 
     def __str__(self) -> str:
         short = [str(spec) if len(str(spec)) <= 60 else f"{str(spec)[:57]}..." for spec in self.subnets]
         names = [f"{i}: {name}" for i, name in enumerate(short)]
         width = max(map(len, names))
-        lines = [f"{self.steps} steps in {self.seconds:.0f} s; {self.metric} on held-out data"]
+        lines = [
+            f"{self.steps} steps in {self.seconds:.0f} s; {self.metric}, {self.batches} held-out batches"
+        ]
         lines += [f"{'subnet':<{width}}{'before':>12}{'after':>12}"]
         for name, before, after in zip(names, self.before, self.after, strict=True):
             lines.append(f"{name:<{width}}{before:>12.4g}{after:>12.4g}")
@@ -58,6 +62,7 @@ class DistillationReport:
             "steps": self.steps,
             "seconds": self.seconds,
             "order": self.order,
+            "batches": self.batches,
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from subnetact.errors import TrainingError, WriteError
 from subnetact.space import SubnetSpace
@@ -20,8 +19,10 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.load import warn_caller
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.batch_stream import BatchStream
+from subnetact.training.progress_bar import progress_bar
 from subnetact.training.sandwich import sandwich_step
 from subnetact.training.state import TrainingState
+from subnetact.training.stored_outputs import StoredOutputs
 from subnetact.training.task import Task
 
 __all__ = ["TrainingRun", "even_subnet"]
@@ -30,6 +31,10 @@ WARM_UP = 0.05
 """The share of the training in which the learning rate rises."""
 MOST_LOSSES = 400
 """The losses of at most this many steps are kept."""
+SAVE_EVERY_S, SAVING = 60.0, 0.05
+"""How often a run saves that was not told: so often, but not for a larger share of the time."""
+LEAST_TRAINING = 0.5
+"""So much of the minutes is left to the steps, however long the rest takes."""
 
 
 @dataclass
@@ -37,13 +42,14 @@ class TrainingRun:
     """What the steps of a distillation need; the arguments are those of `distill_`.
 
     `learns` says that the first subnet learns from labels, and `rate` is the highest learning rate where the
-    run changes it.
+    run changes it. In the `facts` are the `seconds` of the steps, and those that `others` take beside them.
     """
 
     supernet: Supernet
     stream: BatchStream
     task: Task
     teacher: Callable[..., Any] | None
+    stored: StoredOutputs | None
     learns: bool
     optimizer: torch.optim.Optimizer
     scheduler: Any
@@ -58,18 +64,17 @@ class TrainingRun:
     seed: int
     steps: int | None
     minutes: float | None
-    save_every_s: float
+    save_every_s: float | None
     progress: bool
     facts: dict[str, Any] = field(default_factory=dict)
 
     def go_on(self, state: TrainingState) -> None:
         """Take the steps that are left, and save from time to time and at the end."""
         facts, began = self.facts, time.perf_counter() - self.facts["seconds"]
-        saved, progress = time.perf_counter(), self.progress
-        unit, total = (" steps", self.steps) if self.minutes is None else (" s", round(60 * self.minutes))
-        done = facts["step"] if self.minutes is None else min(round(facts["seconds"]), total or 0)
-        bar = tqdm(total=total, initial=done, desc="distilling", unit=unit, disable=not progress or None)
-        with bar:
+        saved = time.perf_counter()
+        unit, total = (" s", max(1, round(self._seconds))) if self.steps is None else (" steps", self.steps)
+        done = facts["step"] if self.minutes is None else min(round(facts["seconds"]), total)
+        with progress_bar(None, "distilling", self.progress, total=total, initial=done, unit=unit) as bar:
             while self._share() < 1.0:
                 before = [(buffer, buffer.clone()) for buffer in self.supernet.buffers()]
                 try:
@@ -87,8 +92,11 @@ class TrainingRun:
                 self.stream.mark()
                 named = zip(("largest", "smallest", "random"), losses, strict=True)
                 bar.set_postfix({name: f"{loss:.3g}" for name, loss in named}, refresh=False)
-                bar.update((facts["step"] if self.minutes is None else min(facts["seconds"], total)) - bar.n)
-                if time.perf_counter() - saved >= self.save_every_s and self._share() < 1.0:
+                place = facts["step"] if self.minutes is None else min(round(facts["seconds"]), total)
+                bar.update(place - bar.n)
+                often = max(SAVE_EVERY_S, state.cost_s / SAVING)
+                every = often if self.save_every_s is None else self.save_every_s
+                if time.perf_counter() - saved >= every and self._share() < 1.0:
                     self._save(state)
                     saved = time.perf_counter()
         self._save(state)
@@ -97,7 +105,13 @@ class TrainingRun:
         """Return which share of the training is done."""
         if self.steps is not None:
             return float(self.facts["step"]) / self.steps
-        return float(self.facts["seconds"]) / (60 * (self.minutes or 1.0))
+        return float(self.facts["seconds"]) / self._seconds
+
+    @property
+    def _seconds(self) -> float:
+        """The time of all steps."""
+        total = 60 * (self.minutes or 1.0)
+        return max(total - float(self.facts["others"]), LEAST_TRAINING * total)
 
     def _step(self) -> tuple[float, float, float]:
         """Take one step; return the losses of the largest, the smallest and the random subnets."""
@@ -143,17 +157,18 @@ class TrainingRun:
             torch.autograd.backward(self.scaler.scale(total / self.accumulate))
 
         with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
+            wanted = None if self.stored is None else self.stored(x, self.stream.epoch == 0).to(device)
             return sandwich_step(
                 self.supernet,
                 x,
                 labels,
                 rng=random.Random(),
                 loss=task.loss,
-                output=lambda found: task.output(found, x),
+                output=lambda output: output if output is wanted else task.output(output, x),
                 subnets=chosen,
                 distillation=self.distillation if self.learns else 1.0,
                 divergence=lambda student, teacher: task.divergence(student, teacher, labels),
-                teacher=self.teacher,
+                teacher=self.teacher if wanted is None else lambda *_, **__: wanted,
                 backward=backward,
             )
 

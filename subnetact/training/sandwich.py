@@ -71,7 +71,7 @@ def sandwich_step(
         random_subnets: number of random subnets per step, all distinct; all there are if the space has fewer.
         subnets: the subnets to train instead, the teacher first. Use this to shrink progressively. Weights
             that none of them uses have gradients of zero, and weight decay and momentum move them: train the
-            largest in every step, or take an optimizer without them.
+            largest in every step, or take an optimizer without them. Without the largest, it warns once.
         distillation: share, from 0 to 1, of the distillation in the loss of all subnets but the first; the
             rest is `loss`. It is the cross-entropy with the teacher, without what `loss` ignores (-100).
         class_dim: the dimension of the classes in the scores, which distillation needs: 1 for images of
@@ -114,6 +114,14 @@ def sandwich_step(
         distributed.broadcast_object_list(state)
         rng.setstate(state[0])
     specs = drawn(plain, subnets, random_subnets, rng)
+    if plain not in _without_largest and plain.space.largest().base not in {spec.base for spec in specs}:
+        _without_largest.add(plain)
+        warn_caller(
+            "subnets= leave the largest out: weights that only larger subnets use have gradients of zero, "
+            "but weight decay and the momentum of an optimizer move them. Train the largest in every step, "
+            "or give the optimizer weight_decay=0 and make it anew for such steps",
+            RuntimeWarning,
+        )
     share: Any = distillation
     if not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
         raise SpecError(f"distillation: {share!r} is no number from 0.0 to 1.0")
@@ -181,6 +189,7 @@ def _warn_of_batches_apart(supernet: Supernet) -> None:
 
 
 _warned: weakref.WeakSet[Supernet] = weakref.WeakSet()
+_without_largest: weakref.WeakSet[Supernet] = weakref.WeakSet()
 
 
 def drawn(

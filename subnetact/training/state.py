@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,14 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["TrainingState"]
 
-STATE = DocumentFormat("a training state", "subnetact.training", 1, "choose another file, or remove it")
+STATE = DocumentFormat("a training state", "subnetact.training", 2, "choose another file, or remove it")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingState:
     """Weights, optimizer, others (scheduler, gradient scaler) and facts in one file, of one `environment`.
 
-    Randomness needs no state: every batch has a seed of its own.
+    Randomness needs no state: every batch has a seed of its own. The last save took `cost_s` seconds.
     """
 
     path: str | os.PathLike[str] | None
@@ -34,6 +35,7 @@ class TrainingState:
     supernet: Supernet
     optimizer: torch.optim.Optimizer
     others: Mapping[str, Any]
+    cost_s: float = 0.0
 
     def load(self) -> dict[str, Any] | None:
         """Restore everything, and return the facts; None if there is no file yet."""
@@ -70,6 +72,7 @@ class TrainingState:
         """Replace the file; WriteError if the disk is full, and the earlier version stays."""
         if self.path is None:
             return
+        began = time.perf_counter()
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._weights().items()}
         given, numbers = self.optimizer.state_dict(), dict[str, dict[str, Any]]()
         for index, entries in given["state"].items():
@@ -93,6 +96,7 @@ class TrainingState:
                 "torch, whose state is tensors and numbers, or train without resume"
             ) from error
         write_tensors(self.path, tensors, {"document": text})
+        self.cost_s = time.perf_counter() - began
 
     def _weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, those that share memory once."""

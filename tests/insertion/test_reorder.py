@@ -190,6 +190,30 @@ def test_inference_mode_changes_nothing() -> None:
         assert not any(tensor.is_inference() for tensor in supernet.tensors())
 
 
+class Rounded(nn.Module):
+    """Multiplies what rounding does in a norm at float32, whatever the dtype of its input, by thousands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 64), nn.Linear(64, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.up(x))
+        size = hidden.to(torch.float32).square().sum(-1, keepdim=True).sqrt()
+        y = self.down(hidden / size.to(hidden.dtype))
+        for _ in range(3):
+            y = torch.sin(20.0 * y)
+        return y
+
+
+def test_rounding_that_is_amplified_keeps_nothing_from_being_sorted() -> None:
+    torch.manual_seed(0)
+    supernet = subnetact.insert_(Rounded().eval(), example=TOKENS, axes=("ffn",))
+    up = supernet.state_dict()["up.weight"].clone()
+    assert reorder_(supernet, "l1", TOKENS).reordered == {"up.out": 64}
+    assert not torch.equal(supernet.state_dict()["up.weight"], up)
+
+
 def test_batch_norm_scales_give_the_order() -> None:
     original, supernet = convs()
     reorder_(supernet, "batch_norm", IMAGES)

@@ -28,7 +28,7 @@ from subnetact.errors import (
     WriteError,
 )
 from subnetact.supernet.supernet import Supernet
-from subnetact.training import DistillationReport, distill_, run, state
+from subnetact.training import DistillationReport, distill_, distillation, measurement, run, state
 
 QUIET: dict[str, Any] = {"progress": False, "calibration": 2}
 
@@ -170,6 +170,17 @@ def test_a_language_model_learns(mask: bool) -> None:
     assert report.after[-1] == pytest.approx(float(torch.tensor(total / count).exp()), rel=1e-4)
 
 
+def test_long_texts_are_sorted_by_a_passage_that_has_something_to_predict() -> None:
+    pytest.importorskip("transformers")
+    ids = torch.randint(3, 50, (3, 300), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(3, 300, dtype=torch.long)
+    mask[1, 280:], mask[2, :40] = 1, 1
+    data = [{"input_ids": ids.roll(i, 1), "attention_mask": mask, "use_cache": False} for i in range(2)]
+    supernet = elastic(small_decoder("LlamaConfig"), {**data[0]}, axes=("ffn",))
+    report = distill_(supernet, data, held_out=data[:1], task="tokens", steps=1, **QUIET)
+    assert "sorted by taylor" in report.order
+
+
 def test_what_is_not_finite_ends_the_training_at_the_last_good_step(tmp_path: Path) -> None:
     good = labelled(4, 1)
     bad = [*good[:2], (good[2][0] * float("nan"), good[2][1]), good[3]]
@@ -203,17 +214,73 @@ def test_minutes_and_16_bits_go_on_after_a_stop(
     autocast: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow(labelled(4, 1))
-    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: slow.seconds))
+    for module in (distillation, measurement, run, state):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: slow.seconds))
     options = {"held_out": labelled(2, 2), "autocast": autocast, "learning_rate": 0.02, **QUIET}
     expected = distill_(new_supernet(), labelled(4, 1), steps=18, **options)
     assert sum(expected.after) > sum(expected.before) + 50.0
-    options |= {"minutes": 0.3, "resume": tmp_path / "s", "save_every_s": 0.0}
+    options |= {"minutes": 20 / 60, "resume": tmp_path / "s", "save_every_s": 0.0}
     slow.stop = 12.0
     with pytest.raises(KeyboardInterrupt):
         distill_(new_supernet(), slow, **options)
     found = distill_(new_supernet(), slow, **options)
-    assert (found.steps, found.seconds) == (18, 18.0)
+    assert (found.steps, found.seconds) == (18, 18.0)  # Two batches were read before the first step.
     torch.testing.assert_close(numbers(found), numbers(expected))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return a clock that stands still unless `seconds` are added."""
+    found = SimpleNamespace(seconds=0.0)
+    for module in (distillation, measurement, run, state):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: found.seconds))
+    return found
+
+
+def ticking(batches: list[Any], clock: SimpleNamespace) -> Any:
+    """Return batches that take a second each."""
+
+    class Ticking(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                clock.seconds += 1.0
+                yield batch
+
+    return Ticking(batches)
+
+
+def test_minutes_are_those_of_measuring_and_training(clock: SimpleNamespace) -> None:
+    held_out = ticking(labelled(10, 2), clock)
+    report = distill_(new_supernet(), ticking(labelled(4, 1), clock), held_out=held_out, minutes=1.0, **QUIET)
+    assert report.batches == 3  # A twentieth of a minute.
+    assert report.steps == 60 - 2 * 3 - QUIET["calibration"]
+    assert clock.seconds == 60
+    again = distill_(new_supernet(), labelled(4, 1), held_out=held_out[:3], steps=report.steps, **QUIET)
+    torch.testing.assert_close(numbers(report), numbers(again))
+
+
+def test_saving_takes_a_small_share_of_the_time(
+    clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, saved = state.write_tensors, list[float]()
+
+    def slow(*arguments: Any) -> None:
+        clock.seconds += 10.0
+        saved.append(clock.seconds)
+        write(*arguments)
+
+    monkeypatch.setattr(state, "write_tensors", slow)
+    batches, options = ticking(labelled(4, 1), clock), {"held_out": labelled(1, 2), "steps": 250}
+    distill_(new_supernet(), batches, resume=tmp_path / "s", **options, **QUIET)
+    first, second, _ = saved
+    assert second - first == 10.0 + 200.0
+
+
+def test_what_is_done_is_said_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    distill_(new_supernet(), labelled(2, 1), held_out=labelled(1, 2), steps=2, calibration=2)
+    lines = [line.strip() for line in capsys.readouterr().err.splitlines()]
+    for task in ("measuring 4 subnets", "sorting by l1", "distilling"):
+        assert [line for line in lines if f"distill_: {task}: 100%" in line], lines
 
 
 @pytest.mark.parametrize("autocast", [None, torch.float16])
