@@ -38,7 +38,7 @@ def half_of_smollm2(tokens: torch.Tensor) -> Supernet:
     """Return the supernet of two feed-forward widths, sorted by importance."""
     example = {"input_ids": tokens[:1, :8], "use_cache": False}
     supernet = insert_(smollm2_model(), example=example, axes=("ffn",), choices=(0.5, 1.0))
-    batches = [({"input_ids": x, "use_cache": False}, x) for x in tokens[:8].split(2)]
+    batches = [({"input_ids": x, "use_cache": False}, x) for x in torch.split(tokens[:8], 2)]
     reorder_(supernet, "taylor", batches=batches, loss=next_token_loss)
     return supernet
 
@@ -48,14 +48,14 @@ def data(steps: int) -> tuple[torch.Tensor, list[Any]]:
     texts = smollm2_texts(argparse.Namespace(tokens=0))
     training = texts["training"].reshape(-1, LENGTH)[: steps * BATCH]
     held_out = texts["docstrings"].reshape(-1, LENGTH)[:32]
-    return training, [{"input_ids": x, "use_cache": False} for x in held_out.split(4)]
+    return training, [{"input_ids": x, "use_cache": False} for x in torch.split(held_out, 4)]
 
 
 def trained_by_distill(steps: int) -> dict[str, Any]:
     """Return the perplexities before and after `distill_`."""
     tokens, held_out = data(steps)
     supernet = half_of_smollm2(tokens)
-    batches = [{"input_ids": x, "use_cache": False} for x in tokens.split(BATCH)]
+    batches = [{"input_ids": x, "use_cache": False} for x in torch.split(tokens, BATCH)]
     specs = [supernet.space.largest(), supernet.space.smallest()]
     settings: Any = {"task": "tokens", "steps": steps, "subnets": specs, "random_subnets": 0}
     report = distill_(supernet, batches, held_out=held_out, importance=None, learning_rate=RATE, **settings)
@@ -66,13 +66,13 @@ def trained_by_trainer(steps: int, folder: str) -> dict[str, Any]:
     """Return the perplexities after a Trainer, which goes on from its last checkpoint."""
     import_torchvision()
     from transformers import Trainer, TrainingArguments
-    from transformers.trainer_utils import get_last_checkpoint
 
     class ElasticTrainer(SandwichTraining, Trainer):
         pass
 
     tokens, held_out = data(steps)
     supernet = half_of_smollm2(tokens)
+    supernet.network.is_quantized = False  # as only its file is
     options = TrainingArguments(
         folder, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=RATE, weight_decay=0.01,
         lr_scheduler_type="cosine", warmup_steps=1, max_grad_norm=1.0, save_steps=max(1, steps // 2),
@@ -80,7 +80,7 @@ def trained_by_trainer(steps: int, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = ElasticTrainer(model=supernet.network, args=options, train_dataset=rows, random_subnets=0)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
+    trainer.train(resume_from_checkpoint=any(Path(folder).glob("checkpoint-*")))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     supernet.eval()
     return {"after": perplexities(supernet, held_out), "losses": losses}

@@ -24,7 +24,7 @@ from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_train
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
-from subnetact.operators.sharded import is_sharded
+from subnetact.operators.sharding import is_sharded
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
