@@ -75,13 +75,9 @@ def inspect(path: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return 1 for a checkpoint of no known family and 2 for an unreadable one."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ofa_adapters", description=(__doc__ or "").splitlines()[0]
-    )
-    commands = parser.add_subparsers(dest="command")
-    inspecting = commands.add_parser(
-        "inspect", help="tell which family a checkpoint has, without running code from it"
-    )
+    parser = argparse.ArgumentParser("python -m ofa_adapters", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_subparsers(dest="command").add_parser
+    inspecting = add("inspect", help="tell which family a checkpoint has, without running code from it")
     inspecting.add_argument("file")
     arguments = parser.parse_args(argv)
     if arguments.command is None:

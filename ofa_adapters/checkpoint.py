@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from os import PathLike, fspath
+from os import fspath
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ofa_adapters.family import Family
 from subnetact.errors import CheckpointError, FileFormatError
 from subnetact.files.atomic import read_regular, require_regular
-from subnetact.files.documents import parse_json
+from subnetact.files.documents import StrPath, parse_json
 from subnetact.files.tensors import MODEL, SHARDS, read_model, read_tensors
 from subnetact.operators.tensor_version import storage_id
 
@@ -42,7 +42,7 @@ HARMLESS_TYPES: list[Any] = [
 Unpickling them runs no code from the file."""
 
 
-def read(path: str | PathLike[str]) -> dict[str, Tensor]:
+def read(path: StrPath) -> dict[str, Tensor]:
     """Read the state_dict in a file, or in a directory that transformers saved, without running its code."""
     file = Path(path)
     if (file / "elastic.json").is_file():
@@ -82,7 +82,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def parsed_config(directory: str | PathLike[str], name: str = "config.json") -> dict[str, Any]:
+def parsed_config(directory: StrPath, name: str = "config.json") -> dict[str, Any]:
     """Return what a JSON file holds in a directory that transformers saved."""
     path = Path(directory) / name
     try:
@@ -148,13 +148,11 @@ def match(
         if name in given:
             twice.append(f"{key} and {source[name]}")
         given[name], source[name] = tensor, key
-    counters = {n for n in own if n.rpartition(".")[2].startswith("num_batches_tracked")}
+    counts = {n for n in own if n.rpartition(".")[2].startswith("num_batches_tracked")}
     tied = {storage_id(own[n]) for n in given if n in own}  # Checkpoints leave out tied output layers.
     both = [(n, t, own[n]) for n, t in given.items() if n in own]
     wrong = {
-        "missing": [
-            n for n in own if n not in given and n not in counters and storage_id(own[n]) not in tied
-        ],
+        "missing": [n for n in own if n not in given and n not in counts and storage_id(own[n]) not in tied],
         "extra": [source[n] for n in given if n not in own],
         "of another shape": [
             f"{source[n]} {tuple(t.shape)} should be {tuple(mine.shape)}"
@@ -164,7 +162,7 @@ def match(
         "of another kind of numbers": [
             f"{source[n]} is {t.dtype}, should be {mine.dtype}"
             for n, t, mine in both
-            if n not in counters and t.is_floating_point() != mine.is_floating_point()
+            if n not in counts and t.is_floating_point() != mine.is_floating_point()
         ],
         "given twice": twice,
     }

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from os import PathLike
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from ofa_adapters.features import Encoding
+from subnetact.files.documents import StrPath
 from subnetact.operators import CALIBRATION_RULES, Elastic
 from subnetact.space import SubnetSpace
 
@@ -93,7 +93,7 @@ class Family:
     unused: str | None = None
     infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] = lambda _, given: dict(given)
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
-    settings: Callable[[str | PathLike[str]], dict[str, Any]] | None = None
+    settings: Callable[[StrPath], dict[str, Any]] | None = None
     named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
     calibration: str = WEIGHTED_BIASED
     packs: bool = True

@@ -67,10 +67,8 @@ class Layout:
 
     def format(self, values: AxisValues) -> dict[str, Any]:
         """Return the values of the axes as an upstream configuration."""
-        return {
-            key: values[axis][0] if key in self.single else list(values[axis])
-            for key, axis in self.keys.items()
-        }
+        axes = self.keys.items()
+        return {key: values[axis][0] if key in self.single else list(values[axis]) for key, axis in axes}
 
     def entries(self, config: Any) -> dict[str, Any]:
         """Return the entries of an upstream configuration that describe the network, as plain values."""

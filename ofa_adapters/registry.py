@@ -118,11 +118,9 @@ def load(
     """
     found = family_of(family)
     known = inspect.signature(found.build).parameters
-    unknown = sorted(set(constructor) - set(known))
-    if unknown:
-        raise SpecError(
-            f"{family} has no constructor argument {', '.join(unknown)}; it has {', '.join(known)}"
-        )
+    extra = sorted(set(constructor) - set(known))
+    if extra:
+        raise SpecError(f"{family} has no constructor argument {', '.join(extra)}; it has {', '.join(known)}")
     subject, tensors = family, None
     if isinstance(checkpoint, str | PathLike):
         subject = f"{family}: {checkpoint}"

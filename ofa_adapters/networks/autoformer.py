@@ -63,12 +63,9 @@ class AutoFormerLayout(Layout):
     def axes(self) -> list[Axis]:
         depth = Axis.uniform("depth", ["blocks"], self.depth)
         places = [(0, i + 1) for i in range(self.blocks)]
-        return [
-            depth,
-            Axis.uniform("embed", ["stream"], self.embed_dim),
-            block_axis("heads", self.num_heads, depth, places),
-            block_axis("mlp", self.mlp_ratio, depth, places),
-        ]
+        heads = block_axis("heads", self.num_heads, depth, places)
+        mlp = block_axis("mlp", self.mlp_ratio, depth, places)
+        return [depth, Axis.uniform("embed", ["stream"], self.embed_dim), heads, mlp]
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
         (depth,), (embed,) = values["depth"], values["embed"]

@@ -17,7 +17,7 @@ from subnetact.errors import IllegalChoice, SpecError
 from subnetact.space import Axis, AxisValues, make_divisible
 
 STAGE_KERNELS = (3, 5, 3, 3, 5)
-SLOTS_PER_STAGE = 4
+STAGE_SLOTS = 4
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,12 @@ def build(
         raise SpecError(
             f"compound: depths {depths} and expand ratios {expands} cannot be paired; give as many of each"
         )
-    if fixed_kernel and depths[-1] > SLOTS_PER_STAGE:
-        raise SpecError(
-            f"fixed_kernel: kernels are known for {SLOTS_PER_STAGE} blocks per stage, got {depths}"
-        )
+    if fixed_kernel and depths[-1] > STAGE_SLOTS:
+        raise SpecError(f"fixed_kernel: kernels are known for {STAGE_SLOTS} blocks per stage, got {depths}")
     fixed = None
     if fixed_kernel:
         # Upstream indexes a list of four entries per stage by block position, even if stages are shorter.
-        fixed = tuple(STAGE_KERNELS[i // SLOTS_PER_STAGE] for i in range(depths[-1] * len(STAGE_KERNELS)))
+        fixed = tuple(STAGE_KERNELS[i // STAGE_SLOTS] for i in range(depths[-1] * len(STAGE_KERNELS)))
     widths = tuple(make_divisible(width * multipliers[0]) for width in WIDTHS)
     ratios = dict(zip(depths, expands, strict=True)) if compound else None
     layout = CompoundLayout(widths, choices(ks_list), expands, depths, fixed, ratios)

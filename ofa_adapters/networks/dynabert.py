@@ -147,9 +147,8 @@ def build(
             f"dynabert: multipliers must leave 1..{num_attention_heads} heads and 1..{num_hidden_layers} "
             f"layers, got widths {widths} and depths {depths}"
         )
-    layout = DynaBertLayout(
-        hidden_size, num_attention_heads, intermediate_size, num_hidden_layers, widths, depths
-    )
+    full = hidden_size, num_attention_heads, intermediate_size, num_hidden_layers
+    layout = DynaBertLayout(*full, widths, depths)
     padding = 1 if pad_token_id is None else pad_token_id
     first_position = padding if model_type == "roberta" else None
     vocabulary = vocab_size_or_config_json_file or vocab_size
@@ -177,10 +176,8 @@ class DynaBertLayout(Layout):
     single = ("width_mult", "depth_mult")
 
     def axes(self) -> list[Axis]:
-        return [
-            Axis.uniform("width", ["heads and neurons"], self.widths),
-            Axis.uniform("depth", ["layers"], self.depths),
-        ]
+        width = Axis.uniform("width", ["heads and neurons"], self.widths)
+        return [width, Axis.uniform("depth", ["layers"], self.depths)]
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
         (width,), (depth,) = values["width"], values["depth"]

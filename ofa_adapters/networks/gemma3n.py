@@ -20,7 +20,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -29,6 +28,7 @@ from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, plain, weights_dtype
 from subnetact.errors import CheckpointError, SpecError, extra_needed
+from subnetact.files.documents import StrPath
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, UsedWhen
 from subnetact.spec import shown
@@ -152,7 +152,7 @@ def _widths(full: list[int], given: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def settings(directory: str | PathLike[str]) -> dict[str, Any]:
+def settings(directory: StrPath) -> dict[str, Any]:
     """Return the configuration in a directory that transformers saved, of the language or the whole model."""
     content = parsed_config(directory)
     text = content.get("text_config", content)

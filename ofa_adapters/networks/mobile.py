@@ -172,17 +172,14 @@ class MobileLayout(Layout):
 
         depths = Axis("depth", tuple(depth))
         places = [(stage, position + 1) for stage, position, _ in self.blocks]
-        return [
-            depths,
-            block_axis("kernel", self.kernels, depths, places),
-            block_axis("expand", self.expands, depths, places),
-        ]
+        kernel = block_axis("kernel", self.kernels, depths, places)
+        return [depths, kernel, block_axis("expand", self.expands, depths, places)]
 
     def build(
         self, n_classes: int, bn_param: tuple[float, float], dropout: float, kernel_transform_mode: int | None
     ) -> Built:
         """Return what a family's `build` returns."""
-        matrices = kernel_transform_mode is not None
+        learned = kernel_transform_mode is not None
         bn = {"momentum": bn_param[0], "eps": bn_param[1]}
         stem, first, *_ = self.widths
         stem_act, first_act, head_act = self.activations
@@ -192,14 +189,11 @@ class MobileLayout(Layout):
             out, stage = self.widths[2 + s], self.stages[s]
             mid, squeeze = full[f"block{i}.mid"], full[f"block{i}.squeeze"] if stage.squeeze else None
             stride = 1 if position else stage.stride
-            blocks.append(
-                MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, matrices)
-            )
+            blocks.append(MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, learned))
         last, *final, mixed = self.widths[1 + len(self.stages) :]
         widths, activations = (stem, last, mixed), (stem_act, head_act)
-        return self.built(
-            MobileNet(blocks, widths, final[0] if final else None, activations, n_classes, bn, dropout)
-        )
+        head = final[0] if final else None
+        return self.built(MobileNet(blocks, widths, head, activations, n_classes, bn, dropout))
 
     def elastic(self) -> dict[str, Elastic]:
         names = {str(i + 1): f"block{i}.keep" for i in range(len(self.blocks))}

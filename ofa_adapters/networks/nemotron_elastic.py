@@ -51,7 +51,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,7 @@ from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, plain, weights_dtype
 from subnetact.errors import CheckpointError, SpecError, extra_needed
+from subnetact.files.documents import StrPath
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import expert_groups
 from subnetact.insertion.state_space import state_space_group
@@ -259,13 +259,11 @@ def build(
     return _layout(network, budgets or {}).built(network.eval())
 
 
-def settings(directory: str | PathLike[str]) -> dict[str, Any]:
+def settings(directory: StrPath) -> dict[str, Any]:
     """Return the configuration and the budgets in a directory."""
     content = parsed_config(directory)
-    if content.get("model_type") != "nemotron_h":
-        raise CheckpointError(
-            f"{directory}: config.json is of {shown(content.get('model_type'))}, not nemotron_h"
-        )
+    if (kind := content.get("model_type")) != "nemotron_h":
+        raise CheckpointError(f"{directory}: config.json is of {shown(kind)}, not nemotron_h")
     if isinstance(limit := content.get("time_step_limit"), list):  # transformers writes infinity as a mapping
         content["time_step_limit"] = [math.inf if isinstance(x, Mapping) else x for x in limit]
     budgets = (Path(directory) / BUDGETS).exists()

@@ -28,10 +28,7 @@ class ProxylessLayout(MobileLayout):
     """The stages of a ProxylessNAS network, the last of which has one block."""
 
     family = "ofa_proxyless"
-    stages = (
-        *(MobileStage(stride, F.relu6) for stride in (2, 2, 2, 1, 2)),
-        MobileStage(1, F.relu6, longest=1),
-    )
+    stages = (*(MobileStage(s, F.relu6) for s in (2, 2, 2, 1, 2)), MobileStage(1, F.relu6, longest=1))
     first_residual = False
     activations = (F.relu6, F.relu6, F.relu6)
 

@@ -131,11 +131,8 @@ class ResNet50Layout(Layout):
         stages = [f"stage{s + 1}" for s in range(len(STAGE_WIDTHS))]
         depth = Axis("depth", (stem, *(Slot(name, self.depths) for name in stages)))
         places = [(1 + stage, needed) for stage, _, needed in self.blocks]
-        return [
-            depth,
-            block_axis("expand", self.expands, depth, places),
-            Axis.uniform("width", ["stem.mid", "stem.out", *stages], self.widths),
-        ]
+        width = Axis.uniform("width", ["stem.mid", "stem.out", *stages], self.widths)
+        return [depth, block_axis("expand", self.expands, depth, places), width]
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
         depth, expand, width = (values[axis] for axis in ("depth", "expand", "width"))

@@ -84,9 +84,8 @@ class VisionTransformer(nn.Module):
         mean: bool = False,
     ) -> None:
         super().__init__()
-        width, heads, side, size = (
-            arguments[name] for name in ("embed_dim", "num_heads", "img_size", "patch_size")
-        )
+        names = ("embed_dim", "num_heads", "img_size", "patch_size")
+        width, heads, side, size = (arguments[name] for name in names)
         if width != HEAD_FEATURES * heads or side % size:
             raise SpecError(
                 f"a head has {HEAD_FEATURES} features, so embed_dim must be {HEAD_FEATURES} * num_heads, got "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from os import PathLike
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from subnetact.calibration.progress import Progress
 from subnetact.calibration.run import CalibrationRun
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, StaleWeights, SubnetActError
+from subnetact.files.documents import StrPath
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, map_tensors, tensors_of
@@ -75,7 +75,7 @@ def calibrate(
     progress: bool = True,
     rule: str | None = None,
     *,
-    resume: str | PathLike[str] | None = None,
+    resume: StrPath | None = None,
     save_every_s: float = 10.0,
     memory_mb: float = 1024.0,
     check: bool = True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
-from os import PathLike
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from subnetact import __version__
 from subnetact.calibration.run import CalibrationRun
 from subnetact.errors import SpecError
+from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import hash_tensors
@@ -29,7 +29,7 @@ class Progress:
 
     def __init__(
         self,
-        path: str | PathLike[str] | None,
+        path: StrPath | None,
         save_every_s: float,
         supernet: Supernet,
         specs: Sequence[SubnetSpec],

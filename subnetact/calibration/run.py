@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,9 +29,7 @@ TRIAL_INPUTS = 2
 class CalibrationRun:
     """Runs batches through many subnets, `finished` so far, and averages the statistics of BatchNorms."""
 
-    def __init__(
-        self, supernet: Supernet, specs: Sequence[SubnetSpec], rule: str | None, memory: float
-    ) -> None:
+    def __init__(self, supernet: Supernet, specs: list[SubnetSpec], rule: str | None, memory: float) -> None:
         self._supernet = supernet
         self._rule = rule
         self._frozen = private_buffers()  # A forward may write into its buffers.

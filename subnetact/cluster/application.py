@@ -7,10 +7,9 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from os import PathLike
 from typing import Any
 
 from subnetact.cluster.autoscaler import Autoscaling, input_ms_at_floor, replicas_needed
@@ -19,6 +18,7 @@ from subnetact.cluster.ray_serve import FULL, LOST, AutoscalingConfig, Autoscali
 from subnetact.cluster.replica import EngineReplica, Reply
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingFile, ServeError
+from subnetact.files.documents import StrPath
 from subnetact.serve.app import build_app as serve_app
 from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
@@ -31,7 +31,7 @@ COUNT_S = 1.0
 
 
 def build_app(
-    bundle: str | PathLike[str] | Source,
+    bundle: StrPath | Source,
     replicas: int = 1,
     *,
     autoscaling: Autoscaling | None = None,
@@ -146,9 +146,7 @@ def _replicas_of(source: Source, replicas: int, autoscaling: Autoscaling | None,
     return deployment.bind(source, input_ms)
 
 
-def client_of(
-    handle: Any, source: Source, engine: Engine, count: Callable[[], tuple[int, int]]
-) -> ReplicaClient:
+def client_of(handle: Any, source: Source, engine: Engine, count: ReplicaCount) -> ReplicaClient:
     """Return the client of the replicas behind Ray's handle; the engine, loaded here too, checks inputs."""
 
     async def call(**request: Any) -> Reply:

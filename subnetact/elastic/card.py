@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from subnetact.elastic.cut_out import opening
 from subnetact.elastic.folder import BUNDLE, INDEX, load_folder
 from subnetact.errors import FileFormatError
+from subnetact.files.documents import StrPath
 from subnetact.files.tensors import read_model
 from subnetact.latency.table import LatencyTable
 from subnetact.supernet.norm_table import NormTable
@@ -21,7 +21,7 @@ __all__ = ["model_card", "validated"]
 _Tables = dict[str, LatencyTable]
 
 
-def validated(folder: str | PathLike[str]) -> tuple[dict[str, Any], _Tables, Supernet | None]:
+def validated(folder: StrPath) -> tuple[dict[str, Any], _Tables, Supernet | None]:
     """Check a bundle as a whole, with all checksums, and return its index, its tables and its supernet.
 
     The supernet of a network that no library makes is None; its weights are read all the same.

@@ -12,7 +12,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +37,7 @@ from subnetact.errors import (
     SpecError,
 )
 from subnetact.files.atomic import replacing_folder
-from subnetact.files.documents import FolderFormat
+from subnetact.files.documents import FolderFormat, StrPath
 from subnetact.files.tensors import SHARD_BYTES, read_model, read_tensors, write_model, write_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.key_value_cache import guard_caches_
@@ -64,7 +63,7 @@ Extra = TypeVar("Extra")
 
 
 def save_cut_out(
-    supernet: Supernet, folder: str | PathLike[str], card: Card, only: Any, example: Any, shard_bytes: int
+    supernet: Supernet, folder: StrPath, card: Card, only: Any, example: Any, shard_bytes: int
 ) -> None:
     """Write one subnet alone, as a model of its library's own class; see `Supernet.save_pretrained`."""
     if example is None:
@@ -78,7 +77,7 @@ def save_cut_out(
 
 
 def from_pretrained(
-    folder: str | PathLike[str],
+    folder: StrPath,
     subnet: Any = None,
     *,
     model: nn.Module | None = None,
@@ -127,7 +126,7 @@ def from_pretrained(
 
 def save_folder(
     supernet: Supernet,
-    directory: str | PathLike[str],
+    directory: StrPath,
     card: Card,
     tables: Mapping[str, LatencyTable],
     engine: Mapping[str, Any] | None,
@@ -233,7 +232,7 @@ def _write_network(
 
 
 def load_folder(
-    directory: str | PathLike[str],
+    directory: StrPath,
     model: nn.Module | None,
     mapped: bool,
     verify: bool,

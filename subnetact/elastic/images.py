@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import subnetact
 from subnetact.elastic.card import validated
 from subnetact.elastic.folder import ACCURACY, save_folder
 from subnetact.errors import SpecError, extra_needed
+from subnetact.files.documents import StrPath
 from subnetact.supernet.batches import call_with, logits
 
 __all__ = ["evaluate_images"]
@@ -19,7 +19,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def evaluate_images(
-    folder: str | PathLike[str], images: str | PathLike[str], size: int = 224, batch_size: int = 64
+    folder: StrPath, images: StrPath, size: int = 224, batch_size: int = 64
 ) -> dict[str, float]:
     """Measure every named subnet of a bundle on images, and write the accuracies into its `elastic.json`.
 

@@ -103,9 +103,7 @@ def _split(
     (x,) = (n for n in graph.nodes if n.op == "placeholder")
     (end,) = (n for n in graph.nodes if n.op == "output")
     place = {node: i for i, node in enumerate(nodes)}
-    last_use = {
-        node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in [x, *nodes]
-    }
+    last_use = {n: max((place.get(user, len(nodes)) for user in n.users), default=-1) for n in [x, *nodes]}
 
     def alive(cut: int) -> list[fx.Node]:
         """Return the values that are made before a cut and used behind it."""
@@ -144,9 +142,7 @@ def _layer_of(path: str, stacks: Sequence[str]) -> str | None:
     return None if number is None else ".".join(parts[: number + 1])
 
 
-def _block(
-    nodes: Sequence[fx.Node], given: Sequence[fx.Node], returned: Any, values: Mapping[str, Any]
-) -> Block:
+def _block(nodes: list[fx.Node], given: list[fx.Node], returned: Any, values: Mapping[str, Any]) -> Block:
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"value_{i}") for i, node in enumerate(given)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch import nn
 from subnetact.elastic.folder import ACCURACY, INDEX, load_folder, save_folder
 from subnetact.engine.config import EngineConfig
 from subnetact.errors import NotCalibrated
+from subnetact.files.documents import StrPath
 from subnetact.latency.table import LatencyTable
 from subnetact.space import SubnetSpace
 from subnetact.supernet.norm_table import NormTable
@@ -21,10 +21,7 @@ __all__ = ["load_bundle", "save_bundle"]
 
 
 def save_bundle(
-    supernet: Supernet,
-    config: EngineConfig,
-    tables: Mapping[str, LatencyTable],
-    directory: str | PathLike[str],
+    supernet: Supernet, config: EngineConfig, tables: Mapping[str, LatencyTable], directory: StrPath
 ) -> None:
     """Write a bundle of an engine; its accuracies are in percent."""
     card, facts = supernet.card, config.to_json()
@@ -42,7 +39,7 @@ def save_bundle(
 
 
 def load_bundle(
-    directory: str | PathLike[str], model: nn.Module | None, mapped: bool, options: Mapping[str, Any]
+    directory: StrPath, model: nn.Module | None, mapped: bool, options: Mapping[str, Any]
 ) -> tuple[Supernet, EngineConfig, dict[str, LatencyTable]]:
     """Read a bundle; a model that is given stays as it was if that fails."""
 

@@ -79,16 +79,15 @@ class EngineConfig:
 
     def _with_numbers(self) -> EngineConfig:
         """Return the configuration with accuracies as numbers, if ids and accuracies fit the subnets."""
-        given: Any = [None] * len(self.specs) if self.accuracy is None else self.accuracy
+        count = len(self.specs)
+        given: Any = [None] * count if self.accuracy is None else self.accuracy
         for i in (*self.removed, *self.pinned):
-            if type(i) is not int or not 0 <= i < len(self.specs):
-                raise EngineError(f"removed or pinned: {i!r} is no position of the {len(self.specs)} subnets")
+            if type(i) is not int or not 0 <= i < count:
+                raise EngineError(f"removed or pinned: {i!r} is no position of the {count} subnets")
         if isinstance(given, str) or not hasattr(given, "__len__"):
             raise SpecError(f"accuracy: expected a list, one value per subnet, got {type(given).__name__}")
-        if len(given) != len(self.specs):
-            raise SpecError(
-                f"accuracy: {len(given)} values for {len(self.specs)} subnets; give one per subnet"
-            )
+        if len(given) != count:
+            raise SpecError(f"accuracy: {len(given)} values for {count} subnets; give one per subnet")
         return replace(self, accuracy=tuple(map(percentage, given, self.specs)))
 
     def to_json(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ __all__ = ["Captured", "CudaGraphs", "Graphs", "graph_backend"]
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes that graphs are captured for. A batch is padded to the next of these sizes."""
 
+Call: TypeAlias = Callable[[Tensor], Any]
 _log = logging.getLogger("subnetact.engine")
 
 
@@ -43,7 +44,7 @@ class Captured:
 class _Graph:
     captured: Captured
     x: Tensor
-    call: Callable[[Tensor], Any]
+    call: Call
     moment: Any
 
     def replay(self, x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class Graphs:
         self._graphs: dict[Any, _Graph | None] = {}  # None: it runs eagerly
         self._level = logging.WARNING  # of the first failure
 
-    def run(self, subnet: int, bound: Bound, call: Callable[[Tensor], Any], x: Any, part: int = 0) -> Any:
+    def run(self, subnet: int, bound: Bound, call: Call, x: Any, part: int = 0) -> Any:
         """Run a batch through the graph of the next size, or eagerly; `part` is the number of a block."""
         if not isinstance(x, Tensor) or not 1 <= x.shape[0] <= GRAPH_SIZES[-1]:
             return call(x)
@@ -88,9 +89,7 @@ class Graphs:
                 del self._graphs[key]
                 self.budget.free(key)
 
-    def _capture(
-        self, key: Any, bound: Bound, call: Callable[[Tensor], Any], x: Tensor, size: int
-    ) -> _Graph | None:
+    def _capture(self, key: Any, bound: Bound, call: Call, x: Tensor, size: int) -> _Graph | None:
         self._graphs.pop(key, None)
         self.budget.free(key)
         moment = bound.moment()
@@ -129,7 +128,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, call: Callable[[Tensor], Any], x: Tensor) -> Captured:
+    def capture(self, call: Call, x: Tensor) -> Captured:
         """Run `call(x)` `WARM_UPS` times on the stream, then record it; replays see new values of `x`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from operator import index
-from os import PathLike
 from threading import RLock
 from typing import Any
 
@@ -30,6 +29,7 @@ from subnetact.engine.outputs import unstack
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActError
+from subnetact.files.documents import StrPath
 from subnetact.files.fork import new_lock
 from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
@@ -360,10 +360,9 @@ class Engine:
             added = [ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], first)]
             subnets = (*self._subnets, *added)
             served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
+            every = config.allow_uncalibrated
             for subnet in served.values():
-                if subnet.bound is None and (
-                    config.allow_uncalibrated or self.supernet.calibrated(subnet.spec)
-                ):
+                if subnet.bound is None and (every or self.supernet.calibrated(subnet.spec)):
                     subnet.bound = self._bind(subnet.spec)
             for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
                 subnet.accuracy = percent
@@ -682,7 +681,7 @@ class Engine:
 
     # -- bundles ---------------------------------------------------------------------------------
 
-    def save(self, directory: str | PathLike[str]) -> None:
+    def save(self, directory: StrPath) -> None:
         """Write weights, norm table, space, subnets, accuracy and `tables` as one bundle.
 
         Args:
@@ -699,12 +698,7 @@ class Engine:
 
     @classmethod
     def load(
-        cls,
-        directory: str | PathLike[str],
-        *,
-        supernet: nn.Module | None = None,
-        mapped: bool = False,
-        **options: Any,
+        cls, directory: StrPath, *, supernet: nn.Module | None = None, mapped: bool = False, **options: Any
     ) -> Engine:
         """Read a bundle that `save` wrote. Nothing is unpickled.
 

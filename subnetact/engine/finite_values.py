@@ -40,8 +40,7 @@ def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
         if node.op == "call_module" and not _is_known(leaves[str(node.target)]):
             return False
         by_number = node.target in _DIVISIONS and isinstance(node.args[1], int | float) and node.args[1] != 0
-        called = node.op in ("call_function", "call_method")
-        if called and node.target not in _OPERATIONS and not by_number:
+        if node.op in ("call_function", "call_method") and node.target not in _OPERATIONS and not by_number:
             return False
     return True
 

@@ -161,9 +161,8 @@ class PackedConv(nn.Module):
     def _is_small_product(self, shape: torch.Size) -> bool:
         pixels = shape[0] * shape[2] * shape[3]
         pointwise = self._weight.shape[2:] == (1, 1) and self._settings == ([0, 0], [1, 1], [1, 1], 1)
-        return (
-            pointwise and pixels <= MOST_PIXELS and pixels * self._weight.numel() <= SMALLEST_ONEDNN_PRODUCT
-        )
+        small = pixels * self._weight.numel() <= SMALLEST_ONEDNN_PRODUCT
+        return pointwise and pixels <= MOST_PIXELS and small
 
     def _nbytes(self, weight: Tensor) -> int:
         return int(torch.ops.mkldnn._nbytes(weight)) if weight.is_mkldnn else weight.nbytes

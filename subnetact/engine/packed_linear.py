@@ -98,10 +98,8 @@ class PackedLinear(nn.Module):
         # MKL needs only the shape of the plain weight.
         self.shape = torch.empty(1).expand(whole.shape)
         given: list[Tensor | None] = [layer.bias for layer in layers]
-        biases = [
-            torch.zeros(size) if bias is None else bias.detach()
-            for bias, size in zip(given, self.sizes, strict=True)
-        ]
+        pairs = zip(given, self.sizes, strict=True)
+        biases = [torch.zeros(size) if bias is None else bias.detach() for bias, size in pairs]
         self.bias = torch.cat(biases) if any(bias is not None for bias in given) else None
 
     @property

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +25,13 @@ from subnetact.errors import (
 )
 from subnetact.export.programs import PROGRAM_WEIGHTS, PROGRAMS_KIND, capability, program_name
 from subnetact.export.subnet_program import export_format, quiet
+from subnetact.files.documents import StrPath
 from subnetact.operators.kernel_table import require_precision
 from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
 __all__ = ["ExportedEngine", "load_exported"]
+
+Program: TypeAlias = Callable[..., Any]
 
 
 class ExportedEngine:
@@ -50,11 +52,7 @@ class ExportedEngine:
     """
 
     def __init__(
-        self,
-        programs: Sequence[Callable[..., Any]],
-        config: EngineConfig,
-        facts: Mapping[str, Any],
-        device: torch.device,
+        self, programs: Sequence[Program], config: EngineConfig, facts: dict[str, Any], device: torch.device
     ) -> None:
         self._programs = tuple(programs)
         self.specs = tuple(config.specs)
@@ -135,7 +133,7 @@ class ExportedEngine:
 
 
 def load_exported(
-    directory: str | PathLike[str],
+    directory: StrPath,
     *,
     device: str | torch.device | None = None,
     trusted: bool = False,
@@ -175,7 +173,7 @@ def load_exported(
 
 
 def _read(
-    folder: Path, facts: Mapping[str, Any], *, device: str | torch.device | None, progress: bool
+    folder: Path, facts: dict[str, Any], *, device: str | torch.device | None, progress: bool
 ) -> ExportedEngine:
     passing = DeviceError, PrecisionError
     with export_format(PROGRAMS_KIND).fields(folder, passing, damaged=(RuntimeError, SpecError)):
@@ -208,7 +206,7 @@ def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device
         )
 
 
-def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> Callable[..., Any]:
+def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> Program:
     with quiet():
         program = torch.export.load(path)
     for owner in (program.state_dict, program.constants):
@@ -218,7 +216,7 @@ def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> Callable[..., Any]
     return program.module()
 
 
-def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> Callable[..., Any]:
+def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> Program:
     with quiet():
         index: int | None = device.index
         package = torch._inductor.aoti_load_package(str(path), device_index=-1 if index is None else index)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingExtra
 from subnetact.export.subnet_program import chosen_specs, exporting, quiet
+from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 
@@ -25,11 +25,7 @@ ONNX_KIND = "subnetact.onnx"
 
 
 def to_onnx(
-    engine: Engine,
-    directory: str | PathLike[str],
-    *,
-    subnets: Sequence[SubnetSpec] | None = None,
-    progress: bool = True,
+    engine: Engine, directory: StrPath, *, subnets: Sequence[SubnetSpec] | None = None, progress: bool = True
 ) -> Path:
     """Write one ONNX file per subnet, each with its own weights, for batches of any size.
 

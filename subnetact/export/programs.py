@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from subnetact.comparison import FUSED
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError
 from subnetact.export.subnet_program import SubnetProgram, chosen_specs, exporting, quiet
+from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 
 __all__ = ["PROGRAMS_KIND", "PROGRAM_WEIGHTS", "capability", "program_name", "to_exported_programs"]
@@ -27,7 +27,7 @@ COMPILERS = ("none", "aoti")
 
 def to_exported_programs(
     engine: Engine,
-    directory: str | PathLike[str],
+    directory: StrPath,
     *,
     compile: str = "none",
     subnets: Sequence[SubnetSpec] | None = None,
@@ -86,11 +86,9 @@ def to_exported_programs(
         for subnet in programs:
             program = subnet.traced(dynamic_batch)
             tensors = {**program.state_dict, **program.constants}
-            strange = [n for n, t in tensors.items() if not isinstance(t, Tensor)]
-            if strange:
-                raise ExportError(
-                    f"subnet {subnet.name}: the constant {strange[0]} is not a tensor; remove it"
-                )
+            if strange := [n for n, t in tensors.items() if not isinstance(t, Tensor)]:
+                constant = strange[0]
+                raise ExportError(f"subnet {subnet.name}: the constant {constant} is not a tensor; remove it")
             write = _write_graph if compile == "none" else _write_package
             used = write(program, tensors, folder / program_name(len(weights)), subnet)
             weights.append({name: tensors[name].detach() for name in used})

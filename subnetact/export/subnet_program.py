@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from subnetact.engine.config import EngineConfig
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, shapes
 from subnetact.errors import ExportError, ExportWarning, first_line
-from subnetact.files.documents import FolderFormat
+from subnetact.files.documents import FolderFormat, StrPath
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
@@ -95,7 +94,7 @@ class SubnetProgram:
 @contextmanager
 def exporting(
     engine: Engine,
-    directory: str | PathLike[str],
+    directory: StrPath,
     kind: str,
     specs: Sequence[SubnetSpec],
     batch_size: int,
@@ -107,10 +106,8 @@ def exporting(
     supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
         supernet.require_calibrated(specs)
-    bar = tqdm(specs, desc="exporting subnets", disable=not progress or None)
-    programs = (
-        SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x) for i, spec in enumerate(bar)
-    )
+    bar = enumerate(tqdm(specs, desc="exporting subnets", disable=not progress or None))
+    programs = (SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x) for i, spec in bar)
     facts = {**facts, "space": supernet.space.id, "fingerprint": supernet.fingerprint()}
     with writing_folder(engine, specs, directory, kind, facts) as folder:
         yield folder, programs
@@ -118,11 +115,7 @@ def exporting(
 
 @contextmanager
 def writing_folder(
-    engine: Engine,
-    specs: Sequence[SubnetSpec],
-    directory: str | PathLike[str],
-    kind: str,
-    facts: Mapping[str, Any],
+    engine: Engine, specs: Sequence[SubnetSpec], directory: StrPath, kind: str, facts: Mapping[str, Any]
 ) -> Iterator[Path]:
     """Yield an empty folder; then add the index, with the configuration of what is exported, and place it."""
     if len(engine.samples) > 1:

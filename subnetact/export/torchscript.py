@@ -11,7 +11,6 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from subnetact.export.elastic_graph import record_network
 from subnetact.export.scripted_subnets import ScriptedSubnets
 from subnetact.export.subnet_program import SubnetProgram, chosen_specs, quiet
 from subnetact.files.atomic import replacing
+from subnetact.files.documents import StrPath
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
 from subnetact.serving.policies.slackfit import SlackFit
@@ -42,7 +42,7 @@ UNSUPPORTED_PYTHON = (3, 14)
 
 def to_torchscript(
     engine: Engine,
-    path: str | PathLike[str],
+    path: StrPath,
     *,
     subnets: Sequence[SubnetSpec] | None = None,
     table: LatencyTable | None = None,
@@ -149,9 +149,7 @@ def _policy(
         )
     missing = [key for key in keys if key not in table.subnets]
     if missing:
-        raise ProfileMismatch(
-            f"table: it lacks {len(missing)} of the subnets, {missing[0]} first; profile them"
-        )
+        raise ProfileMismatch(f"table: lacks {len(missing)} of the subnets, {missing[0]} first; profile them")
     stamped = table.stamp.get("supernet")
     if stamped not in (None, supernet.fingerprint()):
         raise ProfileMismatch(

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from importlib.resources import as_file, files
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from subnetact.engine.inputs import DATATYPES, batch_like
 from subnetact.errors import ExportError
 from subnetact.export.subnet_program import chosen_specs, quiet, writing_folder
 from subnetact.export.torchscript import to_torchscript
+from subnetact.files.documents import StrPath
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies.registry import make_policy
@@ -35,7 +35,7 @@ TYPES = {dtype: name for dtype, name in DATATYPES.items() if dtype != torch.bflo
 
 def to_triton(
     engine: Engine,
-    repository: str | PathLike[str],
+    repository: StrPath,
     flavour: str = "libtorch",
     *,
     name: str = "subnetact",
@@ -102,9 +102,8 @@ def to_triton(
         )
     if libtorch and policy != "hullfit":
         raise ExportError("policy: in the flavour 'libtorch' the client chooses; choose flavour='python'")
-    size = max_batch_size
-    if size is None:
-        size = 16 if table is None else table.batch_sizes[-1]
+    usual = 16 if table is None else table.batch_sizes[-1]
+    size = usual if max_batch_size is None else max_batch_size
     for option, count, least in (("max_batch_size", size, 1), ("queue_delay_us", queue_delay_us, 0)):
         if type(count) is not int or count < least:
             raise ExportError(f"{option}: {count!r} must be a whole number of at least {least}")
@@ -117,9 +116,7 @@ def to_triton(
     x = batch_like(engine.sample, 1, engine.device)
     made = [engine(x, i) for i in engine.ids]
     if not all(isinstance(output, Tensor) for output in made):
-        raise ExportError(
-            f"the network returns {type(made[0]).__name__}; Triton models return one tensor here"
-        )
+        raise ExportError(f"the network returns {type(made[0]).__name__}; Triton models return one tensor")
     target = Path(repository) / name
     with writing_folder(engine, chosen, target, TRITON_KIND, {"flavour": flavour}) as folder:
         version = folder / "1"

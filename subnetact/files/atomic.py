@@ -213,9 +213,8 @@ def _refuse_others(target: Path, marker: str, noun: str) -> None:
     former = _former(target)
     if not target.exists() and (former / marker).is_file():
         os.rename(former, target)  # The last writer was killed between its two renamings.
-    if target.exists() and (
-        not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file())
-    ):
+    ours = target.is_dir() and (not any(target.iterdir()) or (target / marker).is_file())
+    if target.exists() and not ours:
         raise FileFormatError(f"{target}: holds something else than {noun}; choose a new directory")
 
 

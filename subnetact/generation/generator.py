@@ -386,13 +386,11 @@ def _sampling(temperature: Any, top_k: Any, top_p: Any, vocabulary: int) -> dict
     }
 
 
-def _deadlines(
-    first_ms: Any, token_ms: Any, deadline_ms: Any, tokens: int, usual_ms: float
-) -> TokenDeadlines:
+def _deadlines(first_ms: Any, token_ms: Any, total_ms: Any, tokens: int, usual_ms: float) -> TokenDeadlines:
     """Return when the tokens of a request are due."""
-    if deadline_ms is not None:
+    if total_ms is not None:
         if first_ms is not None or token_ms is not None:
             raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")
-        return TokenDeadlines.total(check_deadline(deadline_ms), tokens)
+        return TokenDeadlines.total(check_deadline(total_ms), tokens)
     each = usual_ms if token_ms is None else check_deadline(token_ms, "token_ms")
     return TokenDeadlines(10.0 * each if first_ms is None else check_deadline(first_ms, "first_ms"), each)

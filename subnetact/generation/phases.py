@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from subnetact.errors import InvalidRequest
@@ -96,11 +96,7 @@ def rows_of(accuracy: Sequence[float], least: float) -> set[int]:
 
 
 def planned_phases(
-    phases: Sequence[Phase],
-    names: Sequence[str],
-    kinds: CacheKinds,
-    usual: frozenset[int],
-    accurate: Collection[int],
+    phases: Sequence[Phase], names: Sequence[str], kinds: CacheKinds, usual: frozenset[int], allowed: set[int]
 ) -> list[PlannedPhase]:
     """Return phases with the ids of their subnets, or raise InvalidRequest if these cannot generate them.
 
@@ -113,7 +109,7 @@ def planned_phases(
             raise InvalidRequest(
                 f"{where}.subnets: they cannot continue on each other's caches; give each a phase of its own"
             )
-        if not (among := frozenset(among.intersection(accurate))):
+        if not (among := frozenset(among & allowed)):
             raise InvalidRequest(f"{where}: none of its subnets has the minimum accuracy; lower min_accuracy")
         recomputes = False
         if found:

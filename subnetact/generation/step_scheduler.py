@@ -7,11 +7,11 @@ got a token or an outcome by that.
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
@@ -134,7 +134,7 @@ class StepScheduler:
         self.closed: str | None = None  # why no request is accepted any more
         self.counts = dict.fromkeys(COUNTS, 0)
         self.steps = [0] * len(policy.table.subnets)  # how many each subnet ran
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._limit_ms = math.inf  # when what runs is taken to hang
 
     def submit(self, request: StepRequest, now_ms: float) -> None:
@@ -210,10 +210,7 @@ class StepScheduler:
         return step
 
     def step_done(
-        self,
-        tokens: Sequence[int],
-        now_ms: float,
-        logprobs: Iterable[TokenLogprobs | None] = itertools.repeat(None),
+        self, tokens: Sequence[int], now_ms: float, logprobs: Iterable[TokenLogprobs | None] = repeat(None)
     ) -> list[StepRequest]:
         """Take the tokens of the requests that the step answers."""
         step, self.step = self.step, None
@@ -235,15 +232,15 @@ class StepScheduler:
                 request.found.append(found)  # first, as clients on other threads read it behind the token
             request.tokens.append(token)
             request.subnets.append(step.subnet)
-            late, count = now_ms > request.due_ms, len(request.tokens)
+            late, length = now_ms > request.due_ms, len(request.tokens)
             request.late += late
             self.counts["tokens"] += 1
             self.counts["late"] += late
-            request.due_ms = request.deadlines.due_ms(request.accepted_ms, count)
-            if token in request.stop or count == request.answer:
+            request.due_ms = request.deadlines.due_ms(request.accepted_ms, length)
+            if token in request.stop or length == request.answer:
                 finish = "stop" if token in request.stop else "length"
                 self._end(request, request.generated(now_ms, finish), "finished")
-            elif token == request.planned[0].end or count >= request.turns:
+            elif token == request.planned[0].end or length >= request.turns:
                 self._next_phase(request)
         return answered
 

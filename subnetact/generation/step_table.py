@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import numpy as np
 
 from subnetact.errors import TableError
-from subnetact.files.documents import DocumentFormat
+from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.table import LatencyTable
 
 __all__ = ["StepTable"]
 
-STEP_TABLE = DocumentFormat(
-    "a step table", "subnetact.step_table", 1, "give a file that StepTable.save() wrote"
-)
+FORMAT = DocumentFormat("a step table", "subnetact.step_table", 1, "give a file that StepTable.save() wrote")
 
 
 class StepTable:
@@ -131,15 +128,15 @@ class StepTable:
         decode = {str(context): table.to_json() for context, table in self.decode.items()}
         return {"decode": decode, "prefill": self.prefill.to_json()}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write the table as a JSON file, which replaces an existing one; WriteError if this fails."""
-        STEP_TABLE.write(path, self.to_json())
+        FORMAT.write(path, self.to_json())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> StepTable:
+    def load(cls, path: StrPath) -> StepTable:
         """Read a file that `save` wrote; FileFormatError or MissingFile if there is none."""
-        document = STEP_TABLE.read(path)
-        with STEP_TABLE.fields(path):
+        document = FORMAT.read(path)
+        with FORMAT.fields(path):
             decode = {int(context): LatencyTable.from_json(t) for context, t in document["decode"].items()}
             return cls(decode, LatencyTable.from_json(document["prefill"]))
 

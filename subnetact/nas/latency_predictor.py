@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,11 +75,7 @@ class LatencyPredictor:
 
     @classmethod
     def fit(
-        cls,
-        costs: CostModel,
-        specs: Sequence[SubnetSpec],
-        latency_ms: Sequence[float] | npt.NDArray[Any],
-        batch_size: int = 1,
+        cls, costs: CostModel, specs: Sequence[SubnetSpec], latency_ms: npt.ArrayLike, batch_size: int = 1
     ) -> LatencyPredictor:
         """Fit a predictor to measured subnets; a few dozen, from the smallest to the largest, are enough.
 

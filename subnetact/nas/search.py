@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -13,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from subnetact.errors import SearchError
+from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
 from subnetact.latency.pareto import non_dominated, spread
 from subnetact.nas.methods import ENUMERABLE_SPACE, METHODS, Objectives, SearchState
@@ -68,7 +68,7 @@ def search(
     seed: int = 0,
     method: str | None = None,
     remeasure: Callable[[SubnetSpec], float | Sequence[float]] | None = None,
-    resume: str | os.PathLike[str] | None = None,
+    resume: StrPath | None = None,
     progress: bool = True,
 ) -> SearchResult:
     """Find the subnets with the best trade-offs between accuracy and latency: their Pareto front.
@@ -149,7 +149,7 @@ def search(
     _run(state, method, evaluations, evaluate, progress)
     kept = None if remeasure is None else journal
     again = _remembered(measured_again, kept, "remeasured", space, len(functions))
-    latencies = _remeasured(state, size, again, progress and remeasure is not None)
+    latencies = _front(state, size, again, progress and remeasure is not None)
     ranked = sorted(latencies.items(), key=lambda item: item[1])
     front = tuple(Candidate(spec, state.found[spec][0], ms[0], ms) for spec, ms in ranked)
     evaluated = tuple(Candidate(spec, one[0], one[1], one[1:]) for spec, one in state.found.items())
@@ -181,9 +181,8 @@ def _remembered(
 
 def _run(state: SearchState, method: str, evaluations: int, evaluate: Measured, progress: bool) -> None:
     generation = min(max(evaluations // 10, 16), 100)
-    total = state.space.size()
-    if method != "exhaustive":
-        total = min(total, evaluations)
+    size = state.space.size()
+    total = size if method == "exhaustive" else min(size, evaluations)
     with tqdm(total=total, desc="searching", disable=not progress or None) as bar:
         while len(state.found) < total:
             before = len(state.found)
@@ -195,9 +194,7 @@ def _run(state: SearchState, method: str, evaluations: int, evaluate: Measured, 
                 break
 
 
-def _remeasured(
-    state: SearchState, size: int, remeasure: Measured, progress: bool
-) -> dict[SubnetSpec, Objectives]:
+def _front(state: SearchState, size: int, measure: Measured, progress: bool) -> dict[SubnetSpec, Objectives]:
     """Measure subnets of the front again until `size` of the measured ones are Pareto-optimal."""
     found, specs = state.found, list(state.found)
     front = [specs[i] for i in non_dominated(state.costs())]
@@ -207,7 +204,7 @@ def _remeasured(
     with tqdm(desc="measuring again", unit=" subnets", disable=not progress or None) as bar:
         while True:
             for spec in pending:
-                again[spec] = remeasure(spec)
+                again[spec] = measure(spec)
                 bar.update()
             measured = list(again)
             costs = np.array([[-found[spec][0], *again[spec]] for spec in measured])

@@ -114,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.threads < 1:
                 raise DeviceError(f"threads: {args.threads} must be at least 1")
             torch.set_num_threads(args.threads)
-        if args.machine:
-            return _machine(args)
-        return _profile(args)
+        return _machine(args) if args.machine else _profile(args)
     except KeyboardInterrupt:
         print("subnetact.profile: interrupted; --resume continues a profile", file=sys.stderr)
         return INTERRUPTED

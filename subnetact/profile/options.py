@@ -5,11 +5,11 @@ Names, types, defaults and help texts are those of the parameters and of their d
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import types
 import typing
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +22,7 @@ Result = TypeVar("Result")
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
-    groups: Mapping[str, Callable[..., Any]],
-    changes: Mapping[str, Mapping[str, Any]],
+    parser: ArgumentParser, groups: Mapping[str, Callable[..., Any]], changes: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Add a group of options for every target; `changes` are further arguments of `add_argument` by name."""
     for title, target in groups.items():
@@ -68,7 +66,7 @@ def _kind(hint: Any) -> dict[str, Any] | None:
     return {"type": hint, "metavar": metavars[hint]} if hint in metavars else None
 
 
-def call_with_options(target: Callable[..., Result], args: argparse.Namespace, **more: Any) -> Result:
+def call_with_options(target: Callable[..., Result], args: Namespace, **more: Any) -> Result:
     """Call a dataclass or a function with the options that it has parameters for, and with `more`."""
     parameters = inspect.signature(target).parameters
     given = {name: value for name, value in vars(args).items() if name in parameters}

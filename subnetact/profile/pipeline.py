@@ -34,6 +34,7 @@ from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets
 from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, calibration_batches
 from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
 
 __all__ = ["ProfileJob", "count_stable", "run_profile"]
 
@@ -93,11 +94,8 @@ def checked(job: ProfileJob, source: ProfileSource) -> tuple[Wanted, Iterable[An
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     budget_bytes(job.memory_budget_mb)
-    for name, path, is_folder in (
-        ("out", job.out, False),
-        ("plot", job.plot, True),
-        ("save-bundle", job.save_bundle, True),
-    ):
+    outputs = (("out", job.out, False), ("plot", job.plot, True), ("save-bundle", job.save_bundle, True))
+    for name, path, is_folder in outputs:
         if path is not None and (not path.parent.is_dir() or (path.exists() and path.is_dir() != is_folder)):
             kind = "a folder" if is_folder else "a file"
             raise TableError(f"{name}: {path} is neither new nor {kind}, in a folder that exists")
@@ -139,7 +137,7 @@ def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
         selection = select_subnets(wanted, journal, job.batch_sizes, partial(_quick_medians, job, source))
         accuracy = percentages(selection.accuracy, [spec.key for spec in selection.specs])
         warn_of_fractions(accuracy)
-        calibrated = _calibrate(job, source, selection.specs, batches)
+        calibrated = _calibrate(job, source.supernet, selection.specs, batches)
         runner = _runner(job, source, selection.specs, selection.accuracy)
         sweep = Sweep(runner, job.batch_sizes, job.settings, journal)
         sweep.run()
@@ -188,11 +186,8 @@ def count_stable(table: LatencyTable) -> tuple[int, int]:
     return int((~np.isnan(stable)).sum()), int((stable == 0).sum())
 
 
-def _calibrate(
-    job: ProfileJob, source: ProfileSource, specs: Sequence[SubnetSpec], batches: Iterable[Any]
-) -> str:
+def _calibrate(job: ProfileJob, supernet: Supernet, specs: list[SubnetSpec], batches: Iterable[Any]) -> str:
     """Calibrate subnets if the job says so; return the origin of their statistics."""
-    supernet = source.supernet
     if not supernet.norm_operators():
         return "nothing to calibrate"
     if not job.calibrate_on:

@@ -41,7 +41,7 @@ NEVER_MS = 1e12
 ACCURACIES = "give numbers in percent, one pkg.mod:factory, or the checkpoint of an accuracy predictor"
 AccuracyFunction: TypeAlias = Callable[[SubnetSpec], float]
 """A function subnet -> accuracy in percent; NaN if it is not known."""
-MeasureLatencies: TypeAlias = Callable[..., list[list[float]]]
+Measure: TypeAlias = Callable[..., list[list[float]]]
 """A function (subnets, batch sizes, journal=) -> ms, one list per subnet; NaN if memory ran out."""
 
 
@@ -161,11 +161,8 @@ def _accuracy(
     if not given and known and specs is not None:
         return (lambda spec: known.get(spec, math.nan)), "the bundle's"
     if not given:
-        return None, "not known" + (
-            ": the search used multiply-accumulates as a stand-in and preferred more of them"
-            if specs is None
-            else ""
-        )
+        stand_in = ": the search used multiply-accumulates as a stand-in and preferred more of them"
+        return None, f"not known{stand_in * (specs is None)}"
     try:
         numbers = [float(number) for number in given]
     except ValueError as error:
@@ -200,7 +197,7 @@ def _named_accuracy(name: str, source: ProfileSource) -> tuple[AccuracyFunction,
 
 
 def select_subnets(
-    wanted: Wanted, journal: Journal, batch_sizes: Sequence[int], measure: MeasureLatencies
+    wanted: Wanted, journal: Journal, batch_sizes: Sequence[int], measure: Measure
 ) -> Selection:
     """Return the subnets of a request, the same ones whenever the journal is resumed."""
     source, request = wanted.source, wanted.request
@@ -229,9 +226,7 @@ def select_subnets(
     return selection
 
 
-def _search(
-    wanted: Wanted, journal: Journal, batch_sizes: Sequence[int], measure: MeasureLatencies
-) -> Selection:
+def _search(wanted: Wanted, journal: Journal, batch_sizes: Sequence[int], measure: Measure) -> Selection:
     """Search for subnets that are not dominated; they are measured first if accuracies are known."""
     request, supernet = wanted.request, wanted.source.supernet
     count = request.count or 0
@@ -270,16 +265,15 @@ def _search(
         "measured_before_trusted": measured,
     }
     if len(result.front) < count:
-        facts["fewer"] = (
-            f"{count} subnets were asked for, {len(result.front)} of those evaluated are not dominated"
-        )
-        tqdm.write(facts["fewer"], file=sys.stderr)
+        fewer = f"{count} subnets were asked for, {len(result.front)} of those evaluated are not dominated"
+        facts["fewer"] = fewer
+        tqdm.write(fewer, file=sys.stderr)
     accuracies = [None if wanted.accuracy is None else one.accuracy for one in result.front]
     return Selection([one.spec for one in result.front], accuracies, facts)
 
 
 def fitted_latencies(
-    costs: CostModel, specs: Sequence[SubnetSpec], batch_sizes: Sequence[int], measure: MeasureLatencies
+    costs: CostModel, specs: Sequence[SubnetSpec], batch_sizes: Sequence[int], measure: Measure
 ) -> list[LatencyPredictor]:
     """Measure subnets and fit one latency predictor per batch size at which enough of them ran."""
     found, ran = [], []

@@ -180,9 +180,8 @@ def calibration_batches(calibrate_on: str, sample: Tensor, seed: int = 0) -> Ite
     if calibrate_on.endswith(".npy"):
         images = _images(calibrate_on, sample)
         starts = range(0, len(images), IMAGES_PER_BATCH)
-        batches: Iterable[Any] = (
-            torch.from_numpy(np.array(images[i : i + IMAGES_PER_BATCH])) for i in starts
-        )
+        parts = (images[i : i + IMAGES_PER_BATCH] for i in starts)
+        batches: Iterable[Any] = (torch.from_numpy(np.array(part)) for part in parts)
     else:
         batches = _own_batches(calibrate_on, import_name(calibrate_on))
     return (_converted(batch, calibrate_on, sample.dtype) for batch in batches)

@@ -42,9 +42,7 @@ def is_stable(windows: Sequence[Window], tolerance: float) -> bool:
     return (high - low) / 2 <= tolerance / 100 * float(np.median(medians))
 
 
-def statistics_of(
-    windows: Sequence[Window], tolerance: float, quantiles: Sequence[float]
-) -> dict[str, float]:
+def statistics_of(windows: list[Window], tolerance: float, quantiles: Sequence[float]) -> dict[str, float]:
     """Return statistics over all runs of all windows in ms, and `stable`, `windows` and `runs`."""
     found = {"stable": float(is_stable(windows, tolerance)), "windows": float(len(windows))}
     for clock, prefix in CLOCKS.items():

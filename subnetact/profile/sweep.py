@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from subnetact.device import machine, ran_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, shapes
 from subnetact.errors import SubnetActError, TableError
+from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
@@ -215,9 +215,7 @@ class Sweep:
         found = {n: self.statistics(n) for n in (0, *settings.co_runners)}
         alone = found[0]
         if settings.statistic not in alone:
-            raise TableError(
-                "no cell could be measured: the memory ran out in all of them; use smaller batches"
-            )
+            raise TableError("no cell could be measured: the memory ran out in all; use smaller batches")
         numbers = tuple(found) if settings.co_runners else ()
         none = np.full_like(alone[settings.statistic], math.nan)
         beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
@@ -253,7 +251,7 @@ def profile_latency(
     progress: bool = True,
     max_windows: int = SweepSettings.max_windows,
     tolerance: float = SweepSettings.tolerance,
-    resume: str | PathLike[str] | None = None,
+    resume: StrPath | None = None,
     shape: int = -1,
     check: bool = True,
 ) -> LatencyTable:

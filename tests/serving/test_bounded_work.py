@@ -240,7 +240,7 @@ def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> N
     live.admit("x", 1e6)
     serve(live, slower=3.0)
     assert live.learner.refresh(at_once=True), "the dispatcher plans with what was learned all the same"
-    assert live.scheduler.dispatcher.plan_of().policy is policy
+    assert live.scheduler.dispatcher.plans[-1].policy is policy
     assert live.scheduler.dispatcher.expected_ms(0, 1) > 1.2 * SMALL.latency_ms[0, 0]
     assert "in the user's policy" in caplog.text
 

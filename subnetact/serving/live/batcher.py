@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from subnetact.errors import BatcherClosed, PolicyError, ProfileMismatch
+from subnetact.files.documents import StrPath
 from subnetact.files.fork import hear_of_forks
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
@@ -117,7 +117,7 @@ class Batcher(ClosedOnExit):
 
     def __init__(
         self,
-        engine: Runner | str | os.PathLike[str] | Sequence[Runner],
+        engine: Runner | StrPath | Sequence[Runner],
         *,
         policy: Policy | None = None,
         max_queue: int = 10_000,
@@ -131,7 +131,7 @@ class Batcher(ClosedOnExit):
         watchdog_ms: float | None = None,
         check_finite: bool = False,
         learn: bool = True,
-        decision_log: str | os.PathLike[str] | None = None,
+        decision_log: StrPath | None = None,
         shares: FairShares | None = None,
         process: bool | str = False,
         spares: int = 1,

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from threading import Lock
@@ -15,21 +14,21 @@ from typing import Any
 import numpy as np
 
 from subnetact.errors import PolicyError, ProfileMismatch
-from subnetact.files.documents import DocumentFormat
+from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 
 __all__ = ["Corrections", "CorrectionsSnapshot"]
 
-CORRECTIONS = DocumentFormat(
-    "corrections", "subnetact.corrections", 3, "give a file that Corrections.save() wrote, or remove it"
-)
+_NEXT_STEP = "give a file that Corrections.save() wrote, or remove it"
+CORRECTIONS = DocumentFormat("corrections", "subnetact.corrections", 3, _NEXT_STEP)
 _MEMORY = 64.0  # an average covers about the last 64 batches
 _PRIOR = 8.0  # how many observations the next coarser average (cell to subnet to table) counts as
 _FADE = 512  # further batches after which an observation counts half
 _CLIP = 5.0  # largest absolute log ratio that counts
 _ENOUGH = 16  # observations before a subnet may drift
 _ALL = (-1, -1)
+_DRIFTED = "subnet %s takes %.2f times the latency of its table (threshold %.2f); profile this machine again"
 _log = logging.getLogger(__name__)
 
 
@@ -153,13 +152,7 @@ class Corrections:
             self._drifted = {i for i, log in logs.items() if abs(log) > (0.8 if i in before else 1.0) * limit}
             drifted = {i: math.exp(logs[i]) for i in sorted(self._drifted)}
         for i in drifted.keys() - before:  # not under the lock, because log handlers may be slow
-            _log.warning(
-                "subnet %s takes %.2f times the latency of its table (threshold %.2f); profile this machine "
-                "again",
-                self.table.subnets[i],
-                drifted[i],
-                self.threshold,
-            )
+            _log.warning(_DRIFTED, self.table.subnets[i], drifted[i], self.threshold)
         return math.exp(overall[0]), drifted
 
     def relax(self) -> None:
@@ -172,20 +165,18 @@ class Corrections:
                 running.mean = min(running.mean, 0.5 * running.mean)
                 running.variance *= 0.25
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write what was learned to the file `path` as JSON; an interrupted write leaves an earlier one.
 
         Raises:
             OSError: The file cannot be written.
         """
         with self._lock:
-            rows = [
-                (*cell, one.n, one.mean, one.variance, one.at - self._batches)
-                for cell, one in self._averages.items()
-            ]
+            averages = self._averages.items()
+            rows = [(*cell, one.n, one.mean, one.variance, one.at - self._batches) for cell, one in averages]
         CORRECTIONS.write(path, {"table": _fingerprint(self.table), "averages": rows})
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: StrPath) -> None:
         """Replace what was learned by the content of a file `path` that `save` wrote.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,14 +12,13 @@ from threading import Lock
 from typing import Any, TextIO
 
 from subnetact.errors import WriteError
-from subnetact.files.documents import DocumentFormat
+from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.serving.scheduling.request import Job, Request
 
 __all__ = ["DECISION_LOG", "DecisionLog"]
 
-DECISION_LOG = DocumentFormat(
-    "a decision log", "subnetact.decision_log", 1, "give a file that Batcher(decision_log=path) wrote"
-)
+_NEXT_STEP = "give a file that Batcher(decision_log=path) wrote"
+DECISION_LOG = DocumentFormat("a decision log", "subnetact.decision_log", 1, _NEXT_STEP)
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +46,7 @@ class DecisionLog:
     `f` and priority `p`. WriteError is raised if the file cannot be opened; an existing one is replaced.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], start_ms: float) -> None:
+    def __init__(self, path: StrPath, header: Mapping[str, Any], start_ms: float) -> None:
         self._start_ms, self._path = start_ms, path
         self._entries: deque[dict[str, Any]] = deque()
         self._writing = Lock()
@@ -65,10 +63,8 @@ class DecisionLog:
 
     def batch(self, job: Job, requests: Sequence[Request], took_ms: float, met: int) -> None:
         """Record a part of a job that ran, before the job advances, with the requests that it answered."""
-        entry = {
-            **{"t": job.started_ms - self._start_ms, "w": job.worker, "s": job.subnet, "b": job.size},
-            **{"ms": took_ms, "met": met, "queued": job.queued, "slack": job.slack_ms},
-        }
+        entry = {"t": job.started_ms - self._start_ms, "w": job.worker, "s": job.subnet, "b": job.size}
+        entry |= {"ms": took_ms, "met": met, "queued": job.queued, "slack": job.slack_ms}
         self._entries.append({**entry, **self._described(requests)})
 
     def outcome(self, outcome: str, request: Request) -> None:

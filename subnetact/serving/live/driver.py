@@ -112,10 +112,7 @@ class Driver:
         self._ticked = threading.Event()
         self._ended = False
         helpers = {"watchdog": self._guard, "messenger": self._send, "planner": self._plan}
-        self._helpers = [
-            threading.Thread(target=target, name=f"subnetact-batcher-{name}", daemon=True)
-            for name, target in helpers.items()
-        ]
+        self._helpers = [_thread(name, target) for name, target in helpers.items()]
 
     def start(self) -> None:
         """Start the threads."""
@@ -213,9 +210,7 @@ class Driver:
     # -- workers ---------------------------------------------------------------------------------
 
     def _start(self, worker: int) -> None:
-        thread = threading.Thread(
-            target=self._work_on, args=(worker,), name=f"subnetact-batcher-{worker}", daemon=True
-        )
+        thread = _thread(worker, self._work_on, worker)
         thread.start()
         self._current[worker] = thread
 
@@ -636,3 +631,8 @@ class Driver:
     def is_current(self) -> bool:
         """Return whether the caller runs on one of these threads, as callbacks of futures do."""
         return threading.current_thread() in (*self._helpers, *self._current.values())
+
+
+def _thread(name: object, target: Callable[..., None], *args: Any) -> threading.Thread:
+    """Return a thread of a batcher that the end of the program does not wait for."""
+    return threading.Thread(target=target, args=args, name=f"subnetact-batcher-{name}", daemon=True)

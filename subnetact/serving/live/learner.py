@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from threading import Lock, RLock
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from subnetact.serving.scheduling.request import Job
 
 __all__ = ["Learner"]
 
+Clock: TypeAlias = Callable[[], float]
 _log = logging.getLogger(__name__)
 _LEAST_CHANGE = math.log(1.05)
 _LEAST_PAUSE_MS = 200.0
@@ -39,12 +40,7 @@ class Learner:
     """
 
     def __init__(
-        self,
-        tables: Sequence[LatencyTable],
-        dispatcher: Dispatcher,
-        lock: Lock,
-        clock_ms: Callable[[], float],
-        learn: bool,
+        self, tables: Sequence[LatencyTable], dispatcher: Dispatcher, lock: Lock, clock_ms: Clock, learn: bool
     ) -> None:
         table = tables[-1]
         self.corrections = Corrections(table)
@@ -94,8 +90,7 @@ class Learner:
                 self._limits = limits
                 plans = [self._plan(shape, *ratios) for shape in range(len(self._tables))]
                 with self._lock:  # for the exchange only: every client and worker waits for this lock
-                    for shape, plan in enumerate(plans):
-                        self._dispatcher.adopt(plan, shape)
+                    self._dispatcher.plans = plans
                     self.replanned += 1
                 self._applied = ratios
             self._next_ms += _PAUSE_OVER_COST * (self._clock_ms() - started)
@@ -103,16 +98,13 @@ class Learner:
 
     def _plan(self, shape: int, typical: Any, slow: Any) -> Any:
         """Return what the dispatcher adopts for one input shape."""
-        policy: Any = self._dispatcher.plan_of(shape).policy
+        policy: Any = self._dispatcher.plans[shape].policy
         if hasattr(policy, "retabled"):
             try:
                 policy = policy.retabled(self._corrected(self._tables[shape], slow))
             except Exception as error:  # for example, no subnet is within the SLO any more
-                _log.warning(
-                    "the policy cannot plan with what was learned, and keeps its plan: %s",
-                    error,
-                    exc_info=not isinstance(error, SubnetActError),
-                )
+                text = "the policy cannot plan with what was learned, and keeps its plan: %s"
+                _log.warning(text, error, exc_info=not isinstance(error, SubnetActError))
         return self._dispatcher.plan(policy, self._corrected(self._tables[shape], typical))
 
     def _corrected(self, table: LatencyTable, ratios: Any) -> LatencyTable:

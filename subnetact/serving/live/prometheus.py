@@ -20,9 +20,8 @@ _COUNTERS = (
 )
 _GAUGES = ("queued", "running", "workers", "workers_up", "correction")
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-_HELP = {
-    name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(cleandoc(BatcherStats.__doc__ or ""))
-}
+_DOCUMENTED = _ATTRIBUTE.findall(cleandoc(BatcherStats.__doc__ or ""))
+_HELP = {name: " ".join(text.split()) for name, text in _DOCUMENTED}
 """What the documentation of `BatcherStats` says of each attribute; nothing under `python -OO`."""
 _HISTOGRAMS = {
     "latency_ms": ("latency_seconds", "Time from submission to answer.", 1e-3),

@@ -29,9 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> None:
     model = PipelineModel.load(options.pipeline)
     arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
-    plan = plan_pipeline(
-        arrivals, model, options.percentile, most_workers=options.most_workers, seed=options.seed
-    )
+    most, seed = options.most_workers, options.seed
+    plan = plan_pipeline(arrivals, model, options.percentile, most_workers=most, seed=seed)
     if options.json is not None:
         write_json(options.json, {"plan": plan.to_json()})
     rate = len(arrivals) / max(float(arrivals[-1] - arrivals[0]) / 1e3, 1e-9)

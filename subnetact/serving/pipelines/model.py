@@ -7,7 +7,6 @@ A stage never slows down those before it, so the stages are simulated one after 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import PipelineError
-from subnetact.files.documents import DocumentFormat
+from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms, with_batches_up_to
@@ -39,12 +38,8 @@ __all__ = [
 ]
 
 MakePolicy = Callable[[LatencyTable, float], Policy]
-FORMAT = DocumentFormat(
-    "a pipeline description",
-    "subnetact.pipeline",
-    1,
-    "see help(subnetact.serving.PipelineModel.load) for the fields",
-)
+_NEXT_STEP = "see help(subnetact.serving.PipelineModel.load) for the fields"
+FORMAT = DocumentFormat("a pipeline description", "subnetact.pipeline", 1, _NEXT_STEP)
 _MOST_INPUTS = 1_000_000
 _MOST_INPUTS_IN_ALL = 10**8
 
@@ -162,15 +157,13 @@ class PipelineModel:
             choice = choices.get(stage.name)
             if choice is None:
                 raise PipelineError(f"choices: none for stage {stage.name!r}")
-            if choice.hardware not in stage.tables:
+            if (table := stage.tables.get(choice.hardware)) is None:
                 raise PipelineError(
                     f"stage {stage.name!r}: no latency table for hardware {choice.hardware!r}; there are "
                     f"tables for {', '.join(map(repr, stage.tables))}; profile the stage there"
                 )
             check_count(choice.workers, "workers")
-            found[stage.name] = with_batches_up_to(
-                stage.tables[choice.hardware], choice.batch_size, stage.name
-            )
+            found[stage.name] = with_batches_up_to(table, choice.batch_size, stage.name)
         return found
 
     def cost(self, choices: Mapping[str, StageChoice]) -> float:
@@ -178,7 +171,7 @@ class PipelineModel:
         return sum(choice.workers * self.prices[choice.hardware] for choice in choices.values())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> PipelineModel:
+    def load(cls, path: StrPath) -> PipelineModel:
         """Read a description from the JSON file `path`, and return it.
 
         The file has the fields `kind` ("subnetact.pipeline"), `schema` (1), `slo_ms`, `hardware` (from names

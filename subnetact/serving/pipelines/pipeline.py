@@ -303,9 +303,10 @@ class Pipeline(ClosedOnExit):
             self._leave(trip, name, _NOTHING if inputs is None else [])
             return
         now, given = self._clock_ms(), trip.deadline_ms - trip.accepted_ms
+        arrived_ms = now - trip.accepted_ms
         if trip.deadline_ms < now + self._least_ms[name]:
             raise DeadlinePassed(
-                f"deadline_ms: {given:g} ms were given, and after {now - trip.accepted_ms:.1f} ms stage "
+                f"deadline_ms: {given:g} ms were given, and after {arrived_ms:.1f} ms stage "
                 f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
             )
         left = max(trip.deadline_ms - now - self._reserves[name] * given, 1e-3)
@@ -322,9 +323,7 @@ class Pipeline(ClosedOnExit):
                 return
             answer = future.result()
             ran_ms = answer.latency_ms - answer.waited_ms
-            times[index] = StageTime(
-                now - trip.accepted_ms, answer.waited_ms, ran_ms, answer.subnet, answer.accuracy
-            )
+            times[index] = StageTime(arrived_ms, answer.waited_ms, ran_ms, answer.subnet, answer.accuracy)
             results[index] = answer.output
             with self._lock:
                 missing -= 1

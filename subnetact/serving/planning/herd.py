@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf, isfinite, sqrt
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not (math.isfinite(value) and value >= 0):
+            if not (isfinite(value) and value >= 0):
                 raise TraceError(f"stream.{name}: {value} must be finite and >= 0")
         if self.capacity_qps <= 0:
             raise TraceError(f"stream.capacity_qps: {self.capacity_qps} must be > 0")
@@ -66,11 +66,7 @@ class Grouping:
 
 
 def group_streams(
-    streams: Sequence[Stream],
-    workers: int,
-    groups: int,
-    memory_mb: float = math.inf,
-    burst_weight: float = 0.0,
+    streams: Sequence[Stream], workers: int, groups: int, memory_mb: float = inf, burst_weight: float = 0.0
 ) -> Grouping:
     """Assign streams to groups and workers to groups so that the least ratio of workers to load is greatest.
 
@@ -100,7 +96,7 @@ def group_streams(
         raise TraceError("streams: empty; give at least one")
     check_count(workers, "workers")
     check_count(groups, "groups")
-    loads = np.array([stream.load + burst_weight * math.sqrt(stream.cv2 * stream.load) for stream in streams])
+    loads = np.array([stream.load + burst_weight * sqrt(stream.cv2 * stream.load) for stream in streams])
     sizes = np.array([stream.memory_mb for stream in streams])
 
     solve = partial(_solve, loads, sizes, workers, groups, memory_mb)
@@ -121,9 +117,7 @@ def group_streams(
                 found, low = better, middle
     group_of, share = found
     used = np.bincount(group_of, weights=loads, minlength=groups).tolist()
-    headroom = min(
-        (have / load for have, load in zip(share, used, strict=True) if load > 0), default=math.inf
-    )
+    headroom = min((count / load for count, load in zip(share, used, strict=True) if load > 0), default=inf)
     return Grouping(tuple(group_of), tuple(share), float(headroom))
 
 
@@ -149,7 +143,7 @@ def _solve(
         LinearConstraint(room, 0, np.inf),
         LinearConstraint(total, workers, workers),
     ]
-    if math.isfinite(memory_mb):
+    if isfinite(memory_mb):
         constraints.append(LinearConstraint(memory, -np.inf, memory_mb))
     # Groups are interchangeable. That stream i is in a group <= i breaks the symmetry.
     upper = np.concatenate([np.tri(count, groups).ravel(), np.full(groups, workers)])

@@ -155,11 +155,8 @@ class HullFit:
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
         now = context.now_ms
-        others = [
-            max(free, now)
-            for worker, free in enumerate(context.free_at_ms)
-            if worker != context.worker and free < math.inf
-        ]
+        times = enumerate(context.free_at_ms)
+        others = [max(free, now) for worker, free in times if worker != context.worker and free < math.inf]
         workers = self._workers = len(others) + 1
         hull = self._hull(workers)
         rate = context.arrivals.rate_per_ms(now, RATE_WINDOW * self.slo_ms)
@@ -174,14 +171,14 @@ class HullFit:
         if overload:
             price = hull.values[0] / hull.taus[0]
             # In overload a margin would only drop requests that might be met.
-            terms = _Terms(math.inf, 0.0, price, 0.0, price, batch.slack_ms)
+            terms = _Terms(math.inf, 0.0, price, 0.0, price, batch.slack_ms, least_ms)
         else:
             price = hull.slopes[point]
             value = hull.values[point] - price * hull.taus[point]
             choosing = price if point < len(hull.taus) - 1 else 0.0
             limit_ms = self._time_limit(batch.slack_ms)
-            terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, value, choosing, limit_ms)
-        found = self._best_offer(context, others, hull, batch, terms, least_ms)
+            terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, value, choosing, limit_ms, least_ms)
+        found = self._best_offer(context, others, hull, batch, terms)
         if found is None:
             batch = self._requests(context, hull, tau_ms, most=True)
             _, option = self._fastest_pace(batch.floor, batch.eligible, batch.slack_ms)
@@ -222,11 +219,8 @@ class HullFit:
             seen = (0.0, 0.0)
             fastest = self._fronts.fastest(self._fronts.column_for(k), batch.floor)
             if batch.floor > NO_FLOOR and fastest is not None:
-                level = min(max(tau_ms, hull.taus[0]), option.latency_ms)
-                seen = (
-                    max(0.0, fastest.latency_ms / k - hull.taus[0]),
-                    max(0.0, option.latency_ms / k - level),
-                )
+                tau = min(max(tau_ms, hull.taus[0]), option.latency_ms)
+                seen = max(0.0, fastest.latency_ms / k - hull.taus[0]), max(0.0, option.latency_ms / k - tau)
             weight = k / LEARNED
             least, beyond = (old + weight * (new - old) for old, new in zip(known, seen, strict=True))
             forgotten = least < FORGOTTEN * hull.taus[0]
@@ -265,9 +259,7 @@ class HullFit:
             if least < floor and _use(hull, floors, least) > _use(hull, floors, floor):
                 floor = least
             slack_ms = next(due for due, other in near if other <= floor) - context.now_ms
-        elif (own := hull.of_floor(floor)).tau_ms > tau_ms and (
-            lower := {one for one in floors if one < floor}
-        ):
+        elif (own := hull.of_floor(floor)).tau_ms > tau_ms and (lower := {f for f in floors if f < floor}):
             affordable = [one for one in lower if hull.of_floor(one).tau_ms <= tau_ms]
             other, wait_ms = max(affordable, default=min(lower)), slack_ms - own.full_ms
             if self._time_limit(wait_ms) >= hull.of_floor(other).full_ms:
@@ -276,17 +268,11 @@ class HullFit:
         return _Requests(floor, eligible, slack_ms, max(tau_ms, hull.of_floor(floor).tau_ms))
 
     def _best_offer(
-        self,
-        context: Context,
-        others: Sequence[float],
-        hull: _Hull,
-        batch: _Requests,
-        terms: _Terms,
-        least_ms: float,
+        self, context: Context, others: Sequence[float], hull: _Hull, batch: _Requests, terms: _Terms
     ) -> tuple[int, Option] | None:
         """Return (number of requests, option) with the greatest gain that meets all deadlines, or None."""
         fronts, queued, floor = self._fronts, context.queued, batch.floor
-        tau_ms, cycle_ms, price, value, choosing, limit_ms = terms
+        tau_ms, cycle_ms, price, value, choosing, limit_ms, least_ms = terms
         top = fronts.column_for(batch.eligible)
         most = min(batch.eligible, fronts.sizes[top])
         # A smaller batch leaves more behind, so no batch may take longer than the largest one.
@@ -335,10 +321,8 @@ class HullFit:
             return
         pace, _ = self._fastest_pace(context.floor, queued, context.slack_ms)
         if pace * full.full_ms < full.size and queued > UNDRAINABLE * pace * workers * self.slo_ms:
-            count, spare = 0, queued - full.size
-            while count < spare and context.queue.deadline(count) < context.now_ms + full.full_ms:
-                count += 1
-            context.expire(count)
+            end_ms, spare = context.now_ms + full.full_ms, range(queued - full.size)
+            context.expire(bisect_left(spare, end_ms, key=context.queue.deadline))
 
     def _fastest_pace(self, floor: float, eligible: int, within_ms: float) -> tuple[float, Option | None]:
         """Return (requests per ms, option) of the batch that answers the most requests per ms in time."""
@@ -368,6 +352,7 @@ class _Terms(NamedTuple):
     value: float
     choosing: float  # the price for choosing the subnet at one batch size
     limit_ms: float
+    least_ms: float  # the least time per request that the waiting floors allow
 
 
 class _Requests(NamedTuple):
@@ -419,10 +404,8 @@ class _Hull:
             fits = cells <= max(policy.slo_ms / waits, float(cells.min()))
         per_request = cells / np.array(sizes, dtype=np.float64)
         best = np.where(fits | ~fits.any(axis=1, keepdims=True), per_request, math.inf).argmin(axis=1)
-        cheapest = [
-            _Cheapest(float(per_request[i, j]), float(cells[i, j]), sizes[j], i)
-            for i, j in enumerate(best.tolist())
-        ]
+        best_of = enumerate(best.tolist())
+        cheapest = [_Cheapest(float(per_request[i, j]), float(cells[i, j]), sizes[j], i) for i, j in best_of]
         points = [(one.tau_ms, table.accuracy[i], i) for i, one in enumerate(cheapest) if fits[i].any()]
         front = pareto_front(points, cost=lambda point: point[0], gain=lambda point: point[1])
         hull = hull_of_front(front)

@@ -61,14 +61,12 @@ class ModelSwitching:
         self.window_ms = check_time(window_ms, "window_ms")
         self.period_ms = check_margin(period_ms, "period_ms")
         rows = len(table.subnets)
-        if replicas is not None and len(replicas) != rows:
-            raise PolicyError(
-                f"replicas: {len(replicas)} values for {rows} table rows; give one per table row"
-            )
         self._given_replicas = replicas
-        self._replicas = (
-            [math.inf] * rows if replicas is None else [check_count(one, "replicas") for one in replicas]
-        )
+        self._replicas: Sequence[float] = [math.inf] * rows
+        if replicas is not None:
+            if len(replicas) != rows:
+                raise PolicyError(f"replicas: {len(replicas)} values for {rows} table rows; give one per row")
+            self._replicas = [check_count(one, "replicas") for one in replicas]
         runs: list[int] = np.flatnonzero(~np.isnan(table.latency_ms).all(axis=1)).tolist()
         self._limits = {i: batch_limits(table, i) for i in runs}
         self._rates = {

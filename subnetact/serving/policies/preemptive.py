@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,12 +47,7 @@ class Preemptive:
         `Batcher(engine, policy=Preemptive(SlackFit(table, slo_ms=36.0)))`
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        factor: float = 1.0,
-        block_ms: float = 1.5,
-    ) -> None:
+    def __init__(self, policy: Policy, factor: float = 1.0, block_ms: float = 1.5) -> None:
         check_policy(policy)
         if hasattr(policy, "preempt"):
             raise PolicyError(f"policy: {type(policy).__name__} preempts by itself; use it as it is")
@@ -76,9 +72,7 @@ class Preemptive:
     def reset(self) -> None:
         """Forget all state."""
         self._urgent = None
-        reset: Any = getattr(self.policy, "reset", None)
-        if reset is not None:
-            reset()
+        getattr(self.policy, "reset", lambda: None)()
 
     def retabled(self, table: Any) -> Preemptive:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
@@ -88,9 +82,8 @@ class Preemptive:
 
     def observe(self, subnet: int, batch_size: int, profiled_ms: float, measured_ms: float) -> None:
         """Pass the latency of a batch on to the policy, if it wants to know; see `Policy`."""
-        observe: Any = getattr(self.policy, "observe", None)
-        if observe is not None:
-            observe(subnet, batch_size, profiled_ms, measured_ms)
+        observe = getattr(self.policy, "observe", lambda *_: None)
+        observe(subnet, batch_size, profiled_ms, measured_ms)
 
     def block_length(self, layer_blocks: int, batch_ms: float) -> int:
         """Return how many of a subnet's layer blocks are one block of a batch that should take `batch_ms`.
@@ -115,9 +108,7 @@ class Preemptive:
         now, queue, free_at_ms = context.now_ms, context.queue, context.free_at_ms
         next_free = max(now, min(free_at_ms))
         most = min(len(queue), self._fronts.sizes[-1])
-        saved = 0
-        while saved < most and queue.deadline(saved) < next_free + self._fastest:
-            saved += 1
+        saved = bisect_left(range(most), next_free + self._fastest, key=queue.deadline)
         while saved:
             floor = max(queue.floor(i) for i in range(saved)) if queue.demanding else 0.0
             column = self._fronts.column_for(saved)

@@ -142,7 +142,13 @@ class _Plan:
                 if end > start:
                     best[bucket] = front[end - 1]
                 start = end
-            self.choices.append(self._choose(best))
+            kept: Option | None = None
+            answers: list[tuple[int, int] | None] = [None]
+            for option in best:
+                if option is not None and (kept is None or option.batch_size >= kept.batch_size):
+                    kept = option
+                answers.append((kept.subnet, kept.batch_size) if kept else None)
+            self.choices.append(answers)
 
     def answer(self, column: int, slack_ms: float) -> tuple[int, int]:
         """Return (subnet, batch size) for a queue that rounds up to a column, at that slack."""
@@ -151,13 +157,3 @@ class _Plan:
             return choice
         option = self._fronts.largest_batch(column, slack_ms, self._floor)
         return (option.subnet, option.batch_size) if option else self._fronts.last_resort(self._floor)
-
-    @staticmethod
-    def _choose(best: list[Option | None]) -> list[tuple[int, int] | None]:
-        kept: Option | None = None
-        answers: list[tuple[int, int] | None] = [None]
-        for option in best:
-            if option is not None and (kept is None or option.batch_size >= kept.batch_size):
-                kept = option
-            answers.append((kept.subnet, kept.batch_size) if kept else None)
-        return answers

@@ -69,13 +69,11 @@ def check_accuracy(table: LatencyTable) -> LatencyTable:
 
 def check_policy(policy: object) -> None:
     """Refuse an object that is not a policy."""
-    hint = (
-        'make one from a table, for example HullFit(table, slo_ms) or make_policy("hullfit", table, slo_ms)'
-    )
+    way = 'make one from a table, for example HullFit(table, slo_ms) or make_policy("hullfit", table, slo_ms)'
     if isinstance(policy, str | type):
-        raise PolicyError(f"policy: {policy!r} is no policy object; {hint}")
+        raise PolicyError(f"policy: {policy!r} is no policy object; {way}")
     if not callable(getattr(policy, "decide", None)):
-        raise PolicyError(f"policy: {policy!r} has no method decide(context); {hint}")
+        raise PolicyError(f"policy: {policy!r} has no method decide(context); {way}")
     if not isinstance(getattr(policy, "table", None), LatencyTable):
         raise PolicyError(
             f"policy: {type(policy).__name__} has no attribute 'table'; set self.table to the LatencyTable "

@@ -43,8 +43,6 @@ class ArrivalMeter:
     def count(self, since_ms: float, until_ms: float) -> int:
         """Return the number of arrivals after `since_ms`, up to and including `until_ms`."""
         times = self._times
-        if times and times[-1] <= until_ms:
-            return len(times) - bisect_right(times, since_ms)
         return bisect_right(times, until_ms) - bisect_right(times, since_ms)
 
     def rate_per_ms(self, now_ms: float, window_ms: float) -> float:

@@ -25,7 +25,7 @@ from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
 from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
-from subnetact.serving.scheduling.request import Job, Request
+from subnetact.serving.scheduling.request import Job, Queue, Request
 
 __all__ = ["Dispatcher"]
 
@@ -54,12 +54,10 @@ class _Plan:
         self.full = self.latency[self.cheapest][table.pad_index[most]], most
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
-        per_request = (cells / table.batch_sizes).min(axis=1).tolist()
+        per_request = [(ms,) for ms in (cells / table.batch_sizes).min(axis=1).tolist()]
         accuracies = sorted(set(percent))
         self.floor_cost = least_from(accuracies, percent, list(least))
-        self.work = [
-            rank[0] for rank in least_from(accuracies, percent, [(ms,) for ms in per_request]) if rank
-        ]
+        self.work = [rank[0] for rank in least_from(accuracies, percent, per_request) if rank]
 
 
 class Dispatcher:
@@ -112,8 +110,8 @@ class Dispatcher:
         table = check_accuracy(tables[-1])
         self.expired = expired_rule(expired)
         self.limits: dict[int, int] = {}
-        self.queue: EDFQueue[Request] = EDFQueue(attrgetter("ask.priority"))
-        self.deferred: EDFQueue[Request] = EDFQueue()
+        self.queue: Queue = EDFQueue(attrgetter("ask.priority"))
+        self.deferred: Queue = EDFQueue()
         self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
         self._on_drop = on_drop
         self.taken: list[Request] = []
@@ -121,45 +119,34 @@ class Dispatcher:
         self._accuracies = sorted(set(self._accuracy))
         self._sizes = table.batch_sizes
         self._pad = table.pad_index
-        retabled: Any = getattr(policy, "retabled", None)
-        self._plans = [
-            self.plan(policy if one is table or retabled is None else retabled(one), one) for one in tables
-        ]
+        retabled: Any = getattr(policy, "retabled", lambda _: policy)
+        self.plans = [self.plan(policy if one is table else retabled(one), one) for one in tables]
         self._shaped = len(tables) > 1
-        self.context = Context(
-            self.queue, self.arrivals, free_at_ms, slo_ms, None if expired == "serve" else self._expire
-        )
+        expire = None if expired == "serve" else self._expire
+        self.context = Context(self.queue, self.arrivals, free_at_ms, slo_ms, expire)
         self.gate: ShareGate | None = None
         if shares is not None:
             rest = self._least_work_ms, self._sizes[-1]
             self.gate = ShareGate(shares, slo_ms, self.queue, free_at_ms, *rest)
 
     def plan(self, policy: Policy, table: LatencyTable) -> _Plan:
-        """Return what `adopt` takes; this costs time and changes nothing, so it needs no lock."""
+        """Return what `plans` takes; this costs time and changes nothing, so it needs no lock."""
         return _Plan(policy, table, self._accuracy)
-
-    def adopt(self, plan: _Plan, shape: int = -1) -> None:
-        """Continue with another policy and other latencies."""
-        self._plans[shape] = plan
 
     def _least_work_ms(self, request: Request) -> float:
         """Return the least worker time of a request, ms, in a full batch of a subnet that meets its floor."""
-        plan = self._plans[request.shape]
+        plan = self.plans[request.shape]
         at = bisect_left(self._accuracies, request.ask.floor)
         return plan.work[at] if at < len(plan.work) and plan.work[at] < math.inf else plan.fastest
 
-    def plan_of(self, shape: int = -1) -> _Plan:
-        """Return the policy and the latencies of an input shape."""
-        return self._plans[shape]
-
     def expected_ms(self, subnet: int, k: int, shape: int = -1) -> float:
         """Return the latency, ms, of k requests of a shape on a subnet; NaN if they cannot run there."""
-        plan = self._plans[shape]
+        plan = self.plans[shape]
         return plan.latency[subnet][self._column(plan, subnet, k)]
 
     def padded(self, subnet: int, k: int, shape: int = -1) -> int:
         """Return the batch size that k requests on a subnet are planned as: the next measured one."""
-        return self._sizes[self._column(self._plans[shape], subnet, k)]
+        return self._sizes[self._column(self.plans[shape], subnet, k)]
 
     def _column(self, plan: _Plan, subnet: int, k: int) -> int:
         """Return the column of the smallest measured batch size >= k; of the smallest >= k if none is."""
@@ -173,7 +160,7 @@ class Dispatcher:
 
     def least_ms(self, floor: float, shape: int = -1) -> float:
         """Return the least latency, ms, of the subnets whose accuracy is at least `floor` percent."""
-        plan = self._plans[shape]
+        plan = self.plans[shape]
         return plan.fastest if floor <= NO_FLOOR else self._cost_of(plan, floor)[0]
 
     def __len__(self) -> int:
@@ -188,7 +175,7 @@ class Dispatcher:
         if self.gate is not None:
             self.gate.release(now_ms)
         if self.expired != "serve" and queue.prioritised and len(queue) > 1:
-            plan = self._plans[-1]
+            plan = self.plans[-1]
             positions = unaffordable(queue, now_ms, self.context.free_at_ms, plan.full, plan.fastest)
             if positions:
                 self._drop_or_defer(queue.take_at(positions))
@@ -196,7 +183,7 @@ class Dispatcher:
         if not queued:
             return self.cheapest_batch(now_ms, worker)
         context = self.look(now_ms, worker)
-        plan = self._plans[queue.item().shape]
+        plan = self.plans[queue.item().shape]
         choice = plan.policy.decide(context)
         if choice is None:
             return None
@@ -229,14 +216,12 @@ class Dispatcher:
         queue = self.queue if len(self.queue) else self.deferred
         if not len(queue):
             return None
-        plan = self._plans[queue.item().shape]
+        plan = self.plans[queue.item().shape]
         size = plan.largest[plan.cheapest]
         return self._form(queue, worker, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
 
-    def _form(
-        self, queue: EDFQueue[Request], worker: int, subnet: int, size: int, queued: int, slack_ms: float
-    ) -> Job:
-        plan = self._plans[queue.item().shape]
+    def _form(self, queue: Queue, worker: int, subnet: int, size: int, queued: int, slack_ms: float) -> Job:
+        plan = self.plans[queue.item().shape]
         if self.limits:
             size = min(size, self.limits.get(subnet, size))
         if self._shaped or queue.demanding:
@@ -254,10 +239,10 @@ class Dispatcher:
             self.gate.spend(items, expected)
         return Job(worker, subnet, items, queued, slack_ms)
 
-    def _take_alike(self, queue: EDFQueue[Request], subnet: int, size: int) -> tuple[int, list[Request]]:
+    def _take_alike(self, queue: Queue, subnet: int, size: int) -> tuple[int, list[Request]]:
         """Take what one subnet may answer, of the most urgent one's shape; return the subnet and that."""
         shape = queue.item().shape
-        plan = self._plans[shape]
+        plan = self.plans[shape]
         alike = (lambda request: request.shape == shape) if self._shaped else None
         items = queue.take_satisfied(size, self._accuracy[subnet], alike)
         if not items:

@@ -25,7 +25,7 @@ from typing import Any
 from subnetact.errors import PolicyError
 from subnetact.serving.scheduling.checks import check_time
 from subnetact.serving.scheduling.queue import EDFQueue
-from subnetact.serving.scheduling.request import Request
+from subnetact.serving.scheduling.request import Queue, Request
 
 __all__ = ["FairShares", "ShareGate"]
 
@@ -55,11 +55,8 @@ class FairShares:
         if self.burst_ms is not None:
             given["burst_ms"] = self.burst_ms
         for name, value in given.items():
-            number = check_time(value, name)
-            if name != "burst_ms" and not 1e-6 <= number <= 1e6:
-                raise PolicyError(
-                    f"{name}: {value} must be from 1e-6 to 1e6, so that sums of weights are exact"
-                )
+            if not 1e-6 <= check_time(value, name) <= 1e6 and name != "burst_ms":
+                raise PolicyError(f"{name}: {value} must be from 1e-6 to 1e6, so that sums are exact")
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +66,7 @@ class _Client:
     finish: float
     filling: bool = False
     open: int = 0
-    held: EDFQueue[Request] = field(default_factory=EDFQueue)
+    held: Queue = field(default_factory=EDFQueue)
 
 
 class ShareGate:
@@ -83,7 +80,7 @@ class ShareGate:
         self,
         shares: FairShares,
         slo_ms: float,
-        queue: EDFQueue[Request],
+        queue: Queue,
         free_at_ms: list[float],
         cost_ms: Callable[[Request], float],
         most: int,
@@ -198,9 +195,8 @@ class ShareGate:
 
     def items(self) -> list[Request]:
         """Return all requests that are held back."""
-        return [
-            item for client in self._holding.values() for _, item in client.held.entries(len(client.held))
-        ]
+        queues = [client.held for client in self._holding.values()]
+        return [item for queue in queues for _, item in queue.entries(len(queue))]
 
     def take_all(self) -> None:
         """Remove all requests that are held back."""

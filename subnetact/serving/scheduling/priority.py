@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 from heapq import heapify, heappush, heappushpop, heapreplace
 
-from subnetact.serving.scheduling.queue import LOOK, EDFQueue
-from subnetact.serving.scheduling.request import Request
+from subnetact.serving.scheduling.queue import LOOK
+from subnetact.serving.scheduling.request import Queue
 
 __all__ = ["unaffordable"]
 
 
 def unaffordable(
-    queue: EDFQueue[Request],
-    now_ms: float,
-    free_at_ms: list[float],
-    full: tuple[float, int],
-    fastest_ms: float,
+    queue: Queue, now_ms: float, free_at_ms: list[float], full: tuple[float, int], fastest_ms: float
 ) -> list[int]:
     """Choose the requests that must expire so that requests of higher priority can meet their deadlines.
 

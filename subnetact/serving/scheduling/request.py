@@ -6,14 +6,14 @@ A new field of requests is three edits: in `AskOptions`, in `Ask` with its check
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from subnetact.errors import InvalidRequest
 from subnetact.serving.scheduling.checks import check_deadline, check_request_number
 from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.scheduling.queue import NO_FLOOR
+from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 
-__all__ = ["Ask", "AskOptions", "Job", "Request"]
+__all__ = ["Ask", "AskOptions", "Job", "Queue", "Request"]
 
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
 
@@ -109,6 +109,9 @@ class Request:
         self.x = x
 
 
+Queue: TypeAlias = EDFQueue[Request]
+
+
 class Job:
     """One batch on a worker. It runs in one step or in several, between which another job may go first.
 
@@ -132,13 +135,11 @@ class Job:
         left_ms: how long the part was expected to run on at that time, in ms.
     """
 
-    def __init__(
-        self, worker: int, subnet: int, requests: list[Request], queued: int, slack_ms: float
-    ) -> None:
+    def __init__(self, worker: int, subnet: int, part: list[Request], queued: int, slack_ms: float) -> None:
         self.worker = worker
         self.subnet = subnet
-        self.part = requests
-        self.shape = requests[0].shape if requests else -1
+        self.part = part
+        self.shape = part[0].shape if part else -1
         self.queued = queued
         self.slack_ms = slack_ms
         self.size = 0

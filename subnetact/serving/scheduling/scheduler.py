@@ -154,7 +154,7 @@ class Scheduler:
 
     def block_length(self, job: Job, layer_blocks: int) -> int:
         """Return after how many of its layer blocks a job asks `step_done`; all of them if never."""
-        plan = self.dispatcher.plan_of(job.shape)
+        plan = self.dispatcher.plans[job.shape]
         if job.preempted is not None or plan.preempt is None:
             return layer_blocks
         return max(1, int(plan.block_length(layer_blocks, job.expected_ms)))
@@ -273,7 +273,7 @@ class Scheduler:
         saved, takes_ms = other.urgent(left_ms, now_ms)
         ends_ms = now_ms + left_ms
         late = sum(ends_ms <= r.deadline_ms < ends_ms + takes_ms for r in job.part if r.open)
-        if not saved or job.abandoned or saved <= self.dispatcher.plan_of(job.shape).factor * late:
+        if not saved or job.abandoned or saved <= self.dispatcher.plans[job.shape].factor * late:
             return False
         self._suspend(job, left_ms, now_ms)
         job.limit_ms = math.inf
@@ -401,7 +401,7 @@ class Scheduler:
             return False
         context = self.dispatcher.look(now_ms, job.worker)
         running = [other for other in self.jobs.values() if other.preempted is None]
-        urgent: bool = self.dispatcher.plan_of(job.shape).preempt(context, running) == job.worker
+        urgent: bool = self.dispatcher.plans[job.shape].preempt(context, running) == job.worker
         return urgent
 
     def _second_try(self, worker: int, now_ms: float) -> Job | None:
@@ -460,7 +460,7 @@ class Scheduler:
 
     def _observe(self, job: Job, took_ms: float) -> None:
         """Tell the policy how long a part of a job took, if it wants to know."""
-        observe = self.dispatcher.plan_of(job.shape).observe
+        observe = self.dispatcher.plans[job.shape].observe
         if observe is None or not self._heard:
             return
         table = self.tables[job.shape]

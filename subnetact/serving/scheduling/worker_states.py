@@ -115,11 +115,8 @@ class WorkerStates:
 
     def restart(self, now_ms: float) -> list[int]:
         """Let the workers whose pause is over start, and return their numbers; `started` follows for each."""
-        back = [
-            worker
-            for worker, back_at_ms in self._back_at_ms.items()
-            if back_at_ms <= now_ms and self._hung_threads[worker] < _MOST_HUNG_THREADS
-        ]
+        due = [worker for worker, back_at_ms in self._back_at_ms.items() if back_at_ms <= now_ms]
+        back = [worker for worker in due if self._hung_threads[worker] < _MOST_HUNG_THREADS]
         for worker in back:
             del self._back_at_ms[worker]
             self.starting(worker)

@@ -72,9 +72,8 @@ class EventLoop:
         if decisions:
             self._result.decisions = []
         if requests:
-            self._result.log = RequestLog(
-                np.full(count, np.nan), np.full(count, np.nan), np.full(count, -1, dtype=np.int32)
-            )
+            never = np.full(count, np.nan)
+            self._result.log = RequestLog(never, never.copy(), np.full(count, -1, dtype=np.int32))
         self._accuracy = scenario.table.known_accuracy()
         self._now = 0.0
         self._idle = list(range(workers))
@@ -181,10 +180,8 @@ class EventLoop:
         self._stacks[worker].append(run)
         self._plan_step(worker, run)
         if self._result.decisions is not None:
-            k = len(job.part)
-            self._result.decisions.append(
-                Decision(now, worker, job.queued, job.slack_ms, subnet, job.size, k, run.finish_ms)
-            )
+            asked = worker, job.queued, job.slack_ms, subnet, job.size, len(job.part)
+            self._result.decisions.append(Decision(now, *asked, run.finish_ms))
 
     def _plan_step(self, worker: int, run: _Run) -> None:
         """Note when the next step of a job ends."""

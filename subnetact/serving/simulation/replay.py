@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from subnetact.errors import FileFormatError
+from subnetact.files.documents import StrPath
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.decision_log import DECISION_LOG
@@ -44,7 +44,7 @@ class LiveRun:
     expired: str
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LiveRun:
+    def load(cls, path: StrPath) -> LiveRun:
         """Return the run of a log that `Batcher(decision_log=path)` wrote; a last line cut short is left out.
 
         Raises:
@@ -57,7 +57,7 @@ class LiveRun:
             return _run_of(header, entries, path)
 
 
-def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | os.PathLike[str]) -> LiveRun:
+def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: StrPath) -> LiveRun:
     table = LatencyTable.from_json(header["table"])
     result = SimulationResult(served_by=[0] * len(table.subnets))
     total, count = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)

@@ -122,10 +122,8 @@ def checked(given: Scenario) -> Scenario:
     if check_count(workers, "workers") > MOST_WORKERS:
         raise PolicyError(f"workers: {workers:.3g} are more than {MOST_WORKERS}")
     check_count(given.blocks, "blocks")
-    amounts: dict[str, Any] = {
-        name: check_margin(getattr(given, name), name)
-        for name in ("noise", "overhead_ms", "switch_ms", "look_ms")
-    }
+    names = ("noise", "overhead_ms", "switch_ms", "look_ms")
+    amounts: dict[str, Any] = {name: check_margin(getattr(given, name), name) for name in names}
     amounts["switch_ms"] = max(amounts["switch_ms"], float(getattr(policy, "switch_ms", 0.0)))
     slo = _per_request(given.slo_ms, count, "slo_ms")
     least = float(np.min(slo))

@@ -241,9 +241,7 @@ class TenantBatcher(ClosedOnExit):
             PolicyError: There is no such tenant.
         """
         if tenant not in self._batchers:
-            raise PolicyError(
-                f"tenant: {tenant!r} is none; choose from {', '.join(map(repr, self._batchers))}"
-            )
+            raise PolicyError(f"tenant: {tenant!r} is none; choose from {', '.join(map(repr, self.tenants))}")
         return self._batchers[tenant]
 
     # -- planning --------------------------------------------------------------------------------
