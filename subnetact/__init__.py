@@ -46,36 +46,36 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors           102    49     39
-    files            575    89      0
+    files            574    89      0
     device           113    10      8
     command           64     8      7
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
-    operators       1922   661     18
-    supernet        2864   785      5
-    insertion       4101   874     12
-    ofa_adapters    2563   489      7
+    operators       2213   726     18
+    supernet        3006   828      5
+    insertion       4135   876     12
+    ofa_adapters    2530   489      7
     digits           136    18      7
-    calibration      711   149      1
+    calibration      709   149      1
     latency          481   224      5
-    training        1052   248      3
-    elastic          835   170      1
-    engine          2292   617      5
+    training        1301   312      4
+    elastic          834   170      1
+    engine          2273   617      5
     workers          747    89      0
     costs            289    65      4
-    nas              573   196      6
-    profile         1281   235      1
-    serving         5745  2102     36
-    generation      1390   437     13
-    export          1032   308      6
+    nas              565   196      6
+    profile         1261   235      1
+    serving         5637  2101     36
+    generation      1378   437     13
+    export          1011   308      6
     demo             406    60      0
     simulate          19     6      2
     plan               5     4      1
     serve           1594   316      7
     loadtest         329    63      0
-    cluster          476   118      2
-    all            32236  8603    221
+    cluster          474   118      2
+    all            32725  8776    222
 
 The README has a glossary of the words that are used here.
 """
