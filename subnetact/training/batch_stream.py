@@ -20,17 +20,24 @@ _END = object()
 
 
 class BatchStream:
-    """Reads batches again and again; `number` were read, and the present epoch began with batch `epoch`."""
+    """Reads batches again and again; `number` were read, and the present epoch began with batch `epoch`.
 
-    def __init__(self, batches: Iterable[Any], seed: int) -> None:
+    Of every `count` batches, as many as there are processes, it returns that of the process `rank`.
+    """
+
+    def __init__(self, batches: Iterable[Any], seed: int, rank: int = 0, count: int = 1) -> None:
         self._batches, self._seed = batches, seed
+        self._rank, self._count = rank, count
         self._iterator: Iterator[Any] | None = None
         self._last: Any = None
         self.number = self.epoch = 0
         self.mark()
 
     def next(self) -> Any:
-        """Return the next batch, after seeding torch, NumPy and `random` by its number."""
+        """Return the next batch of this process, after seeding torch, NumPy and `random` by its number."""
+        return [self._read() for _ in range(self._count)][self._rank]
+
+    def _read(self) -> Any:
         for _ in range(2):
             seed = (self._seed * 1_000_003 + self.number) % 2**63
             torch.manual_seed(seed)

@@ -25,6 +25,7 @@ from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.training.batch_stream import BatchStream, kept_random_states
 from subnetact.training.measurement import Measurement
+from subnetact.training.processes import agreed, copy_from_first_, rank_and_count
 from subnetact.training.progress_bar import progress_bar
 from subnetact.training.report import DistillationReport
 from subnetact.training.run import TrainingRun, even_subnet
@@ -96,6 +97,10 @@ def distill_(
     everywhere. The largest subnet learns from the labels and is the teacher of the others. Where the
     network has BatchNorm, the measured subnets are calibrated in the end. Statistics of others are dropped
     with an `UncalibratedSubnetWarning`, because they are those of the former weights.
+
+    Under torchrun, with a process group, every process trains on its share of the same `batches`, from
+    the weights of the first one on, and gradients are averaged. All return the same report; the first one
+    alone shows bars and writes `resume`.
 
     Args:
         supernet: the supernet.
@@ -212,6 +217,9 @@ def distill_(
         raise TrainingError("no parameter of the supernet requires gradients; call supernet.requires_grad_()")
     if optimizer is not None:
         _check_optimizer(optimizer, parameters)
+    rank, processes = rank_and_count()
+    progress = arguments["progress"] = progress and rank == 0
+    copy_from_first_([*supernet.parameters(), *supernet.buffers()])
     chosen: Any = FROZEN if teacher is None and not learns else teacher
     former = supernet.norms.to_like(None)
     with _kept_modes(chosen), _kept_modes(supernet) as modes, kept_random_states(device):
@@ -231,7 +239,8 @@ def distill_(
         scaler = torch.amp.GradScaler(device.type, enabled=autocast is torch.float16)
         run = TrainingRun(
             supernet=supernet,
-            stream=BatchStream(batches, seed),
+            stream=BatchStream(batches, seed, rank, processes),
+            processes=processes,
             task=meaning,
             teacher=chosen,
             stored=outputs,
@@ -260,7 +269,7 @@ def distill_(
             run.facts["batches"] = measurement.batches
             run.facts["others"] = time.perf_counter() - began + measurement.seconds
             state.save({**run.facts, "stream": run.stream.facts()})
-            run.facts["others"] += state.cost_s
+            run.facts["others"] = agreed(run.facts["others"] + state.cost_s)
         else:
             run.stream.go_to(done.pop("stream"))
             run.facts = done
@@ -271,9 +280,10 @@ def distill_(
             module.training = training or module is supernet  # The others are frozen.
         run.go_on(state)
         supernet.eval()
+        copy_from_first_(supernet.buffers())
         after = measurement.run()
     warn_of_dropped(sum(spec not in supernet.norms for spec in former), "name them in subnets=")
-    facts = run.facts
+    facts = agreed(run.facts)
     return DistillationReport(
         subnets=tuple(specs),
         metric=meaning.metric,

@@ -20,6 +20,7 @@ from subnetact.errors import SubnetActError, TrainingError, UncalibratedSubnetWa
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input
 from subnetact.supernet.supernet import Supernet
+from subnetact.training.processes import agreed
 from subnetact.training.progress_bar import progress_bar
 from subnetact.training.task import Task, number
 
@@ -98,7 +99,8 @@ class Measurement:
                 for view, meter in zip(views, meters, strict=True):
                     meter.update(task.output(call_with(view, x), x), labels)
                 bar.update()
-                if self.batches is None and (time.perf_counter() - began) * (read + 1) / read > limit_s:
+                next_s = (time.perf_counter() - began) * (read + 1) / read
+                if self.batches is None and limit_s < math.inf and agreed(next_s > limit_s):
                     break
         if not read:
             raise TrainingError("held_out: there is no batch; give at least one")

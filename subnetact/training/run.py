@@ -19,8 +19,9 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.load import warn_caller
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.batch_stream import BatchStream
+from subnetact.training.processes import agreed
 from subnetact.training.progress_bar import progress_bar
-from subnetact.training.sandwich import sandwich_step
+from subnetact.training.sandwich import average_gradients, sandwich_step
 from subnetact.training.state import TrainingState
 from subnetact.training.stored_outputs import StoredOutputs
 from subnetact.training.task import Task
@@ -66,6 +67,7 @@ class TrainingRun:
     minutes: float | None
     save_every_s: float | None
     progress: bool
+    processes: int
     facts: dict[str, Any] = field(default_factory=dict)
 
     def go_on(self, state: TrainingState) -> None:
@@ -87,7 +89,7 @@ class TrainingRun:
                     self._save(state)
                     raise
                 facts["step"] += 1
-                facts["seconds"] = time.perf_counter() - began
+                facts["seconds"] = agreed(time.perf_counter() - began)
                 self._note(losses)
                 self.stream.mark()
                 named = zip(("largest", "smallest", "random"), losses, strict=True)
@@ -127,6 +129,8 @@ class TrainingRun:
         for _ in range(self.accumulate):
             for spec, loss in self._gradients(chosen).items():
                 sums[spec] += loss / self.accumulate
+        if self.processes > 1:
+            average_gradients(self.supernet)
         self.scaler.unscale_(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = float(nn.utils.clip_grad_norm_(held, self.clip))
@@ -149,7 +153,7 @@ class TrainingRun:
 
         def backward(total: Tensor) -> None:
             magnitude = total.detach()
-            if not magnitude.isfinite():
+            if not magnitude.isfinite() and self.processes == 1:  # Otherwise the average will not be, either.
                 raise self._not_finite(f"a loss is {float(magnitude)}")
             first.append(magnitude)
             if self.balance:

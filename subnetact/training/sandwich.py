@@ -25,6 +25,7 @@ from subnetact.supernet.batches import as_batch, call_with, describe_input, logi
 from subnetact.supernet.failure import summary
 from subnetact.supernet.load import warn_caller
 from subnetact.supernet.supernet import Supernet, supernet_of
+from subnetact.training.processes import agreed
 
 __all__ = ["IGNORED", "average_gradients", "counted", "cross_entropy", "drawn", "sandwich_step"]
 
@@ -110,9 +111,7 @@ def sandwich_step(
     given = dict(locals())
     plain = supernet_of(model)
     if subnets is None and is_collective(model):
-        state = [rng.getstate()]
-        distributed.broadcast_object_list(state)
-        rng.setstate(state[0])
+        rng.setstate(agreed(rng.getstate()))
     specs = drawn(plain, subnets, random_subnets, rng)
     if plain not in _without_largest and plain.space.largest().base not in {spec.base for spec in specs}:
         _without_largest.add(plain)
@@ -227,7 +226,7 @@ def _place(error: BaseException) -> str:
     return first_line(error)
 
 
-def average_gradients(supernet: Supernet, group: Any) -> None:
+def average_gradients(supernet: Supernet, group: Any = None) -> None:
     """Replace every gradient by its mean over all processes, in which different subnets may have run."""
     wanted = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
     present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device)

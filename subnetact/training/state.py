@@ -17,6 +17,7 @@ from subnetact.files.documents import DocumentFormat
 from subnetact.files.journal import differing
 from subnetact.files.tensors import documented_tensors, write_tensors
 from subnetact.supernet.supernet import Supernet
+from subnetact.training.processes import rank_and_count
 
 __all__ = ["TrainingState"]
 
@@ -70,7 +71,7 @@ class TrainingState:
 
     def save(self, facts: Mapping[str, Any]) -> None:
         """Replace the file; WriteError if the disk is full, and the earlier version stays."""
-        if self.path is None:
+        if self.path is None or rank_and_count()[0]:
             return
         began = time.perf_counter()
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._weights().items()}
