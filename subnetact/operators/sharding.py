@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
@@ -14,29 +14,24 @@ from subnetact.errors import TrainingError
 __all__ = ["is_collective", "is_sharded", "require_same_subnet"]
 
 
-def _instances(network: nn.Module, module: str, name: str) -> bool:
-    """Tell whether a module or a parameter is of a class, which nothing is before somebody imports it."""
-    cls = getattr(sys.modules.get(module), name, ())
-    return any(isinstance(part, cls) for part in (*network.modules(), *network.parameters()))
-
-
-def _is_fsdp(network: nn.Module) -> bool:
-    return _instances(network, "torch.distributed.fsdp", "FSDPModule")
+def _any(parts: Iterable[Any], name: str) -> bool:
+    """Tell whether something is of a class of torch with this name, which may not be imported yet."""
+    return any(cls.__name__ == name for part in parts for cls in type(part).__mro__)
 
 
 def is_sharded(network: nn.Module) -> bool:
     """Tell whether the parameters of a network are spread over processes, as by `fully_shard`."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return _is_fsdp(network) or _instances(network, "torch.distributed.tensor", "DTensor")
+    grouped = distributed.is_available() and distributed.is_initialized()
+    return grouped and (_any(network.modules(), "FSDPModule") or _any(network.parameters(), "DTensor"))
 
 
 def is_collective(network: nn.Module) -> bool:
     """Tell whether every forward of a network needs all processes, which must then run the same subnet."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
-    synchronous = network.training and any(isinstance(m, nn.SyncBatchNorm) for m in network.modules())
-    return synchronous or is_sharded(network)
+    return is_sharded(network) or (
+        network.training and any(isinstance(m, nn.SyncBatchNorm) for m in network.modules())
+    )
 
 
 def require_same_subnet(network: nn.Module, row: tuple[int, ...]) -> None:
@@ -47,7 +42,7 @@ def require_same_subnet(network: nn.Module, row: tuple[int, ...]) -> None:
     """
     if not is_collective(network):
         return
-    if is_sharded(network) and not _is_fsdp(network):
+    if is_sharded(network) and not _any(network.modules(), "FSDPModule"):
         raise TrainingError(
             "the network has tensor-parallel parameters, which subnets cannot slice; shard it with "
             "fully_shard (FSDP2) instead of parallelize_module"
