@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 
 from subnetact.errors import TrainingError
-from subnetact.operators.sharding import require_same_subnet
+from subnetact.operators.shards import require_same_subnet
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec

@@ -504,7 +504,7 @@ class Operator(ReadThrough):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module of the subnet that the `actuation` says, on what that module takes.
+        """Return what the module of the subnet that runs returns for `args` and `kwargs`.
 
         Raises:
             SpecError: the operator is in no supernet.
@@ -519,7 +519,10 @@ class Operator(ReadThrough):
         return self.actuation.now()
 
     def module_of(self, run: Run) -> Any:
-        """Return the module of a subnet for one call; gradients reach this operator, whose mode it has."""
+        """Return the module of the subnet of a `run` for one call.
+
+        Gradients of its parameters reach those of this operator. It has this operator's mode and submodules.
+        """
         bits = FLOAT_BITS if self.precision_dim is None else run.row[self.precision_dim]
         if bits != FLOAT_BITS and not self.training:
             return self.bind(run.row)

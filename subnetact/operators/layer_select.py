@@ -83,7 +83,7 @@ class LayerSelect(Operator):
         return {name: layers[name] if name in layers else self._stand_in(name) for name in self._modules}
 
     def module_of(self, run: Run) -> Any:
-        """Return the container of the layers that a subnet keeps, and of identities."""
+        """Return the container of the layers that the subnet of a `run` keeps, and of identities."""
         modules = self._places({name: self._modules[name] for name in self.kept(run.row)})
         return called_module(self.template, self.training, {}, {}, modules)
 
@@ -166,11 +166,11 @@ class ModuleSwitch(LayerSelect):
         return super().kept(row)
 
     def module_of(self, run: Run) -> Any:
-        """Return the alternative that a subnet uses."""
+        """Return the alternative that the subnet of a `run` uses."""
         return self._modules[self.kept(run.row)[0]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the alternative of the subnet, with its hooks."""
+        """Return what the alternative of the subnet, with its hooks, returns for `args` and `kwargs`."""
         return self.module_of(self._run())(*args, **kwargs)
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:

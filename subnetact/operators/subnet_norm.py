@@ -164,9 +164,10 @@ class SubnetNorm(Operator):
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)
 
     def module_of(self, run: Run) -> Any:
-        """Return the BatchNorm of a subnet for one call; training lets the largest move its statistics.
+        """Return the BatchNorm of the subnet of a `run` for one call.
 
-        A subnet with shared statistics of its own (`statistics_names`) moves those; others move nothing.
+        In training the largest subnet moves its statistics, and a subnet with shared statistics of its own
+        (`statistics_names`) moves those; others move nothing.
         """
         row, actuation = run.row, self.actuation
         attributes = self.attributes(sizes := self.sizes_of(row))

@@ -24,7 +24,7 @@ from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_train
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
-from subnetact.operators.sharding import is_sharded
+from subnetact.operators.shards import is_sharded
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
@@ -448,6 +448,13 @@ class Supernet(ReadThrough):
 
         Args:
             spec: the subnet to run.
+
+        Yields:
+            Nothing; the subnet runs inside the `with` statement.
+
+        Raises:
+            TrainingError: the forward needs all processes, as that of sharded weights or of SyncBatchNorm,
+                and others run another subnet; or its weights are tensor-parallel.
 
         Example:
             >>> with supernet.running(supernet.space.smallest()):

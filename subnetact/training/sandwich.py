@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from subnetact.comparison import tensors_in
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import InsertError, SpecError, SubnetActError, first_line
-from subnetact.operators.sharding import is_collective
+from subnetact.operators.shards import is_collective
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, tensors_of
 from subnetact.supernet.failure import summary

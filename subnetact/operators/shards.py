@@ -1,4 +1,4 @@
-"""Sharded networks: which are, and whether all processes run the same subnet where they have to."""
+"""Shards: which networks are spread over processes, and whether these run the same subnet if they have to."""
 
 from __future__ import annotations
 
