@@ -52,6 +52,7 @@ from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.shards import shards
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.adapters import is_adapter, without_adapters
@@ -516,6 +517,8 @@ def _obstacle(module: nn.Module) -> str | None:
             f"is wrapped in {type(module).__name__}; give the model inside, .{inner}, and wrap the supernet "
             "instead"
         )
+    if shards(module):
+        return "is sharded; call insert_ first, then fully_shard (FSDP2) on its layers and supernet.network"
     if isinstance(module, torch.jit.ScriptModule):
         return "is a scripted module; give the model that it was made from"
     own = ("torchao." in type(t).__module__ or t.dtype in BYTES for t in module.parameters(False))

@@ -134,9 +134,9 @@ class Actuation:
     @contextmanager
     def running(self, run: Run, network: nn.Module) -> Iterator[None]:
         """Let the operators of a network run a subnet in this thread or task."""
-        require_same_subnet(network, run.row)
         if (supernet := self.supernet()) is not None:
             supernet._generation.notice_adapters()
+        require_same_subnet(network, supernet, run.row)
         buffers = [] if run.is_largest else _buffers(network)
         token = _running.set(((self, run), *_running.get()))
         self._note(run)

@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import distributed, nn
 
-from subnetact.errors import TrainingError
+from subnetact.errors import TrainingError, ViewError
 
-__all__ = ["is_collective", "is_sharded", "require_same_subnet"]
+__all__ = ["is_collective", "is_sharded", "require_same_subnet", "require_whole", "shards"]
+
+SHARDED = {"FSDPModule", "FullyShardedDataParallel", "DTensor"}
+"""The classes of torch, which may not be imported yet, of sharded modules and of their parameters."""
 
 
-def _any(parts: Iterable[Any], name: str) -> bool:
-    """Tell whether something is of a class of torch with this name, which may not be imported yet."""
-    return any(cls.__name__ == name for part in parts for cls in type(part).__mro__)
+def shards(module: nn.Module) -> set[str]:
+    """Return which of the `SHARDED` classes are those of a module and of its own parameters."""
+    return {c.__name__ for part in (module, *module.parameters(False)) for c in type(part).__mro__} & SHARDED
 
 
 def is_sharded(network: nn.Module) -> bool:
     """Tell whether the parameters of a network are spread over processes, as by `fully_shard`."""
     grouped = distributed.is_available() and distributed.is_initialized()
-    return grouped and (_any(network.modules(), "FSDPModule") or _any(network.parameters(), "DTensor"))
+    return grouped and any(map(shards, network.modules()))
+
+
+def require_whole(network: nn.Module) -> None:
+    """Refuse a network with shards, with ViewError, where slices of whole weights are needed."""
+    if is_sharded(network):
+        raise ViewError(
+            "the weights are sharded over processes, and views are slices of whole ones; run "
+            "supernet(x, subnet=spec), or gather the state_dict and load it into an own supernet"
+        )
 
 
 def is_collective(network: nn.Module) -> bool:
     """Tell whether every forward of a network needs all processes, which must then run the same subnet."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
-    return is_sharded(network) or (
-        network.training and any(isinstance(m, nn.SyncBatchNorm) for m in network.modules())
-    )
+    normalises = network.training and any(isinstance(m, nn.SyncBatchNorm) for m in network.modules())
+    return normalises or is_sharded(network)
 
 
-def require_same_subnet(network: nn.Module, row: tuple[int, ...]) -> None:
+def require_same_subnet(network: nn.Module, holder: Any, row: tuple[int, ...]) -> None:
     """Refuse to run a subnet while other processes run others, for which this one would wait for ever.
+
+    Args:
+        network: the network.
+        holder: its supernet, if there is one, which may be what is sharded.
+        row: the size row of the subnet.
 
     Raises:
         TrainingError: they do, in every process; or tensors are parallel, which no operator slices.
     """
     if not is_collective(network):
         return
-    if is_sharded(network) and not _any(network.modules(), "FSDPModule"):
+    kinds = set[str]().union(*map(shards, (holder or network, *network.modules())))
+    if kinds == {"DTensor"}:
         raise TrainingError(
             "the network has tensor-parallel parameters, which subnets cannot slice; shard it with "
             "fully_shard (FSDP2) instead of parallelize_module"

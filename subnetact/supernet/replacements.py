@@ -49,8 +49,8 @@ class _Registry(Registry):
         if self.layer and (method.__name__ in _REMOVING or (sets and args[0] not in self)):
             raise InsertError(
                 f"{self.layer} is elastic: subnets are slices of its parameters, and nothing can stand for "
-                "them; prune, normalise or parametrise supernet.extract(spec), or take the network with "
-                "supernet.remove(), change it, and call insert_ again"
+                "them; prune, normalise or parametrise supernet.extract(spec), shard with fully_shard, or "
+                "take the network with supernet.remove(), change it, and call insert_ again"
             )
 
         if sets:

@@ -24,7 +24,7 @@ from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_train
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
-from subnetact.operators.shards import is_sharded
+from subnetact.operators.shards import is_sharded, require_whole
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
@@ -68,13 +68,16 @@ class InsertReport:
 
 
 def as_supernet(value: object) -> Supernet:
-    """Return the argument if it is a supernet that still has its operators; otherwise raise InsertError."""
+    """Return the argument if it is a supernet that still has its operators; otherwise raise InsertError.
+
+    ViewError tells of sharded weights.
+    """
     if not isinstance(value, Supernet):
         raise InsertError(
             f"expected a Supernet, got {type(value).__name__}; subnetact.insert_(network, space, elastic) or "
             "ofa_adapters.load(family, checkpoint) make one"
         )
-    value._present()
+    require_whole(value._present())
     value._generation.look()
     return value
 
@@ -93,7 +96,7 @@ def supernet_of(model: Any) -> Supernet:
                 "with torch.distributed.fsdp.fully_shard (FSDP2): every layer, and supernet.network"
             )
         if isinstance(module, Supernet):
-            return as_supernet(module)
+            return module
         if isinstance(actuation := vars(module).get("actuation"), Actuation):
             supernet = actuation.supernet()
             if supernet is None:
@@ -101,7 +104,7 @@ def supernet_of(model: Any) -> Supernet:
                     "this network is a copy, or nobody keeps the supernet that insert_ returned; keep it, "
                     "and give its network"
                 )
-            return as_supernet(supernet)
+            return supernet  # type: ignore[no-any-return]
     return as_supernet(model)
 
 
@@ -942,11 +945,7 @@ class Supernet(ReadThrough):
         # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
         with self._generation.lock, nullcontext() if fresh else outside_modes():
             pairs = None if statistics is None else statistics.pairs()
-            if is_sharded(self._present()):
-                raise ViewError(
-                    "the weights are sharded over processes, and views are slices of whole ones; run "
-                    "supernet(x, subnet=spec), or gather the state_dict and load it into an own supernet"
-                )
+            require_whole(self._present())
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
             self._actuation.leave(view)
             own_state_(view, () if fresh else self.state)
