@@ -32,6 +32,7 @@ OF_LAYERS = "_numbers_of_layers"
 """The attribute of a network with its own whole numbers that are the largest of those of several layers: name
 -> positions in the size row. In a subnet it has the largest of them."""
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 MOST_CHANGES = 1024
 """So many changes of the subnet of each thread are remembered for backward passes that come later."""
 
@@ -82,12 +83,18 @@ class Actuation:
         network.register_forward_hook(self.end, always_call=True)
 
     def leave(self, network: nn.Module) -> None:
-        """Watch the calls of a network, or of its view, no longer."""
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            others = {
-                n: hook for n, hook in vars(network)[name].items() if hook not in (self.begin, self.end)
-            }
-            object.__setattr__(network, name, OrderedDict(others))
+        """Watch the calls of a network no longer."""
+        held = vars(network)
+        ours = [n for name in _HOOKS for n, hook in held[name].items() if hook in (self.begin, self.end)]
+        for name in _HOOKS:
+            for number in ours:
+                held[name].pop(number, None)
+
+    def leave_view(self, view: nn.Module) -> None:
+        """Watch the calls of a view, which has the hooks of its network, no longer."""
+        for name in _HOOKS:
+            object.__setattr__(view, name, OrderedDict(vars(view)[name]))
+        self.leave(view)
 
     def now(self) -> Run:
         """Return the subnet that runs in this thread or task, or did when a graph was made that is run back.

@@ -72,7 +72,7 @@ def _trainable(supernet: Any, spec: SubnetSpec) -> nn.Module:
     copies = None if run.is_largest else private_buffers()
     norm = partial(SubnetNorm.module_of, run=run)
     network = bind(supernet.network, run.row, norm, trainable=True, frozen=copies)
-    supernet._actuation.leave(network)
+    supernet._actuation.leave_view(network)
     return network
 
 

@@ -64,6 +64,7 @@ class _Registry(Registry):
             self.count.writes += 1
 
 
+_OF_PEFT = {"base_layer", "modules_to_save", "original_module"}
 _REMOVING = ("__delitem__", "clear", "pop", "popitem")
 
 
@@ -109,7 +110,9 @@ class Replacements:
         """
         for path, module in network.named_modules():  # and what is put into a module that it has come to
             if isinstance(module, Operator):
-                module.path, module.actuation = path, holder._actuation  # PEFT copies what it lets train.
+                module.actuation = holder._actuation  # PEFT copies what it lets train.
+                if module.slices and not _OF_PEFT.isdisjoint(path.split(".")):
+                    module.path = path
             if is_adapter(module):
                 exchange_modules_(module, slices_of(module, adapted(module), path))
             for name in _REGISTRIES:

@@ -465,8 +465,9 @@ class Supernet(ReadThrough):
             >>> loss.backward()
         """
         run = self._run_of(spec)
-        self._present()
-        with self._actuation.running(run, self.network):
+        with self._generation.lock:  # A forked process may have none of the other part of the weights.
+            network = self._present()
+        with self._actuation.running(run, network):
             yield
 
     def _run_of(self, spec: SubnetSpec) -> Run:
@@ -947,7 +948,7 @@ class Supernet(ReadThrough):
             pairs = None if statistics is None else statistics.pairs()
             require_whole(self._present())
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
-            self._actuation.leave(view)
+            self._actuation.leave_view(view)
             own_state_(view, () if fresh else self.state)
             object.__setattr__(view, "is_whole", True)
             if hasattr(type(view), "save_pretrained") and spec.base != self._largest:
