@@ -16,8 +16,8 @@ from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
 
 __all__ = [
-    "SPELLINGS", "Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage", "block_names",
-    "mbconv_elastic", "mobile_names",
+    "KINDS", "ONCE_FOR_ALL", "SPELLINGS", "Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage",
+    "block_names", "conv_bn", "mbconv_elastic", "mobile_names",
 ]  # fmt: skip
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
@@ -43,15 +43,13 @@ class MBConv(nn.Module):
         residual: bool = True,
     ) -> None:
         super().__init__()
-        self.expand_conv = None if mid is None else nn.Conv2d(in_, mid, 1, bias=False)
-        self.expand_bn = None if mid is None else nn.BatchNorm2d(mid, **bn)
+        self.expand_conv, self.expand_bn = (None, None) if mid is None else conv_bn(in_, mid, bn)
         width = in_ if mid is None else mid
         self.depth_conv = KernelConv2d(width, kernels, stride, matrices and len(kernels) > 1)
         self.depth_bn = nn.BatchNorm2d(width, **bn)
         self.squeeze_reduce = None if squeeze is None else nn.Conv2d(width, squeeze, 1)
         self.squeeze_expand = None if squeeze is None else nn.Conv2d(squeeze, width, 1)
-        self.project_conv = nn.Conv2d(width, out, 1, bias=False)
-        self.project_bn = nn.BatchNorm2d(out, **bn)
+        self.project_conv, self.project_bn = conv_bn(width, out, bn)
         self.activation = activation
         self.residual = residual and stride == 1 and in_ == out
 
@@ -90,11 +88,9 @@ class MobileNet(nn.Module):
         super().__init__()
         first, last, mixed = widths
         self.resize = resize
-        self.first_conv = nn.Conv2d(3, first, 3, stride, 1, bias=False)
-        self.first_bn = nn.BatchNorm2d(first, **bn)
+        self.first_conv, self.first_bn = conv_bn(3, first, bn, 3, stride)
         self.blocks = nn.Sequential(*blocks)
-        self.final_conv = None if final is None else nn.Conv2d(last, final, 1, bias=False)
-        self.final_bn = None if final is None else nn.BatchNorm2d(final, **bn)
+        self.final_conv, self.final_bn = (None, None) if final is None else conv_bn(last, final, bn)
         self.mix_conv = nn.Conv2d(final or last, mixed, 1, bias=False)
         self.mix_bn = nn.BatchNorm2d(mixed, **bn) if final is None else None
         self.dropout = nn.Dropout(float(dropout))
@@ -240,9 +236,18 @@ def mobile_names(inside: str) -> Names:
     )
 
 
+def conv_bn(
+    in_: int, out: int, bn: Mapping[str, Any], kernel: int = 1, stride: int = 1
+) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    """Return a convolution without a bias, padded so that a stride of 1 keeps the size, and its BatchNorm."""
+    return nn.Conv2d(in_, out, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(out, **bn)
+
+
 KINDS = ("conv", "bn")
 SPELLINGS = (
     (r"\.(conv|bn|linear)(?:\.\1)+(?=\.|$)", r".\1"),
     (r"^(blocks\.[^.]+)\.mobile_inverted_conv(?=\.)", r"\1.conv"),
 )
 """Extracted networks name each layer once, and old ones the inside of a block in another way."""
+ONCE_FOR_ALL: Any = {"spellings": SPELLINGS, "source": "mit-han-lab/once-for-all", "licence": "MIT"}
+"""What all families of Once-for-All have in common."""
