@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -17,15 +18,8 @@ import numpy.typing as npt
 
 from subnetact.errors import TableError
 from subnetact.files.documents import DocumentFormat
-from subnetact.latency.arrays import (
-    Floats,
-    ascending_sizes,
-    checked_cells,
-    json_copy,
-    number,
-    percentages,
-    warn_of_fractions,
-)
+from subnetact.latency import arrays
+from subnetact.latency.arrays import Floats
 from subnetact.latency.compare import Comparison
 
 __all__ = ["LatencyTable"]
@@ -97,26 +91,25 @@ class LatencyTable:
         repeated = sorted(key for key, count in Counter(keys).items() if count > 1)
         if repeated:
             raise TableError(f"subnets: {repeated[0]!r} appears more than once; keys must be unique")
-        sizes = ascending_sizes(batch_sizes)
-        numbers = tuple(number(value, f"co_runners[{i}]") for i, value in enumerate(co_runners))
+        sizes = arrays.ascending_sizes(batch_sizes)
+        checked = partial(arrays.checked_cells, keys=keys, sizes=sizes)
+        numbers = tuple(arrays.number(value, f"co_runners[{i}]") for i, value in enumerate(co_runners))
         if any(number < 0 for number in numbers) or any(a >= b for a, b in pairwise(numbers)):
             raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
-        cells = checked_cells("latency_ms", latency_ms, keys, sizes, positive=True)
+        cells = checked("latency_ms", latency_ms, positive=True)
         if np.isnan(cells).all():
             raise TableError("latency_ms: every cell is NaN; no subnet can run at any batch size")
         beside = np.empty((0, *cells.shape)) if co_runner_ms is None else co_runner_ms
-        further = {
-            str(n): checked_cells(f"statistics[{n!r}]", a, keys, sizes) for n, a in (statistics or {}).items()
-        }
+        further = {str(n): checked(f"statistics[{n!r}]", a) for n, a in (statistics or {}).items()}
         vars(self).update(  # The class is frozen.
             subnets=keys,
-            accuracy=percentages(tuple(accuracy), keys),
+            accuracy=arrays.percentages(tuple(accuracy), keys),
             batch_sizes=sizes,
             latency_ms=cells,
             statistics=MappingProxyType(further),
-            stamp=MappingProxyType(json_copy(stamp or {})),
+            stamp=MappingProxyType(arrays.json_copy(stamp or {})),
             co_runners=numbers,
-            co_runner_ms=checked_cells("co_runner_ms", beside, keys, sizes, (len(numbers),), positive=True),
+            co_runner_ms=checked("co_runner_ms", beside, above=(len(numbers),), positive=True),
             pad_index=tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)),
         )
 
@@ -156,7 +149,7 @@ class LatencyTable:
         Raises:
             TableError: there is not one value per subnet, or a value is not a percentage.
         """
-        warn_of_fractions(accuracy)
+        arrays.warn_of_fractions(accuracy)
         return replace(self, accuracy=tuple(accuracy))
 
     def monotone(self) -> LatencyTable:
