@@ -92,13 +92,11 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
     found = sizes_in(
         FAMILY,
         tensors,
-        {
-            "embed_dim": ("patch_embed.weight", 0),
-            "in_chans": ("patch_embed.weight", 1),
-            "patch_size": ("patch_embed.weight", 3),
-            "positions": ("pos_embed", 1),
-            "num_classes": ("head.weight", 0),
-        },
+        embed_dim=("patch_embed.weight", 0),
+        in_chans=("patch_embed.weight", 1),
+        patch_size=("patch_embed.weight", 3),
+        positions=("pos_embed", 1),
+        num_classes=("head.weight", 0),
         depth="blocks",
     )
     if "embed_dim" in found:
