@@ -224,9 +224,9 @@ def build(
     embeds, heads, ratios, depths = map(choices, lists)
     layout = AutoFormerLayout(embeds, heads, ratios, depths, depth, abs_pos)
     position: Any = partial(RelativePosition, img_size // patch_size, max_relative_position, HEAD_FEATURES)
-    parts = {"position": position if relative_position else lambda: None, "positions": abs_pos, "mean": gp}
-    qkv = partial(InterleavedLinear, bias=qkv_bias)
-    return layout.built(VisionTransformer(arguments, qkv, mlp_ratio, EPS, drop_rate, drop_rate, **parts))
+    settings = (position if relative_position else lambda: None), abs_pos, gp
+    qkv, drops = partial(InterleavedLinear, bias=qkv_bias), (drop_rate, drop_rate, 0.0)
+    return layout.built(VisionTransformer(arguments, qkv, mlp_ratio, EPS, *drops, *settings))
 
 
 FAMILY = Family(

@@ -43,7 +43,7 @@ class MBConv(nn.Module):
         residual: bool = True,
     ) -> None:
         super().__init__()
-        self.expand_conv, self.expand_bn = (None, None) if mid is None else conv_bn(in_, mid, bn)
+        self.expand_conv, self.expand_bn = conv_bn(in_, mid, bn)
         width = in_ if mid is None else mid
         self.depth_conv = KernelConv2d(width, kernels, stride, matrices and len(kernels) > 1)
         self.depth_bn = nn.BatchNorm2d(width, **bn)
@@ -90,7 +90,7 @@ class MobileNet(nn.Module):
         self.resize = resize
         self.first_conv, self.first_bn = conv_bn(3, first, bn, 3, stride)
         self.blocks = nn.Sequential(*blocks)
-        self.final_conv, self.final_bn = (None, None) if final is None else conv_bn(last, final, bn)
+        self.final_conv, self.final_bn = conv_bn(last, final, bn)
         self.mix_conv = nn.Conv2d(final or last, mixed, 1, bias=False)
         self.mix_bn = nn.BatchNorm2d(mixed, **bn) if final is None else None
         self.dropout = nn.Dropout(float(dropout))
@@ -184,12 +184,11 @@ class MobileLayout(Layout):
         for i, (s, position, in_) in enumerate(self.blocks):
             out, stage = self.widths[2 + s], self.stages[s]
             mid, squeeze = full[f"block{i}.mid"], full[f"block{i}.squeeze"] if stage.squeeze else None
-            stride = 1 if position else stage.stride
-            blocks.append(MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, learned))
+            depthwise = self.kernels, 1 if position else stage.stride, stage.activation
+            blocks.append(MBConv(in_, mid, out, *depthwise, bn, squeeze, learned))
         last, *final, mixed = self.widths[1 + len(self.stages) :]
-        widths, activations = (stem, last, mixed), (stem_act, head_act)
-        head = final[0] if final else None
-        return self.built(MobileNet(blocks, widths, head, activations, n_classes, bn, dropout))
+        ends = (stem, last, mixed), final[0] if final else None, (stem_act, head_act)
+        return self.built(MobileNet(blocks, *ends, n_classes, bn, dropout))
 
     def elastic(self) -> dict[str, Elastic]:
         names = {str(i + 1): f"block{i}.keep" for i in range(len(self.blocks))}
@@ -236,10 +235,10 @@ def mobile_names(inside: str) -> Names:
     )
 
 
-def conv_bn(
-    in_: int, out: int, bn: Mapping[str, Any], kernel: int = 1, stride: int = 1
-) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
-    """Return a convolution without a bias, padded so that a stride of 1 keeps the size, and its BatchNorm."""
+def conv_bn(in_: int, out: int | None, bn: Any, kernel: int = 1, stride: int = 1) -> tuple[Any, Any]:
+    """Return a convolution that a stride of 1 keeps the size of, and its BatchNorm; None without outputs."""
+    if out is None:
+        return None, None
     return nn.Conv2d(in_, out, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(out, **bn)
 
 

@@ -89,11 +89,9 @@ class ResNet(nn.Module):
 
 def bottleneck_elastic(block: str, before: str, mid: str, out: str, first: bool) -> dict[str, Elastic]:
     """Return the entries of a Bottleneck; `first` tells whether it is the first of its stage."""
-    elastic = {
-        **conv_norm(f"{block}.conv1", f"{block}.bn1", before, mid),
-        **conv_norm(f"{block}.conv2", f"{block}.bn2", mid, mid),
-        **conv_norm(f"{block}.conv3", f"{block}.bn3", mid, out),
-    }
+    elastic: dict[str, Elastic] = {}
+    for i, ends in enumerate(((before, mid), (mid, mid), (mid, out)), 1):
+        elastic |= conv_norm(f"{block}.conv{i}", f"{block}.bn{i}", *ends)
     if first:
         elastic |= conv_norm(f"{block}.downsample.conv", f"{block}.downsample.bn", before, out)
     return elastic
