@@ -233,11 +233,9 @@ class Description:
         self.proved: ProvedInputs | None = None  # of this description as it is, and in no file
         self._check_parts()
         for group in found:
-            if group.sizes and min(group.sizes.values()) < group.least:
-                raise InsertError(
-                    f"{group.name}: {min(group.sizes.values())} is no size; choose from {group.least} to "
-                    f"{group.full}"
-                )
+            if (size := min(group.sizes.values(), default=group.least)) < group.least:
+                allowed = f"choose from {group.least} to {group.full}"
+                raise InsertError(f"{group.name}: {size} is no size; {allowed}")
 
     @property
     def slots(self) -> dict[str, Group | DepthStage]:

@@ -150,11 +150,10 @@ def describe(
         asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
         if chosen is not None:
             asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
-        for slot in description.slots.values():
-            if isinstance(slot, Group) and slot.axis == "experts" and asked["experts"] is SHARES:
-                description = description.with_choices(slot.name, range(slot.least, slot.full + 1))
         if asked.get("experts") is SHARES:
             del asked["experts"]
+            for group in (g for g in description.groups.values() if g.axis == "experts"):
+                description = description.with_choices(group.name, range(group.least, group.full + 1))
         for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
             description = description.with_choices(pattern, given)
         return _proved(model, description, cases) if proof else description
@@ -332,11 +331,9 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         broken = dict.fromkeys(twice, "it has two names; give it one") | observed.stacks.broken(blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
-        stages = (
-            [DepthStage(f"{block}.depth", (block,)) for block in blocks]
-            if each_block
-            else stages_of(blocks, observed.stacks.influence)
-        )
+        stages = stages_of(blocks, observed.stacks.influence)
+        if each_block:
+            stages = [DepthStage(f"{block}.depth", (block,)) for block in blocks]
     return groups, stages, refused
 
 
