@@ -28,10 +28,8 @@ class Access:
         if any(len(token) < SHORTEST for token in tokens):
             raise ServeError(f"tokens: every token needs at least {SHORTEST} characters")
         # Digests have equal lengths, so that comparing reveals none.
-        self._names = [
-            (hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest(), name)
-            for token, name in tokens.items()
-        ]
+        digests = [hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest() for token in tokens]
+        self._names = list(zip(digests, tokens.values(), strict=True))
 
     def client(self, authorization: str | None, address: str, open_: bool = False) -> str:
         """Return the client's name, or its address if no token is needed; `open_` addresses need none."""
