@@ -203,14 +203,11 @@ class LatencyTable:
         """
         if not (math.isfinite(factor) and factor > 0):
             raise TableError(f"factor: {factor} must be finite and > 0")
-        statistics = {
-            name: values if name.startswith(NOT_IN_MS) else values * factor
-            for name, values in self.statistics.items()
-        }
+        factors = {name: 1.0 if name.startswith(NOT_IN_MS) else factor for name in self.statistics}
         return replace(
             self,
             latency_ms=self.latency_ms * factor,
-            statistics=statistics,
+            statistics={name: values * factors[name] for name, values in self.statistics.items()},
             co_runner_ms=self.co_runner_ms * factor,
         )
 
