@@ -320,9 +320,8 @@ class Description:
         slots = self.slots.values() if isinstance(given, str) else ()
         names = [s.name for s in slots if pattern == s.axis or fnmatchcase(s.name, pattern)]
         if not names:
-            raise InsertError(
-                f"{self.name}: no group or stage matches {pattern!r}; it has {', '.join(self.slots)[:500]}"
-            )
+            known = ", ".join(self.slots)[:500]
+            raise InsertError(f"{self.name}: no group or stage matches {pattern!r}; it has {known}")
         return names
 
     # -- files -------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import TableError
-from subnetact.files.documents import DocumentFormat
+from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency import arrays
 from subnetact.latency.arrays import Floats
 from subnetact.latency.compare import Comparison
@@ -283,9 +282,8 @@ class LatencyTable:
         compared, common = [], []
         for table in (self, other):
             if statistic not in (None, *table.statistics):
-                raise TableError(
-                    f"statistic: a table has no {statistic!r}; it has {', '.join(table.statistics) or 'none'}"
-                )
+                known = ", ".join(table.statistics) or "none"
+                raise TableError(f"statistic: a table has no {statistic!r}; it has {known}")
             compared.append(table.latency_ms if statistic is None else table.statistics[statistic])
             rows, columns = map(table.subnets.index, keys), map(table.batch_sizes.index, sizes)
             common.append(compared[-1][np.ix_(list(rows), list(columns))])
@@ -334,7 +332,7 @@ class LatencyTable:
         optional = [name for name in ("co_runners", "co_runner_ms") if name in document]
         return cls(**{name: document[name] for name in (*names, *optional)})
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write the table as JSON, atomically: an interrupted write leaves an earlier file intact.
 
         Args:
@@ -346,7 +344,7 @@ class LatencyTable:
         LATENCY_TABLE.write(path, self.to_json(), indent=1)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LatencyTable:
+    def load(cls, path: StrPath) -> LatencyTable:
         """Return the table that `save` wrote to a file.
 
         Args:
