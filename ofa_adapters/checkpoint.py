@@ -119,18 +119,17 @@ def _fault(tensor: Tensor) -> str | None:
     return next((fault for fault, found in faults.items() if found), None)
 
 
-def sizes_in(
-    family: Family, tensors: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]], **stacks: str
-) -> dict[str, Any]:
-    """Return the sizes of axes of tensors, and of stacks of layers, by name; what is missing is left out."""
-    own = {family.rename(key.removeprefix("module.")): tensor for key, tensor in tensors.items()}
-    known = {name: (own[key].shape, axis) for name, (key, axis) in axes.items() if key in own}
-    found = {name: shape[axis] for name, (shape, axis) in known.items() if len(shape) > axis}
-    for name, stack in stacks.items():
-        layers = [int(at[1]) for key in own if (at := re.match(rf"{stack}\.(\d+)\.", key))]
-        if layers:
-            found[name] = max(layers) + 1
-    return found
+def sizes_in(family: Family, tensors: Mapping[str, Tensor], **where: str | tuple[str, int]) -> dict[str, Any]:
+    """Return the sizes of stacks of layers, and of axes of tensors, by name; what is missing is left out."""
+    shapes = {family.rename(key.removeprefix("module.")): tensor.shape for key, tensor in tensors.items()}
+    sizes: dict[str, Any] = {}
+    for name, place in where.items():
+        if isinstance(place, str):
+            layers = [int(at[1]) for key in shapes if (at := re.match(rf"{place}\.(\d+)\.", key))]
+            sizes |= {name: max(layers) + 1} if layers else {}
+        elif len(shape := shapes.get(place[0], ())) > place[1]:
+            sizes[name] = shape[place[1]]
+    return sizes
 
 
 def match(
@@ -151,14 +150,11 @@ def match(
     counts = {n for n in own if n.rpartition(".")[2].startswith("num_batches_tracked")}
     tied = {storage_id(own[n]) for n in given if n in own}  # Checkpoints leave out tied output layers.
     both = [(n, t, own[n]) for n, t in given.items() if n in own]
+    shapes = [(n, tuple(t.shape), tuple(mine.shape)) for n, t, mine in both]
     wrong = {
         "missing": [n for n in own if n not in given and n not in counts and storage_id(own[n]) not in tied],
         "extra": [source[n] for n in given if n not in own],
-        "of another shape": [
-            f"{source[n]} {tuple(t.shape)} should be {tuple(mine.shape)}"
-            for n, t, mine in both
-            if t.shape != mine.shape
-        ],
+        "of another shape": [f"{source[n]} {a} should be {b}" for n, a, b in shapes if a != b],
         "of another kind of numbers": [
             f"{source[n]} is {t.dtype}, should be {mine.dtype}"
             for n, t, mine in both

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, block_axis, choices
-from ofa_adapters.networks.vision_transformer import (
-    HEAD_FEATURES,
-    TransformerBlock,
-    VisionTransformer,
-    transformer_elastic,
-)
+from ofa_adapters.networks.vision_transformer import HEAD_FEATURES, VisionTransformer, transformer_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerSelect
 from subnetact.space import Axis, AxisValues
@@ -228,13 +223,10 @@ def build(
         lists = [search_space[name] for name in CHOICES]
     embeds, heads, ratios, depths = map(choices, lists)
     layout = AutoFormerLayout(embeds, heads, ratios, depths, depth, abs_pos)
-    side, reach = img_size // patch_size, max_relative_position
-    blocks = []
-    for rate in np.linspace(0, drop_path_rate, depth).tolist():
-        qkv = InterleavedLinear(embed_dim, 3 * embed_dim, qkv_bias)
-        position = RelativePosition(side, reach, HEAD_FEATURES) if relative_position else None
-        blocks.append(TransformerBlock(qkv, mlp_ratio, EPS, drop_rate, attn_drop_rate, rate, position))
-    return layout.built(VisionTransformer(blocks, arguments, EPS, drop_rate, positions=abs_pos, mean=gp))
+    position: Any = partial(RelativePosition, img_size // patch_size, max_relative_position, HEAD_FEATURES)
+    settings = (position if relative_position else lambda: None), abs_pos, gp
+    qkv, drops = partial(InterleavedLinear, bias=qkv_bias), (drop_rate, drop_rate, 0.0)
+    return layout.built(VisionTransformer(arguments, qkv, mlp_ratio, EPS, *drops, *settings))
 
 
 FAMILY = Family(

@@ -32,12 +32,9 @@ class CompoundLayout(MobileNetV3Layout):
 
     def implied(self, depths: Sequence[int]) -> dict[str, tuple[Any, ...]]:
         """Return the values of the axes that this space does not have, for the depth of every stage."""
-        found: dict[str, tuple[Any, ...]] = {}
-        if self.fixed_kernels:
-            found["kernel"] = self.fixed_kernels
-        if self.ratios:
-            found["expand"] = tuple(self.ratios[depths[stage]] for stage, _, _ in self.blocks)
-        return found
+        expands = [self.ratios[depths[stage]] for stage, _, _ in self.blocks] if self.ratios else ()
+        implied = {"kernel": self.fixed_kernels, "expand": tuple(expands)}
+        return {axis: values for axis, values in implied.items() if values}
 
     def axes(self) -> list[Axis]:
         fixed = {"kernel": self.fixed_kernels, "expand": self.ratios}
@@ -67,10 +64,8 @@ class CompoundLayout(MobileNetV3Layout):
             elif stated is not None and legal:  # The space refuses other depths.
                 slots = stated if isinstance(stated, list) else [stated] * len(self.blocks)
                 implied = self.implied(depths)[axis]
-                used = [position < depths[stage] for stage, position, _ in self.blocks]
-                if len(slots) != len(used) or any(
-                    one and value != right for one, value, right in zip(used, slots, implied, strict=True)
-                ):
+                kept = [i for i, (s, position, _) in enumerate(self.blocks) if position < depths[s]]
+                if len(slots) != len(implied) or any(slots[i] != implied[i] for i in kept):
                     raise IllegalChoice(
                         f"{self.family}: the depths {depths} imply {axis}, one value per block; leave out "
                         f"{key!r}, or choose from {list(implied)}, got {stated}"
@@ -109,10 +104,9 @@ def build(
         )
     if fixed_kernel and depths[-1] > STAGE_SLOTS:
         raise SpecError(f"fixed_kernel: kernels are known for {STAGE_SLOTS} blocks per stage, got {depths}")
-    fixed = None
-    if fixed_kernel:
-        # Upstream indexes a list of four entries per stage by block position, even if stages are shorter.
-        fixed = tuple(STAGE_KERNELS[i // STAGE_SLOTS] for i in range(depths[-1] * len(STAGE_KERNELS)))
+    # Upstream indexes a list of four entries per stage by block position, even if stages are shorter.
+    kernels = (STAGE_KERNELS[i // STAGE_SLOTS] for i in range(depths[-1] * len(STAGE_KERNELS)))
+    fixed = tuple(kernels) if fixed_kernel else None
     widths = tuple(make_divisible(width * multipliers[0]) for width in WIDTHS)
     ratios = dict(zip(depths, expands, strict=True)) if compound else None
     layout = CompoundLayout(widths, choices(ks_list), expands, depths, fixed, ratios)

@@ -205,14 +205,12 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
     found = sizes_in(
         FAMILY,
         tensors,
-        {
-            "vocab_size": ("words.weight", 0),
-            "hidden_size": ("words.weight", 1),
-            "max_position_embeddings": ("positions.weight", 0),
-            "type_vocab_size": ("types.weight", 0),
-            "intermediate_size": ("layers.0.intermediate.weight", 0),
-            "num_labels": ("classifier.weight", 0),
-        },
+        vocab_size=("words.weight", 0),
+        hidden_size=("words.weight", 1),
+        max_position_embeddings=("positions.weight", 0),
+        type_vocab_size=("types.weight", 0),
+        intermediate_size=("layers.0.intermediate.weight", 0),
+        num_labels=("classifier.weight", 0),
         num_hidden_layers="layers",
     )
     if any(re.match(r"(module\.)?(roberta\.|classifier\.out_proj\.)", key) for key in tensors):

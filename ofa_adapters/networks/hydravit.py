@@ -14,18 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor, nn
 
 from ofa_adapters.checkpoint import sizes_in
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, choices
-from ofa_adapters.networks.vision_transformer import (
-    HEAD_FEATURES,
-    TransformerBlock,
-    VisionTransformer,
-    transformer_elastic,
-)
+from ofa_adapters.networks.vision_transformer import HEAD_FEATURES, VisionTransformer, transformer_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, Segments
 from subnetact.space import Axis, AxisValues
@@ -88,12 +82,9 @@ def build(
     trained = choices(range(min(FEWEST_HEADS, num_heads), num_heads + 1) if heads is None else heads)
     if any(type(h) is not int or not 1 <= h <= num_heads for h in trained):
         raise SpecError(f"hydravit: heads are whole numbers from 1 to {num_heads}, got {trained}")
-    blocks = []
-    for rate in np.linspace(0, drop_path_rate, depth).tolist():
-        qkv = nn.Linear(embed_dim, 3 * embed_dim)
-        blocks.append(TransformerBlock(qkv, MLP_RATIO, EPS, proj_drop_rate, attn_drop_rate, rate))
-    layout = HydraViTLayout(trained, embed_dim, depth)
-    return layout.built(VisionTransformer(blocks, arguments, EPS, pos_drop_rate, drop_rate))
+    drops = proj_drop_rate, pos_drop_rate, drop_rate
+    network = VisionTransformer(arguments, nn.Linear, MLP_RATIO, EPS, *drops)
+    return HydraViTLayout(trained, embed_dim, depth).built(network)
 
 
 def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,13 +92,11 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
     found = sizes_in(
         FAMILY,
         tensors,
-        {
-            "embed_dim": ("patch_embed.weight", 0),
-            "in_chans": ("patch_embed.weight", 1),
-            "patch_size": ("patch_embed.weight", 3),
-            "positions": ("pos_embed", 1),
-            "num_classes": ("head.weight", 0),
-        },
+        embed_dim=("patch_embed.weight", 0),
+        in_chans=("patch_embed.weight", 1),
+        patch_size=("patch_embed.weight", 3),
+        positions=("pos_embed", 1),
+        num_classes=("head.weight", 0),
         depth="blocks",
     )
     if "embed_dim" in found:

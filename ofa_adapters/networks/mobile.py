@@ -16,8 +16,8 @@ from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
 
 __all__ = [
-    "SPELLINGS", "Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage", "block_names",
-    "mbconv_elastic", "mobile_names",
+    "KINDS", "ONCE_FOR_ALL", "SPELLINGS", "Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage",
+    "block_names", "conv_bn", "mbconv_elastic", "mobile_names",
 ]  # fmt: skip
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
@@ -43,15 +43,13 @@ class MBConv(nn.Module):
         residual: bool = True,
     ) -> None:
         super().__init__()
-        self.expand_conv = None if mid is None else nn.Conv2d(in_, mid, 1, bias=False)
-        self.expand_bn = None if mid is None else nn.BatchNorm2d(mid, **bn)
+        self.expand_conv, self.expand_bn = conv_bn(in_, mid, bn)
         width = in_ if mid is None else mid
         self.depth_conv = KernelConv2d(width, kernels, stride, matrices and len(kernels) > 1)
         self.depth_bn = nn.BatchNorm2d(width, **bn)
         self.squeeze_reduce = None if squeeze is None else nn.Conv2d(width, squeeze, 1)
         self.squeeze_expand = None if squeeze is None else nn.Conv2d(squeeze, width, 1)
-        self.project_conv = nn.Conv2d(width, out, 1, bias=False)
-        self.project_bn = nn.BatchNorm2d(out, **bn)
+        self.project_conv, self.project_bn = conv_bn(width, out, bn)
         self.activation = activation
         self.residual = residual and stride == 1 and in_ == out
 
@@ -90,11 +88,9 @@ class MobileNet(nn.Module):
         super().__init__()
         first, last, mixed = widths
         self.resize = resize
-        self.first_conv = nn.Conv2d(3, first, 3, stride, 1, bias=False)
-        self.first_bn = nn.BatchNorm2d(first, **bn)
+        self.first_conv, self.first_bn = conv_bn(3, first, bn, 3, stride)
         self.blocks = nn.Sequential(*blocks)
-        self.final_conv = None if final is None else nn.Conv2d(last, final, 1, bias=False)
-        self.final_bn = None if final is None else nn.BatchNorm2d(final, **bn)
+        self.final_conv, self.final_bn = conv_bn(last, final, bn)
         self.mix_conv = nn.Conv2d(final or last, mixed, 1, bias=False)
         self.mix_bn = nn.BatchNorm2d(mixed, **bn) if final is None else None
         self.dropout = nn.Dropout(float(dropout))
@@ -188,12 +184,11 @@ class MobileLayout(Layout):
         for i, (s, position, in_) in enumerate(self.blocks):
             out, stage = self.widths[2 + s], self.stages[s]
             mid, squeeze = full[f"block{i}.mid"], full[f"block{i}.squeeze"] if stage.squeeze else None
-            stride = 1 if position else stage.stride
-            blocks.append(MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, learned))
+            depthwise = self.kernels, 1 if position else stage.stride, stage.activation
+            blocks.append(MBConv(in_, mid, out, *depthwise, bn, squeeze, learned))
         last, *final, mixed = self.widths[1 + len(self.stages) :]
-        widths, activations = (stem, last, mixed), (stem_act, head_act)
-        head = final[0] if final else None
-        return self.built(MobileNet(blocks, widths, head, activations, n_classes, bn, dropout))
+        ends = (stem, last, mixed), final[0] if final else None, (stem_act, head_act)
+        return self.built(MobileNet(blocks, *ends, n_classes, bn, dropout))
 
     def elastic(self) -> dict[str, Elastic]:
         names = {str(i + 1): f"block{i}.keep" for i in range(len(self.blocks))}
@@ -240,9 +235,18 @@ def mobile_names(inside: str) -> Names:
     )
 
 
+def conv_bn(in_: int, out: int | None, bn: Any, kernel: int = 1, stride: int = 1) -> tuple[Any, Any]:
+    """Return a convolution that a stride of 1 keeps the size of, and its BatchNorm; None without outputs."""
+    if out is None:
+        return None, None
+    return nn.Conv2d(in_, out, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(out, **bn)
+
+
 KINDS = ("conv", "bn")
 SPELLINGS = (
     (r"\.(conv|bn|linear)(?:\.\1)+(?=\.|$)", r".\1"),
     (r"^(blocks\.[^.]+)\.mobile_inverted_conv(?=\.)", r"\1.conv"),
 )
 """Extracted networks name each layer once, and old ones the inside of a block in another way."""
+ONCE_FOR_ALL: Any = {"spellings": SPELLINGS, "source": "mit-han-lab/once-for-all", "licence": "MIT"}
+"""What all families of Once-for-All have in common."""

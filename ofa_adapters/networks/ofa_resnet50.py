@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ofa_adapters.family import Built, Family
 from ofa_adapters.features import resnet_features
 from ofa_adapters.layout import Layout, block_axis, choices, conv_norm
-from ofa_adapters.networks.mobile import KINDS, SPELLINGS
+from ofa_adapters.networks.mobile import KINDS, ONCE_FOR_ALL, conv_bn
 from subnetact.errors import IllegalChoice
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
@@ -33,8 +33,7 @@ class ConvBnRelu(nn.Module):
 
     def __init__(self, in_: int, out: int, stride: int, bn: Mapping[str, Any], residual: bool = False):
         super().__init__()
-        self.conv = nn.Conv2d(in_, out, 3, stride, 1, bias=False)
-        self.bn = nn.BatchNorm2d(out, **bn)
+        self.conv, self.bn = conv_bn(in_, out, bn, 3, stride)
         self.residual = residual
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,19 +49,15 @@ class Bottleneck(nn.Module):
         self, in_: int, mid: int, out: int, stride: int | None, bn: Mapping[str, Any], pooled: bool = False
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_, mid, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(mid, **bn)
-        self.conv2 = nn.Conv2d(mid, mid, 3, stride or 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(mid, **bn)
-        self.conv3 = nn.Conv2d(mid, out, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(out, **bn)
+        self.conv1, self.bn1 = conv_bn(in_, mid, bn)
+        self.conv2, self.bn2 = conv_bn(mid, mid, bn, 3, stride or 1)
+        self.conv3, self.bn3 = conv_bn(mid, out, bn)
         self.downsample = None
         if stride is not None:
             parts: OrderedDict[str, nn.Module] = OrderedDict()
             if pooled:
                 parts["pool"] = nn.AvgPool2d(stride, stride, ceil_mode=True)
-            parts["conv"] = nn.Conv2d(in_, out, 1, 1 if pooled else stride, bias=False)
-            parts["bn"] = nn.BatchNorm2d(out, **bn)
+            parts["conv"], parts["bn"] = conv_bn(in_, out, bn, stride=1 if pooled else stride)
             self.downsample = nn.Sequential(parts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,11 +89,9 @@ class ResNet(nn.Module):
 
 def bottleneck_elastic(block: str, before: str, mid: str, out: str, first: bool) -> dict[str, Elastic]:
     """Return the entries of a Bottleneck; `first` tells whether it is the first of its stage."""
-    elastic = {
-        **conv_norm(f"{block}.conv1", f"{block}.bn1", before, mid),
-        **conv_norm(f"{block}.conv2", f"{block}.bn2", mid, mid),
-        **conv_norm(f"{block}.conv3", f"{block}.bn3", mid, out),
-    }
+    elastic: dict[str, Elastic] = {}
+    for i, ends in enumerate(((before, mid), (mid, mid), (mid, out)), 1):
+        elastic |= conv_norm(f"{block}.conv{i}", f"{block}.bn{i}", *ends)
     if first:
         elastic |= conv_norm(f"{block}.downsample.conv", f"{block}.downsample.bn", before, out)
     return elastic
@@ -223,9 +216,7 @@ FAMILY = Family(
         *((f"blocks.#.downsample.{kind}.{kind}", f"blocks.#.downsample.{kind}") for kind in KINDS),
         ("classifier.linear.linear", "classifier"),
     ),
-    spellings=SPELLINGS,
-    source="mit-han-lab/once-for-all",
-    licence="MIT",
+    **ONCE_FOR_ALL,
     recognises=lambda keys: keys.have(r"^input_stem\.\d"),
     checkpoints=("ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0",),
     encodings={"arch_encoder": resnet_features},

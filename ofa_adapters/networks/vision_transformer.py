@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, ElasticAttribute, LayerNormSlice, Segments, WeightSlice
 
-__all__ = ["HEAD_FEATURES", "TransformerBlock", "VisionTransformer", "transformer_elastic"]
+__all__ = ["HEAD_FEATURES", "VisionTransformer", "transformer_elastic"]
 
 HEAD_FEATURES = 64
 
@@ -28,25 +29,18 @@ class TransformerBlock(nn.Module):
     """A pre-norm block of `ratio` neurons per feature; `position` extends queries, keys and values."""
 
     def __init__(
-        self,
-        qkv: nn.Linear,
-        ratio: float,
-        eps: float,
-        drop: float,
-        attn_drop: float,
-        drop_path: float,
-        position: nn.Module | None = None,
+        self, qkv: nn.Linear, ratio: float, eps: float, drops: tuple[float, float, float], position: Any
     ) -> None:
         super().__init__()
         width, hidden = qkv.in_features, int(qkv.in_features * ratio)
         self.norm1 = nn.LayerNorm(width, eps)
         self.qkv = qkv
-        self.position: Any = position
+        self.position = position
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width, eps)
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
-        self.drop, self.attn_drop, self.drop_path = float(drop), float(attn_drop), drop_path
+        self.drop, self.attn_drop, self.drop_path = map(float, drops)
         self.head_features = HEAD_FEATURES  # TorchScript reads attributes, but no globals.
 
     def mix(self, x: Tensor) -> Tensor:
@@ -75,22 +69,28 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        blocks: Sequence[TransformerBlock],
         arguments: Mapping[str, Any],
+        qkv: Callable[..., nn.Linear],
+        ratio: float,
         eps: float,
+        drop: float,
         pos_drop: float,
         head_drop: float = 0.0,
+        position: Callable[[], nn.Module | None] = lambda: None,
         positions: bool = True,
         mean: bool = False,
     ) -> None:
         super().__init__()
-        names = ("embed_dim", "num_heads", "img_size", "patch_size")
+        names = "embed_dim", "num_heads", "img_size", "patch_size"
         width, heads, side, size = (arguments[name] for name in names)
         if width != HEAD_FEATURES * heads or side % size:
             raise SpecError(
                 f"a head has {HEAD_FEATURES} features, so embed_dim must be {HEAD_FEATURES} * num_heads, got "
                 f"{width} and {heads}; img_size {side} must be a multiple of patch_size {size}"
             )
+        paths = np.linspace(0, arguments["drop_path_rate"], arguments["depth"])
+        drops = [(drop, arguments["attn_drop_rate"], path) for path in paths.tolist()]
+        blocks = [TransformerBlock(qkv(width, 3 * width), ratio, eps, own, position()) for own in drops]
         patches = (side // size) ** 2
         self.patch_embed = nn.Conv2d(arguments["in_chans"], width, size, size)
         self.cls_token = nn.Parameter(torch.randn(1, 1, width) * 0.02)

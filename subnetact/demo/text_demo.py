@@ -124,10 +124,8 @@ def _sustained(supernet: Supernet, spec: SubnetSpec, table: StepTable, prompts: 
     with Generator(supernet, [spec], table, token_ms=1e6, max_sequences=SEQUENCES) as generator:
         begun = time.perf_counter()
         lengths = [rng.randint(1, 2 * ANSWER - 1) for _ in prompts]  # so that they do not all end at once
-        sent = [
-            generator.submit(prompt, max_new_tokens=length, first_ms=1e6)
-            for prompt, length in zip(prompts, lengths, strict=True)
-        ]
+        pairs = zip(prompts, lengths, strict=True)
+        sent = [generator.submit(prompt, max_new_tokens=n, first_ms=1e6) for prompt, n in pairs]
         return sum(len(one.result().tokens) for one in sent) / (time.perf_counter() - begun)
 
 

@@ -216,11 +216,9 @@ class TracedModel:
         each = (full - kept) // math.gcd(full - kept, *lengths)  # outputs per entry of another tensor
         if unit == 1 and full % each == kept % each == 0:
             full, kept = full // each, kept // each
-        members = [
-            member
-            for (path, part), (kind, runs) in removed.items()
-            for member in self._members(path, part, kind, runs, kept, full)
-        ]
+        members: list[Member] = []
+        for (path, part), (kind, runs) in removed.items():
+            members += self._members(path, part, kind, runs, kept, full)
         if not any((m.module, m.part) == (layer, "out") for m in members):
             raise _Refused("its outputs are not sliced on their own")
         members += dict.fromkeys(self._numbers(impact, full))  # several reshapes may read one number
@@ -253,9 +251,8 @@ class TracedModel:
             place = f", tensor {' and '.join(which)} of those returned{advice}" if which else ""
             raise _Refused(f"its outputs are inputs or outputs of the model{place}")
         for diagnostic in impact.diagnostics:
-            if diagnostic.code == "empty_axis" and not all(
-                math.prod(self._graph._data.refs[t].shape) for t in diagnostic.tensors
-            ):
+            shapes = (self._graph._data.refs[t].shape for t in diagnostic.tensors)
+            if diagnostic.code == "empty_axis" and not all(map(math.prod, shapes)):
                 continue  # It is empty in the whole model, too: no box lies in a level of features.
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
                 told = diagnostic.message.startswith(BY_THE_FORWARD)
@@ -531,10 +528,8 @@ def _joined(regions: Iterable[Any]) -> list[Any]:
 
     found = [region.axes for region in {*regions} if not region.empty]
     for axis in range(len(found[0]) if len(found) > 1 else 0):
-        lines = grouped(
-            ((axes[:axis], axes[axis + 1 :]), run) for axes in found for run in axes[axis].intervals
-        )
-        found = [(*before, IndexSet(tuple(line)), *after) for (before, after), line in lines.items()]
+        runs = [((axes[:axis], axes[axis + 1 :]), run) for axes in found for run in axes[axis].intervals]
+        found = [(*a, IndexSet(tuple(line)), *b) for (a, b), line in grouped(runs).items()]
     if len(found) > MOST_REGIONS:
         raise AnalysisLimitError("Too many Cartesian regions")
     return list(map(Region, found))

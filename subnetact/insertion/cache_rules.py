@@ -125,9 +125,8 @@ def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
     started = _started(supernet, arguments, example)
     found = tuple(_layer(network, path, argument, started) for path, argument in arguments.items())
     gates = {layer.kept[0] for layer in found if layer.kept}
-    outside = _positions(
-        m for path, m in network.named_modules() if not any(f"{path}.".startswith(f"{x}.") for x in arguments)
-    )
+    layers = tuple(f"{path}." for path in arguments)
+    outside = _positions(m for path, m in network.named_modules() if not f"{path}.".startswith(layers))
     return CacheRules(tuple(sorted(outside - gates)), found)
 
 
@@ -175,17 +174,15 @@ def _layer(network: nn.Module, path: str, argument: CacheArgument, started: dict
         after[name] = {id(inner) for module in outer for inner in module.modules()}
     everything = _positions(layer.modules())
     before = _positions(m for m in layer.modules() if not all(id(m) in behind for behind in after.values()))
-    shape = _positions(
-        (
-            m
-            for name, attention in found.items()
-            for child, inner in attention._modules.items()
-            if inner is not None and not _QUERY.search(child) and child != "out_proj"
-            for m in inner.modules()
-            if id(m) not in after[name]
-        ),
-        inputs=False,
+    shaping = (
+        m
+        for name, attention in found.items()
+        for child, inner in attention._modules.items()
+        if inner is not None and not _QUERY.search(child) and child != "out_proj"
+        for m in inner.modules()
+        if id(m) not in after[name]
     )
+    shape = _positions(shaping, inputs=False)
     writes = not all(getattr(attention, "is_kv_shared_layer", False) for attention in found.values())
     parts = (shape, before - shape, everything - before)
     return CacheLayer(path, argument, gate, writes, *(tuple(sorted(part)) for part in parts))

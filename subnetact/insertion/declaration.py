@@ -91,9 +91,8 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
     if layer_stacks(model):
         inner = {(m.module, m.part) for group in groups for m in group.members}
         elastic = {module for module, _ in inner}
-        inner |= {
-            pair for p in (*mixers, *feed_forwards) if elastic.isdisjoint(p.layers) for pair in _inner(p)
-        }
+        whole = [p for p in (*mixers, *feed_forwards) if elastic.isdisjoint(p.layers)]
+        inner |= {pair for proposal in whole for pair in _inner(proposal)}
         found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
         if not isinstance(found, Group):
             refused |= {STREAM: found} if stream else {}
@@ -503,9 +502,8 @@ def _blocks(observed: Observation, elastic: Sequence[str], refused: dict[str, st
             continue
         first, staying = observed.calls[blocks[0]], dict[str, str]()
         if any(map(is_cache, (*first.args, *first.kwargs.values()))):
-            staying[blocks[0]] = (
-                "the position of a token is read from the cache of the first block, so it stays"
-            )
+            why = "the position of a token is read from the cache of the first block, so it stays"
+            staying[blocks[0]] = why
         staying |= dict.fromkeys(storing, "it stores keys and values that later blocks read, so it stays")
         refused |= {f"{block}.depth": why for block, why in staying.items()}
         kept = [block for block in blocks if block not in staying]

@@ -233,11 +233,9 @@ class Description:
         self.proved: ProvedInputs | None = None  # of this description as it is, and in no file
         self._check_parts()
         for group in found:
-            if group.sizes and min(group.sizes.values()) < group.least:
-                raise InsertError(
-                    f"{group.name}: {min(group.sizes.values())} is no size; choose from {group.least} to "
-                    f"{group.full}"
-                )
+            if (size := min(group.sizes.values(), default=group.least)) < group.least:
+                allowed = f"choose from {group.least} to {group.full}"
+                raise InsertError(f"{group.name}: {size} is no size; {allowed}")
 
     @property
     def slots(self) -> dict[str, Group | DepthStage]:
@@ -322,9 +320,8 @@ class Description:
         slots = self.slots.values() if isinstance(given, str) else ()
         names = [s.name for s in slots if pattern == s.axis or fnmatchcase(s.name, pattern)]
         if not names:
-            raise InsertError(
-                f"{self.name}: no group or stage matches {pattern!r}; it has {', '.join(self.slots)[:500]}"
-            )
+            known = ", ".join(self.slots)[:500]
+            raise InsertError(f"{self.name}: no group or stage matches {pattern!r}; it has {known}")
         return names
 
     # -- files -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
 from subnetact.operators import ElasticAttribute
-from subnetact.space import SubnetSpace
+from subnetact.space import Slot, SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.failure import summary
 from subnetact.supernet.forward_state import watched_buffers
@@ -193,15 +193,11 @@ class Proof:
     def _narrowed(self, slots: Iterable[str], to: SubnetSpec | None = None) -> SubnetSpec:
         """Return the subnet that is in some slots like the smallest or another one, and otherwise full."""
         narrowed, values = set(slots), to or self.space.smallest()
-        return self.space.spec(
-            **{
-                axis.name: [
-                    choice if slot.name in narrowed and choice is not None else slot.choices[-1]
-                    for slot, choice in zip(axis.slots, values[axis.name], strict=True)
-                ]
-                for axis in self.space.axes
-            }
-        )
+
+        def chosen(slot: Slot, choice: Any) -> Any:
+            return choice if slot.name in narrowed and choice is not None else slot.choices[-1]
+
+        return self.space.spec(**{a.name: [*map(chosen, a.slots, values[a.name])] for a in self.space.axes})
 
     def _ways(self, x: Any) -> Iterator[tuple[nn.Module, Any]]:
         """Yield what is compared: an input, others like it if rounding decides there, weights as they are."""

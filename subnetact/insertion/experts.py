@@ -191,9 +191,8 @@ def _pool(home: str, modules: _Modules, stacked: _Stacked, least: int) -> tuple[
     variants = [Group(f"{home}.pool", "pool", full, tuple(members), least=least)]
     for groups, chosen in {(groups, chosen) for groups, chosen, _ in in_groups if 0 < chosen < groups}:
         whole = (replace(m, multiple=full // groups) for m in members)
-        variants.append(
-            Group(f"{home}.pool", "pool", groups, (*whole, *(m for _, _, m in in_groups)), least=chosen)
-        )
+        together = (*whole, *(m for _, _, m in in_groups))
+        variants.append(Group(f"{home}.pool", "pool", groups, together, least=chosen))
     return variants, ""
 
 
@@ -286,10 +285,8 @@ def why_not_as_configured(configured: Configured, path: str, network: nn.Module,
 
 def _fill(empty: nn.Module, filled: nn.Module) -> str:
     """Give a block without weights those of another one; return where they differ, or an empty string."""
-    tensors = {
-        **dict(filled.named_parameters(remove_duplicate=False)),
-        **dict(filled.named_buffers(remove_duplicate=False)),
-    }
+    tensors: dict[str, Any] = dict(filled.named_parameters(remove_duplicate=False))
+    tensors.update(filled.named_buffers(remove_duplicate=False))
     for path, module in empty.named_modules():
         for own in (module._parameters, module._buffers):
             for name in [name for name, tensor in own.items() if tensor is not None]:

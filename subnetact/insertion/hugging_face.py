@@ -207,13 +207,11 @@ def renumbered(model: nn.Module) -> dict[str, dict[str, str]]:
 
 def renamed(tensors: Tensors, moved: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
     """Return tensors under the names that they have when skipped layers are not counted."""
-    prefixes = {
-        f"{path}.{old}.": f"{path}.{new}." for path, names in moved.items() for old, new in names.items()
-    }
+    prefixes = [(f"{p}.{old}.", f"{p}.{new}.") for p, names in moved.items() for old, new in names.items()]
     found = {}
     for name, tensor in tensors.items():
-        prefix = next((p for p in prefixes if name.startswith(p)), "")
-        found[prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
+        old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+        found[new + name.removeprefix(old)] = tensor
     return found
 
 

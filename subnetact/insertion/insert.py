@@ -150,11 +150,10 @@ def describe(
         asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
         if chosen is not None:
             asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
-        for slot in description.slots.values():
-            if isinstance(slot, Group) and slot.axis == "experts" and asked["experts"] is SHARES:
-                description = description.with_choices(slot.name, range(slot.least, slot.full + 1))
         if asked.get("experts") is SHARES:
             del asked["experts"]
+            for group in (g for g in description.groups.values() if g.axis == "experts"):
+                description = description.with_choices(group.name, range(group.least, group.full + 1))
         for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
             description = description.with_choices(pattern, given)
         return _proved(model, description, cases) if proof else description
@@ -332,11 +331,9 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         broken = dict.fromkeys(twice, "it has two names; give it one") | observed.stacks.broken(blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
-        stages = (
-            [DepthStage(f"{block}.depth", (block,)) for block in blocks]
-            if each_block
-            else stages_of(blocks, observed.stacks.influence)
-        )
+        stages = stages_of(blocks, observed.stacks.influence)
+        if each_block:
+            stages = [DepthStage(f"{block}.depth", (block,)) for block in blocks]
     return groups, stages, refused
 
 
@@ -428,29 +425,28 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
     for path, module in model.named_modules():
         if module.training:
             raise InsertError(f"{_called(model, path)} is in training mode; call model.eval() first")
+    kind = type(model).__name__
     try:
         found = outputs_of(model, example)
     except InsertError as error:
-        raise InsertError(f"{type(model).__name__}: {error}") from None
+        raise InsertError(f"{kind}: {error}") from None
     except Exception as error:
         raise_if_out_of_memory(error)
         raise InsertError(
-            f"{type(model).__name__} does not run on the example: {error}; give what you would give to the "
+            f"{kind} does not run on the example: {error}; give what you would give to the "
             "model: a tensor, a tuple of arguments or a dictionary of named arguments"
         ) from error
     numbers = [t for t in found if t.is_floating_point() or t.is_complex()]
     if not numbers:
         raise InsertError(
-            f"{type(model).__name__} returns no floating-point tensors that can be compared; "
+            f"{kind} returns no floating-point tensors that can be compared; "
             "return some, in tuples, lists or dictionaries"
         )
     if not any(bool(t.isfinite().any()) for t in numbers):
         what, search = "nothing but NaN and infinity", "look for them in the example and in the weights"
         if not any(t.numel() for t in found):
             what, search = "empty outputs", "give an example in which it finds something"
-        raise InsertError(
-            f"{type(model).__name__} returns {what}, with which no subnet can be compared; {search}"
-        )
+        raise InsertError(f"{kind} returns {what}, with which no subnet can be compared; {search}")
     _check_memos(model, example)
     return found
 
@@ -476,11 +472,10 @@ def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[s
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise InsertError(f"{what}: {given!r} is neither a pattern of names of modules nor a list of them")
     names = [name for name, _ in model.named_modules()]
+    first = ", ".join(names[1:8])
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise InsertError(
-                f"{what}: no module matches {pattern!r}; the model has {', '.join(names[1:8])}, ..."
-            )
+            raise InsertError(f"{what}: no module matches {pattern!r}; the model has {first}, ...")
     return list[str](patterns)
 
 

@@ -229,9 +229,7 @@ class CacheWriter:
             )
 
 
-def _claim(
-    writer: CacheWriter, argument: CacheArgument, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _claim(writer: CacheWriter, argument: CacheArgument, _: nn.Module, args: Any, kwargs: Any) -> None:
     """Claim the cache that the first layer of a view is given."""
     cache = argument.among(args, kwargs)
     if cache is None:
@@ -326,9 +324,7 @@ def note_skipped_(layer: nn.Module, identity: nn.Module) -> nn.Module:
     return identity
 
 
-def _count(
-    argument: CacheArgument, entry: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _count(argument: CacheArgument, entry: int, _: nn.Module, args: Any, kwargs: Any) -> None:
     """Write keys and values of one number each, for as many tokens as a skipped layer is given."""
     cache = _of_decoder(argument.among(args, kwargs))
     hidden = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)

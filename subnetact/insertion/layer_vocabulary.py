@@ -61,9 +61,8 @@ def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
 def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | None:
     """Return the vocabulary of a language model of Hugging Face, or None for other models."""
     inside = [slot for slot in slots if slot.axis != "stream"]
-    modules = {
-        m for slot in inside for m in (getattr(slot, "blocks", None) or [x.module for x in slot.members])
-    }
+    homes = (getattr(slot, "blocks", None) or [m.module for m in slot.members] for slot in inside)
+    modules = set[str]().union(*homes)
     stacks = [s for s in layer_stacks(model) if all(f"{m}.".startswith(f"{s}.") for m in modules)]
     config: Any = getattr(model, "config", None)
     if len(stacks) != 1 or config.is_heterogeneous:

@@ -105,10 +105,8 @@ class Recording(TorchFunctionMode):
                 self.add("call_module", path, args, kwargs, output)
             self._around.pop(path, None)
 
-        return (
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, with_kwargs=True),
-        )
+        before = module.register_forward_pre_hook(enter, with_kwargs=True)
+        return before, module.register_forward_hook(leave, with_kwargs=True)
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add a node, and further ones for the parts of a result that is no tensor."""

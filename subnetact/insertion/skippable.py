@@ -62,13 +62,9 @@ def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) 
     """Return the stages, without choices: runs of blocks of one stack whose inputs have one shape."""
     runs = [list(run) for _, run in groupby(blocks, lambda path: (path.rpartition(".")[0], blocks[path]))]
     stacks = [run[0].rpartition(".")[0] for run in runs]
-    return [
-        DepthStage(
-            f"{stack if stacks.count(stack) == 1 else run[0]}.depth",
-            tuple(sorted(run, key=lambda path: -influence.get(path, 0.0))),
-        )
-        for stack, run in zip(stacks, runs, strict=True)
-    ]
+    names = [s if stacks.count(s) == 1 else run[0] for s, run in zip(stacks, runs, strict=True)]
+    orders = [tuple(sorted(run, key=lambda path: -influence.get(path, 0.0))) for run in runs]
+    return [DepthStage(f"{name}.depth", order) for name, order in zip(names, orders, strict=True)]
 
 
 class StackWatch:

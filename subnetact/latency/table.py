@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -16,16 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import TableError
-from subnetact.files.documents import DocumentFormat
-from subnetact.latency.arrays import (
-    Floats,
-    ascending_sizes,
-    checked_cells,
-    json_copy,
-    number,
-    percentages,
-    warn_of_fractions,
-)
+from subnetact.files.documents import DocumentFormat, StrPath
+from subnetact.latency import arrays
+from subnetact.latency.arrays import Floats
 from subnetact.latency.compare import Comparison
 
 __all__ = ["LatencyTable"]
@@ -97,26 +90,25 @@ class LatencyTable:
         repeated = sorted(key for key, count in Counter(keys).items() if count > 1)
         if repeated:
             raise TableError(f"subnets: {repeated[0]!r} appears more than once; keys must be unique")
-        sizes = ascending_sizes(batch_sizes)
-        numbers = tuple(number(value, f"co_runners[{i}]") for i, value in enumerate(co_runners))
+        sizes = arrays.ascending_sizes(batch_sizes)
+        checked = partial(arrays.checked_cells, keys=keys, sizes=sizes)
+        numbers = tuple(arrays.number(value, f"co_runners[{i}]") for i, value in enumerate(co_runners))
         if any(number < 0 for number in numbers) or any(a >= b for a, b in pairwise(numbers)):
             raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
-        cells = checked_cells("latency_ms", latency_ms, keys, sizes, positive=True)
+        cells = checked("latency_ms", latency_ms, positive=True)
         if np.isnan(cells).all():
             raise TableError("latency_ms: every cell is NaN; no subnet can run at any batch size")
         beside = np.empty((0, *cells.shape)) if co_runner_ms is None else co_runner_ms
-        further = {
-            str(n): checked_cells(f"statistics[{n!r}]", a, keys, sizes) for n, a in (statistics or {}).items()
-        }
+        further = {str(n): checked(f"statistics[{n!r}]", a) for n, a in (statistics or {}).items()}
         vars(self).update(  # The class is frozen.
             subnets=keys,
-            accuracy=percentages(tuple(accuracy), keys),
+            accuracy=arrays.percentages(tuple(accuracy), keys),
             batch_sizes=sizes,
             latency_ms=cells,
             statistics=MappingProxyType(further),
-            stamp=MappingProxyType(json_copy(stamp or {})),
+            stamp=MappingProxyType(arrays.json_copy(stamp or {})),
             co_runners=numbers,
-            co_runner_ms=checked_cells("co_runner_ms", beside, keys, sizes, (len(numbers),), positive=True),
+            co_runner_ms=checked("co_runner_ms", beside, above=(len(numbers),), positive=True),
             pad_index=tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)),
         )
 
@@ -156,7 +148,7 @@ class LatencyTable:
         Raises:
             TableError: there is not one value per subnet, or a value is not a percentage.
         """
-        warn_of_fractions(accuracy)
+        arrays.warn_of_fractions(accuracy)
         return replace(self, accuracy=tuple(accuracy))
 
     def monotone(self) -> LatencyTable:
@@ -210,14 +202,11 @@ class LatencyTable:
         """
         if not (math.isfinite(factor) and factor > 0):
             raise TableError(f"factor: {factor} must be finite and > 0")
-        statistics = {
-            name: values if name.startswith(NOT_IN_MS) else values * factor
-            for name, values in self.statistics.items()
-        }
+        factors = {name: 1.0 if name.startswith(NOT_IN_MS) else factor for name in self.statistics}
         return replace(
             self,
             latency_ms=self.latency_ms * factor,
-            statistics=statistics,
+            statistics={name: values * factors[name] for name, values in self.statistics.items()},
             co_runner_ms=self.co_runner_ms * factor,
         )
 
@@ -293,9 +282,8 @@ class LatencyTable:
         compared, common = [], []
         for table in (self, other):
             if statistic not in (None, *table.statistics):
-                raise TableError(
-                    f"statistic: a table has no {statistic!r}; it has {', '.join(table.statistics) or 'none'}"
-                )
+                known = ", ".join(table.statistics) or "none"
+                raise TableError(f"statistic: a table has no {statistic!r}; it has {known}")
             compared.append(table.latency_ms if statistic is None else table.statistics[statistic])
             rows, columns = map(table.subnets.index, keys), map(table.batch_sizes.index, sizes)
             common.append(compared[-1][np.ix_(list(rows), list(columns))])
@@ -344,7 +332,7 @@ class LatencyTable:
         optional = [name for name in ("co_runners", "co_runner_ms") if name in document]
         return cls(**{name: document[name] for name in (*names, *optional)})
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write the table as JSON, atomically: an interrupted write leaves an earlier file intact.
 
         Args:
@@ -356,7 +344,7 @@ class LatencyTable:
         LATENCY_TABLE.write(path, self.to_json(), indent=1)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LatencyTable:
+    def load(cls, path: StrPath) -> LatencyTable:
         """Return the table that `save` wrote to a file.
 
         Args:

@@ -28,10 +28,8 @@ class Access:
         if any(len(token) < SHORTEST for token in tokens):
             raise ServeError(f"tokens: every token needs at least {SHORTEST} characters")
         # Digests have equal lengths, so that comparing reveals none.
-        self._names = [
-            (hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest(), name)
-            for token, name in tokens.items()
-        ]
+        digests = [hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest() for token in tokens]
+        self._names = list(zip(digests, tokens.values(), strict=True))
 
     def client(self, authorization: str | None, address: str, open_: bool = False) -> str:
         """Return the client's name, or its address if no token is needed; `open_` addresses need none."""
@@ -62,15 +60,12 @@ def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
     except (MissingFile, UnicodeDecodeError) as error:
         raise MissingFile(f"token file: {path} cannot be read ({error})") from error
     tokens: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split()
+    for n, words in enumerate(map(str.split, lines), 1):
         if not words:
             continue
         if len(words) > 2 or words[-1] in tokens:
-            raise ServeError(
-                f"token file: line {number} must be NAME TOKEN or TOKEN, and no token may repeat"
-            )
-        tokens[words[-1]] = words[0] if len(words) == 2 else f"token {number}"
+            raise ServeError(f"token file: line {n} must be NAME TOKEN or TOKEN, and no token may repeat")
+        tokens[words[-1]] = words[0] if len(words) == 2 else f"token {n}"
     if not tokens:
         raise ServeError("token file: there is no token in it; write one per line")
     return tokens

@@ -284,26 +284,18 @@ def operation(
 ) -> dict[str, Any]:
     """Describe an address: the types of its body, the model of its headers, and what statuses mean."""
     statuses = {"200": "The answer.", **responses}
-    found: dict[str, Any] = {
-        "summary": summary,
-        "responses": {status: {"description": text} for status, text in statuses.items()},
-    }
+    described = {status: {"description": text} for status, text in statuses.items()}
+    found: dict[str, Any] = {"summary": summary, "responses": described}
     if contents:
-        found["requestBody"] = {
-            "required": True,
-            "content": {kind: {"schema": schema} for kind, schema in contents.items()},
-        }
+        content = {kind: {"schema": schema} for kind, schema in contents.items()}
+        found["requestBody"] = {"required": True, "content": content}
     if terms:
-        found["parameters"] = [
-            {"name": f"x-{name.replace('_', '-')}", "in": "header", "schema": schema}
-            for name, schema in properties(terms).items()
-        ]
+        headers = {f"x-{name.replace('_', '-')}": schema for name, schema in properties(terms).items()}
+        found["parameters"] = [{"name": n, "in": "header", "schema": s} for n, s in headers.items()]
     return found
 
 
 def properties(model: type[BaseModel]) -> dict[str, Any]:
     """Return the schemas of a model's fields; null is what is absent, and no query or header has it."""
     fields: dict[str, Any] = model.model_json_schema()["properties"]
-    return {
-        name: {**field["anyOf"][0], "description": field["description"]} for name, field in fields.items()
-    }
+    return {name: {**one["anyOf"][0], "description": one["description"]} for name, one in fields.items()}

@@ -25,10 +25,8 @@ FUSED_MB = 64.0
 def digits_engine(seed: int = 0) -> Engine:
     """Make an engine of six calibrated subnets; their accuracy is of half of the held-out digits."""
     supernet = load_digits_supernet()
-    specs = [
-        supernet.space.parse({"depth": list(depth), "expand": list(expand), "width": [width]})
-        for depth, expand, width in SUBNETS
-    ]
+    configs = ({"depth": list(d), "expand": list(e), "width": [w]} for d, e, w in SUBNETS)
+    specs = list(map(supernet.space.parse, configs))
     training, _ = read_digits(seed)
     calibrate(supernet, specs, [training.images[:200]])
     validation, _ = validation_and_test(3, seed)

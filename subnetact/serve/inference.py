@@ -174,15 +174,14 @@ async def infer_tensors(app: Any, exchange: Exchange) -> None:
 
     (request, ask), answers, facts = await app.infer(exchange, decode)
     outputs, raw = _outputs(request, bool(ask.binary_data_output), [one.output for one in answers])
-    head = orjson.dumps(
-        {
-            "model_name": app.name,
-            "model_version": app.version,
-            **({} if request.id is None else {"id": request.id}),
-            "parameters": {"subnet": ",".join(str(one.subnet) for one in answers), **facts},
-            "outputs": outputs,
-        }
-    )
+    document = {
+        "model_name": app.name,
+        "model_version": app.version,
+        **({} if request.id is None else {"id": request.id}),
+        "parameters": {"subnet": ",".join(str(one.subnet) for one in answers), **facts},
+        "outputs": outputs,
+    }
+    head = orjson.dumps(document)
     if not raw:
         return await send_reply(exchange.send, 200, head)
     headers = [(HEADER_LENGTH.encode(), b"%d" % len(head))]

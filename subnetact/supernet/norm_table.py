@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
-from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError, SubnetActError
-from subnetact.files.documents import DocumentFormat
+from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.files.fork import new_lock
 from subnetact.files.tensors import documented_tensors, write_tensors
 from subnetact.spec import SubnetSpec
@@ -210,7 +209,7 @@ class NormTable:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
         return {spec.base for spec in subnets}
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write the table as a safetensors file, atomically.
 
         Statistics that are equal in several rows are written once.
@@ -244,7 +243,7 @@ class NormTable:
         write_tensors(path, tensors, {"document": json.dumps(document)})
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> NormTable:
+    def load(cls, path: StrPath) -> NormTable:
         """Read a table that `save` wrote.
 
         Args:

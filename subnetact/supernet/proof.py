@@ -200,12 +200,9 @@ class _Narrow:
         z = (torch.rand(x.shape, generator=generator) - 0.5).to(x) * 2 * x.abs().max()
         order = torch.randperm(x.shape[axis], generator=generator).to(x.device)
         sizes = operator.lengths("out") + self.inputs.sizes
-        shuffled = {
-            name: tensor.index_select(operator.axes(name).index("in_"), order)
-            if tensor is not None and "in_" in operator.axes(name)
-            else tensor
-            for name, tensor in operator.tensors(sizes).items()
-        }
+        shuffled: dict[str, Any] = dict(operator.tensors(sizes))
+        for name in (n for n, t in shuffled.items() if t is not None and "in_" in operator.axes(n)):
+            shuffled[name] = shuffled[name].index_select(operator.axes(name).index("in_"), order)
         wide = view_module(operator.shell, parameters=shuffled, **operator.attributes(sizes))
         together = self.take(wide((x + z).index_select(axis, order)), self.out)
         return equal(together + self.layer(torch.zeros_like(x)), found + self.layer(z), MASKED)

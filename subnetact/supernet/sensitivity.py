@@ -148,7 +148,7 @@ def _lines(gradient: Tensor, place: Place, lead: int, axis: int, start: int, siz
 
 def _gradients(run: Run, parameters: list[nn.Parameter]) -> tuple[Outputs, dict[nn.Parameter, Tensor]]:
     """Return the outputs of a run, and the gradients of a random sum of them, zeros where there are none."""
-    gradients: Any = [None] * len(parameters)
+    gradients: Any = list(map(torch.zeros_like, parameters))
     try:
         for parameter in parameters:
             parameter.requires_grad_(True)
@@ -161,7 +161,7 @@ def _gradients(run: Run, parameters: list[nn.Parameter]) -> tuple[Outputs, dict[
                 weights = torch.rand(y.shape, generator=draw).to(y.device) + 0.5
                 total = total.to(y.device) + (y * weights).sum() / (y.detach().norm() + 1e-9)
         if total.requires_grad:
-            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+            gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
     except Exception as error:  # It runs without gradients only.
         raise_if_out_of_memory(error)
         with torch.no_grad():
@@ -169,9 +169,7 @@ def _gradients(run: Run, parameters: list[nn.Parameter]) -> tuple[Outputs, dict[
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
-    return {key: t.detach() for key, t in outputs.items()}, {
-        p: torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)
-    }
+    return {key: t.detach() for key, t in outputs.items()}, dict(zip(parameters, gradients, strict=True))
 
 
 @torch.no_grad()

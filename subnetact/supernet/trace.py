@@ -49,10 +49,8 @@ class _TensorProxy(fx.Proxy):
 
 def is_layer(module: nn.Module) -> bool:
     """Tell whether a module is a layer of PyTorch, or of a class that is derived from one."""
-    return any(
-        cls.__module__.startswith("torch.nn.") and traits_of(cls, derived=False).kind != "container"
-        for cls in module_class(module).__mro__
-    )
+    of_torch = (cls for cls in module_class(module).__mro__ if cls.__module__.startswith("torch.nn."))
+    return any(traits_of(cls, derived=False).kind != "container" for cls in of_torch)
 
 
 def trace_(

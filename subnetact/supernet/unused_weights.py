@@ -177,14 +177,10 @@ def _restore_slices(copy: Operator, operator: Operator, row: SizeRow) -> None:
 
 def _sliced_buffers(operator: Operator) -> dict[str, Any]:
     """Return the buffers of numbers of which subnets have slices that share their storage."""
-    of_norm, whole = isinstance(operator, SubnetNorm), not operator.segments
-    return {
-        name: buffer
-        for name, buffer in operator._buffers.items()
-        if buffer is not None
-        and buffer.is_floating_point()
-        and (of_norm or (whole and any(operator.axes(name))))
-    }
+    numbers = {n: b for n, b in operator._buffers.items() if b is not None and b.is_floating_point()}
+    if isinstance(operator, SubnetNorm):
+        return numbers
+    return {n: b for n, b in numbers.items() if not operator.segments and any(operator.axes(n))}
 
 
 def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -199,11 +195,8 @@ def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     reading.__dict__.update(operator.__dict__, _parameters={**operator._parameters, **leaves})
     with torch.enable_grad():
         total = sum(t.sum() for t in reading.tensors(sizes).values() if t is not None)
-        found: Any = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf, dtype=torch.bool) if grad is None else grad != 0
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
+        gradients: Any = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return {name: gradient != 0 for name, gradient in zip(leaves, gradients, strict=True)}
 
 
 def shared_view(network: nn.Module, row: SizeRow) -> nn.Module:

@@ -44,11 +44,9 @@ class WorkerProcess:
         self._requests, self._answers = (BatchMemory(SharedMemory(FIRST_BYTES)) for _ in range(2))
         memories = [self._requests.memory, self._answers.memory, *package.segments.values()]
         self.pipe, theirs = Pipe()
-        content = (
-            *(theirs.fileno(), os.getpid(), threads, niceness, tuple(batch_sizes)),
-            _main_program(package.data),
-            *([(m.descriptor, len(m)) for m in memories], list(package.segments), package.data),
-        )
+        facts = theirs.fileno(), os.getpid(), threads, niceness, tuple(batch_sizes)
+        places = [(m.descriptor, len(m)) for m in memories]
+        content = (*facts, _main_program(package.data), places, list(package.segments), package.data)
         try:
             with theirs, os.fdopen(new_file(), "w+b") as written:
                 written.write(pickle.dumps(list(sys.path)) + pickle.dumps(content))
