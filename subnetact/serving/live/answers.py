@@ -90,24 +90,31 @@ def settle(outcomes: Iterable[Outcome]) -> None:
     """Deliver outcomes to the clients: directly to threads, and with one call to every event loop."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        request, answer, error = outcome
+        request = outcome[0]
         request.x = None  # a client that keeps the future must not keep the input alive
         loop = request.loop
         if loop is not None:
             by_loop[loop].append(outcome)
             continue
-        future, request.future = request.future, None
         try:
-            if error is None:
-                future.set_result(answer)
-            else:
-                future.set_exception(error)
-        except concurrent.futures.InvalidStateError:
-            continue  # the client has cancelled in the meantime
+            _resolve(outcome)
         except BaseException:  # a client's callback raised; the other clients must still get their answers
             _log.exception("a callback of a request's future raised")
     for loop, settled in by_loop.items():
         _mailbox_of(loop).post(settled)
+
+
+def _resolve(outcome: Outcome) -> None:
+    """Give the future of a request its outcome; nothing happens if the client has cancelled meanwhile."""
+    request, answer, error = outcome
+    future, request.future = request.future, None
+    try:
+        if error is None:
+            future.set_result(answer)
+        else:
+            future.set_exception(error)
+    except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
+        return
 
 
 class _Mailbox:
@@ -133,14 +140,8 @@ class _Mailbox:
     def _empty(self) -> None:
         self._woken = False  # reset before the queue is read, so that later outcomes wake the loop again
         while self._posted:
-            for request, answer, error in self._posted.popleft():
-                future, request.future = request.future, None
-                if future.done():
-                    continue
-                if error is None:
-                    future.set_result(answer)
-                else:
-                    future.set_exception(error)
+            for outcome in self._posted.popleft():
+                _resolve(outcome)
 
 
 _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()

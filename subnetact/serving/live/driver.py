@@ -170,16 +170,16 @@ class Driver:
                 self._inbox.remove(request)
                 raise BatcherClosed("the batcher is closed or draining; open another one")
             self._empty_inbox()
-            if self._idle and not self._waking:
-                self._wake_a_worker()
+            self._wake_a_worker()
             if self._watchdog_sleeps:
                 self._watchdog_sleeps = False
                 self._watch.notify()
 
     def _wake_a_worker(self) -> None:
-        """Wake one idle worker. Until it runs, no client has to wake it again."""
-        self._waking = True
-        self._work.notify()
+        """Wake an idle worker, if there is one and no other is woken; until it runs, no client has to."""
+        if self._idle and not self._waking:
+            self._waking = True
+            self._work.notify()
 
     def _empty_inbox(self) -> None:
         """Move new requests into the queue; if the batcher is closing, their clients take them back."""
@@ -196,16 +196,15 @@ class Driver:
         with self.lock:
             self.counters.refused += 1
 
-    def withdraw(self, request: Request) -> bool:
-        """Close a request that its client has cancelled; return whether it had no outcome yet."""
+    def withdraw(self, request: Request) -> None:
+        """Close a request that its client has cancelled."""
         with self.lock:
             self._empty_inbox()
-            withdrawn = self.scheduler.withdraw(request)
+            self.scheduler.withdraw(request)
             outcomes = self._outcomes()  # those of requests that were dropped to make room for others
             if outcomes:
                 self._owed.put(outcomes)
             self._wake_if_settled()
-            return withdrawn
 
     # -- workers ---------------------------------------------------------------------------------
 
@@ -269,14 +268,13 @@ class Driver:
                 if not waiting:
                     self._give_up(turn)
                 elif turn is not None and not self._begin(turn):
-                    if self._idle and not self._waking:
-                        self._wake_a_worker()  # whose turn may come earlier
+                    self._wake_a_worker()  # whose turn may come earlier
                     self._rest(self._turned)
                     continue
                 job = self._asked(partial(self.scheduler.idle, worker)) if waiting else None
                 outcomes = self._outcomes()
                 if job is not None or outcomes:
-                    if self._idle and len(self.scheduler):
+                    if len(self.scheduler):
                         self._wake_a_worker()  # for the requests that came while this worker was woken
                     return job, outcomes
                 self._end_turn(turn)
@@ -448,7 +446,8 @@ class Driver:
                 self._log.outcome(how, request)
             if how == "dropped":
                 self.learner.dropping = True
-                error = deadline_passed(request, now, self.scheduler.least_ms(request))
+                least_ms = self.scheduler.dispatcher.least_ms(request.ask.floor, request.shape)
+                error = deadline_passed(request, now, least_ms)
             if how != "cancelled":
                 outcomes.append((request, None, error))
         ended.clear()

@@ -369,19 +369,17 @@ class Pipeline(ClosedOnExit):
             trip.outputs = {}
         while trip.waiting:
             trip.waiting.pop().cancel()
-        if isinstance(found, PipelineAnswer):
-            with self._lock:
-                self._latency.add(found.latency_ms)
-            self._count(**{"met" if found.met else "late": 1})
-        elif found is None:
-            self._count(cancelled=1)
-        else:
-            self._count(**{"dropped" if isinstance(found, DeadlinePassed) else "failed": 1})
         with suppress(InvalidStateError):  # the client has cancelled in the meantime
-            if isinstance(found, BaseException):
-                future.set_exception(found)
-            elif found is not None:
+            if isinstance(found, PipelineAnswer):
+                with self._lock:
+                    self._latency.add(found.latency_ms)
+                self._count(**{"met" if found.met else "late": 1})
                 future.set_result(found)
+            elif found is None:
+                self._count(cancelled=1)
+            else:
+                self._count(**{"dropped" if isinstance(found, DeadlinePassed) else "failed": 1})
+                future.set_exception(found)
         return True
 
     def _count(self, **changes: int) -> None:

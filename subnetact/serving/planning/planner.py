@@ -105,24 +105,19 @@ def plan(
         found = results[name, workers]
         return found.attainment >= attainment and found.mean_accuracy >= min_mean_accuracy
 
-    best: Plan | None = None
+    plans: list[Plan] = []
     for name, make in candidates.items():
-        workers = fewest(partial(meets, name), most_workers if best is None else best.workers)
+        most = min((other.workers for other in plans), default=most_workers)
+        workers = fewest(partial(meets, name), most)
         if workers is not None:
-            found = Plan(workers, name, make, results[name, workers], tried)
-            if best is None or _cost(found) < _cost(best):
-                best = found
-    if best is None:
+            plans.append(Plan(workers, name, make, results[name, workers], tried))
+    if not plans:
         closest = max(tried.values(), default=math.nan)
         raise PolicyError(
             f"attainment: {attainment} is not reached with {most_workers} workers (best {closest:.6f}); "
             "allow more workers or a longer SLO"
         )
-    return best
-
-
-def _cost(found: Plan) -> tuple[int, float]:
-    return found.workers, -found.result.effective_accuracy
+    return min(plans, key=lambda one: (one.workers, -one.result.effective_accuracy))
 
 
 def fewest(meets: Callable[[int], bool], most: int, first: int = 1) -> int | None:

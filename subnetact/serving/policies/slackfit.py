@@ -132,23 +132,15 @@ class _Plan:
             at = int((option.latency_ms - low) / width) if width > 0 else 0
             return min(at, buckets - 1)
 
-        # The best option of every bucket; a larger batch is better, and at one size the most accurate subnet.
-        best: list[Option | None] = [None] * buckets
+        # A larger batch is better, and at one size the most accurate subnet, the last of those in reach.
+        reached: list[tuple[int, int] | None] = [None] * (buckets + 1)
         self.choices: list[list[tuple[int, int] | None]] = []
         for front in possible:
-            start = 0
-            for bucket in range(buckets):
-                end = bisect_right(front, bucket, lo=start, key=bucket_of)
-                if end > start:
-                    best[bucket] = front[end - 1]
-                start = end
-            kept: Option | None = None
-            answers: list[tuple[int, int] | None] = [None]
-            for option in best:
-                if option is not None and (kept is None or option.batch_size >= kept.batch_size):
-                    kept = option
-                answers.append((kept.subnet, kept.batch_size) if kept else None)
-            self.choices.append(answers)
+            end = 0
+            for usable in range(buckets):
+                if end := bisect_right(front, usable, lo=end, key=bucket_of):
+                    reached[usable + 1] = front[end - 1].subnet, front[end - 1].batch_size
+            self.choices.append(reached.copy())
 
     def answer(self, column: int, slack_ms: float) -> tuple[int, int]:
         """Return (subnet, batch size) for a queue that rounds up to a column, at that slack."""

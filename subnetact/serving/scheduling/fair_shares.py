@@ -233,18 +233,13 @@ class ShareGate:
             del self._holding[client.name]
 
     def _recall(self, client: _Client) -> None:
-        """Hold back what a client that was alone has in the queue beyond its share, least urgent first."""
-        queue, positions = self._queue, []
-        entries = queue.entries(len(queue))
-        ahead_ms = client.finish - self._virtual
-        for position in range(len(entries) - 1, -1, -1):
-            if ahead_ms <= self._burst_ms:
-                break
-            if entries[position][1].ask.client == client.name:
-                positions.append(position)
-                ahead_ms -= entries[position][1].charge_ms / client.weight
-        positions.reverse()
-        for item in queue.take_at(positions):
+        """Hold back what a client that was alone, so has all of the queue, has beyond its share."""
+        queue, ahead_ms = self._queue, client.finish - self._virtual
+        within = waiting = len(queue)
+        while within and ahead_ms > self._burst_ms:  # the least urgent first
+            within -= 1
+            ahead_ms -= queue.item(within).charge_ms / client.weight
+        for item in queue.take_at(range(within, waiting)):
             client.finish -= item.charge_ms / client.weight
             item.charge_ms = 0.0
             self._hold(client, item)

@@ -189,8 +189,7 @@ class Scheduler:
         answered = [request for request in job.part if request.open]
         for request in answered:
             request.open = False
-        if self.gate is not None:
-            for request in answered:
+            if self.gate is not None:
                 self.gate.ended(request)
         self.counts["answered"] += len(answered)
         self._observe(job, now_ms - job.started_ms - job.paused_ms)
@@ -304,10 +303,6 @@ class Scheduler:
     def running(self) -> int:
         """Number of requests that are on a worker."""
         return sum(len(one.requests()) for job in self.jobs.values() for one in job.on_worker())
-
-    def least_ms(self, request: Request) -> float:
-        """Return the least latency of a subnet that a request accepts, in ms."""
-        return self.dispatcher.least_ms(request.ask.floor, request.shape)
 
     def assign(self, workers: Collection[int], now_ms: float) -> None:
         """Let only some workers take jobs; the others finish theirs."""
