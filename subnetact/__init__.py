@@ -52,30 +52,30 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
-    operators       2213   726     18
-    supernet        3006   828      5
-    insertion       4135   876     12
-    ofa_adapters    2530   489      7
+    operators       2222   737     18
+    supernet        2991   838      5
+    insertion       4098   876     12
+    ofa_adapters    2487   490      7
     digits           136    18      7
     calibration      709   149      1
-    latency          481   224      5
-    training        1301   312      4
+    latency          469   224      5
+    training        1333   323      4
     elastic          834   170      1
     engine          2273   617      5
-    workers          747    89      0
+    workers          745    89      0
     costs            289    65      4
     nas              565   196      6
     profile         1261   235      1
-    serving         5637  2101     36
+    serving         5613  2101     36
     generation      1378   437     13
     export          1011   308      6
-    demo             406    60      0
+    demo             404    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1594   316      7
+    serve           1578   316      7
     loadtest         329    63      0
     cluster          474   118      2
-    all            32725  8776    222
+    all            32615  8809    222
 
 The README has a glossary of the words that are used here.
 """
