@@ -46,36 +46,36 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors           102    49     39
-    files            574    89      0
+    files            556    89      0
     device           113    10      8
     command           64     8      7
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
-    operators       2222   737     18
-    supernet        2991   838      5
-    insertion       4098   876     12
-    ofa_adapters    2487   490      7
+    operators       2166   737     18
+    supernet        2935   838      5
+    insertion       4077   876     12
+    ofa_adapters    2482   490      7
     digits           136    18      7
-    calibration      709   149      1
-    latency          469   224      5
-    training        1333   323      4
-    elastic          834   170      1
-    engine          2273   617      5
-    workers          745    89      0
-    costs            289    65      4
-    nas              565   196      6
-    profile         1261   235      1
-    serving         5613  2101     36
-    generation      1378   437     13
-    export          1011   308      6
-    demo             404    60      0
+    calibration      703   149      1
+    latency          455   224      5
+    training        1321   323      4
+    elastic          828   170      1
+    engine          2239   617      5
+    workers          740    89      0
+    costs            286    65      4
+    nas              558   196      6
+    profile         1242   235      1
+    serving         5524  2101     36
+    generation      1361   437     13
+    export          1003   308      6
+    demo             400    60      0
     simulate          19     6      2
     plan               5     4      1
-    serve           1578   316      7
-    loadtest         329    63      0
-    cluster          474   118      2
-    all            32615  8809    222
+    serve           1563   316      7
+    loadtest         326    63      0
+    cluster          469   118      2
+    all            32212  8809    222
 
 The README has a glossary of the words that are used here.
 """

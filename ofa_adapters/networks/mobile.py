@@ -15,11 +15,6 @@ from subnetact.operators import Elastic, ElasticKernel, KernelConv2d, LayerSelec
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
 
-__all__ = [
-    "KINDS", "ONCE_FOR_ALL", "SPELLINGS", "Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage",
-    "block_names", "conv_bn", "mbconv_elastic", "mobile_names",
-]  # fmt: skip
-
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, ElasticAttribute, LayerNormSlice, Segments, WeightSlice
 
-__all__ = ["HEAD_FEATURES", "VisionTransformer", "transformer_elastic"]
-
 HEAD_FEATURES = 64
 
 

@@ -25,8 +25,6 @@ from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = ["CalibrationReport", "calibrate"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from subnetact.operators.subnet_norm import CUMULATIVE_UNBIASED, SubnetNorm
 from subnetact.operators.view_module import mix_in_
 from subnetact.space import SizeRow
 
-__all__ = ["CalibrationNorm", "batch_statistics"]
-
 
 class CalibrationNorm:
     """The BatchNorm `module` that normalises each batch by its own statistics, and their `average`."""

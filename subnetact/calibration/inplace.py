@@ -12,8 +12,6 @@ from torch import fx, nn
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.elementwise import elementwise, has_hooks
 
-__all__ = ["hidden_writes", "is_fresh", "writes"]
-
 
 def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> str | None:
     """Return the first node, in words, that may overwrite a value which others read later."""

@@ -18,8 +18,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import hash_tensors
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Progress"]
-
 PROGRESS = "progress"
 """The name of the only record: the averages so far, and the checksum of the batches that they are of."""
 

@@ -20,8 +20,6 @@ from subnetact.supernet.failure import failure, missing_entry, summary
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["CalibrationRun"]
-
 TRIAL_INPUTS = 2
 """How many inputs the trial takes that compares a shared with an ordinary forward pass."""
 

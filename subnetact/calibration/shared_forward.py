@@ -23,8 +23,6 @@ from subnetact.supernet.batches import call_with, map_tensors, tensors_of
 from subnetact.supernet.elementwise import Elementwise, elementwise
 from subnetact.supernet.trace import trace_
 
-__all__ = ["NotShareable", "SharedForward"]
-
 _NO_SETTINGS = frozenset(nn.Module().__dict__) | {"collector", "recorder"}
 
 

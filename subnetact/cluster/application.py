@@ -23,8 +23,6 @@ from subnetact.serve.app import build_app as serve_app
 from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
 
-__all__ = ["Front", "ReplicaCount", "app_from", "build_app", "client_of", "open_replicas"]
-
 APPLICATION = "subnetact"
 STORE_BYTES = 256 * 2**20
 COUNT_S = 1.0

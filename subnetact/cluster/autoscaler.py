@@ -11,8 +11,6 @@ import numpy as np
 from subnetact.errors import ServeError
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["Autoscaling", "input_ms_at_floor", "replicas_needed"]
-
 TARGET, RELEASE = 0.7, 0.5
 """The mean load at which a replica is added, and the one that removing a replica may lead to."""
 

@@ -21,8 +21,6 @@ from subnetact.errors import ServeError
 from subnetact.serve import cli
 from subnetact.serve.source import Source
 
-__all__ = ["RayBackend", "main"]
-
 
 class RayBackend(cli.Backend):
     """Runs batches in replicas on Ray Serve, the extra `ray`."""

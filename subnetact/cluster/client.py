@@ -14,8 +14,6 @@ from subnetact.serving.live.answers import Answer
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.stats import BatcherStats, Counters
 
-__all__ = ["ReplicaClient"]
-
 LATE_MS = 1000.0  # how long after its deadline the answer to a request is waited for
 DRAIN_S = 30.0
 OUTCOMES = {

@@ -17,8 +17,6 @@ from subnetact.serve.app import infer_rows
 from subnetact.serve.source import Source
 from subnetact.serving.live.answers import Answer
 
-__all__ = ["EngineReplica", "Reply", "to_arrays", "to_tensors", "unix_ms"]
-
 WARM_UP_S = 2.0  # that a new replica runs batches of its own before it takes requests
 Reply = Sequence[Answer] | RequestError
 """The answers to all rows, with their outputs as arrays; or the error."""

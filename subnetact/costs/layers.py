@@ -10,8 +10,6 @@ from torch import nn
 
 from subnetact.operators.layer_traits import traits_of
 
-__all__ = ["COUNTS", "FEATURES", "Vector", "feature", "kind_of"]
-
 Vector: TypeAlias = npt.NDArray[np.int64]
 """One count per entry of `FEATURES`."""
 

@@ -38,8 +38,6 @@ from subnetact.supernet.bind import bind_module
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Counts", "MetaForward"]
-
 MOST_VIEWS = 4096
 """Views that are kept per module. When there are more, all of them are deleted and made again on demand."""
 

@@ -11,8 +11,6 @@ from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Cost", "CostModel"]
-
 _PRODUCT_MACS = feature("product", "macs")
 
 

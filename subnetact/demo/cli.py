@@ -21,8 +21,6 @@ import torch
 from subnetact.command import reported
 from subnetact.demo.digits_demo import PROFILE_MS, demonstrate_digits
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a demonstration with the options of `sys.argv` if None are given; return the exit status."""

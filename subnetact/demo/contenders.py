@@ -23,8 +23,6 @@ from subnetact.latency.plot import need_matplotlib
 from subnetact.serving.simulation.traces import bursty
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Run", "Trace", "compare", "draw", "header", "lulls_and_burst", "machine_notes", "serve"]
-
 BUSY_SHARE = 0.9  # of a core; a computing thread that gets less shares the machine with other work
 DRIFT = 1.5  # times the profiled latency of batches, or its inverse, mean another machine
 COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange")

@@ -28,8 +28,6 @@ from subnetact.serving.scheduling.context import Policy
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["demonstrate_digits"]
-
 SUBNETS = 8  # Pareto-optimal ones that are served
 PROFILE_MS = 300.0  # per cell of the latency table, so that slow phases of the machine are seen too
 

@@ -26,8 +26,6 @@ from subnetact.latency.arrays import Floats
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["demonstrate_text", "prompt_trace"]
-
 PROMPT, ANSWER = (64, 128), 8  # tokens of the shortest and the longest prompt, and of every answer
 SEQUENCES = 8  # that are active at the same time
 CONTEXT = (sum(PROMPT) + ANSWER) // 2  # usual number of tokens: the prompt and half of the answer

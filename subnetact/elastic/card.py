@@ -16,8 +16,6 @@ from subnetact.latency.table import LatencyTable
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["model_card", "validated"]
-
 _Tables = dict[str, LatencyTable]
 
 

@@ -31,8 +31,6 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["cut_out", "cut_out_card", "opening", "save_alone"]
-
 LIBRARIES = ("transformers", "timm", "torchvision")
 MOST_CHANGES, MOST_SHARES = 64, 6
 """The most changes of arguments, one after another, and the most shares of sizes that are tried."""

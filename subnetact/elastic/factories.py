@@ -23,8 +23,6 @@ from subnetact.files.atomic import read_regular
 from subnetact.files.documents import parse_json
 from subnetact.operators.base import template_of
 
-__all__ = ["factory_of", "make_network", "ordinary", "under_runtime_names", "without_progress_bars"]
-
 BYTES_PER_WEIGHT_BYTE = 4
 """A network may take this many times the bytes of its weights while it is built, and `EXTRA_BYTES` more."""
 EXTRA_BYTES = 2**24

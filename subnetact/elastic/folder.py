@@ -51,8 +51,6 @@ from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
 
-__all__ = ["BUNDLE", "INDEX", "from_pretrained", "load_folder", "save_cut_out", "save_folder"]
-
 INDEX, NORMS, SHARED = "elastic.json", "norms.safetensors", "shared_norms.safetensors"
 ACCURACY = "accuracy"
 """The quality that engines know, in percent."""

@@ -12,8 +12,6 @@ from subnetact.errors import SpecError, extra_needed
 from subnetact.files.documents import StrPath
 from subnetact.supernet.batches import call_with, logits
 
-__all__ = ["evaluate_images"]
-
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Those of ImageNet, which networks of torchvision and most others are trained with."""
 

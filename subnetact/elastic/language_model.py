@@ -12,8 +12,6 @@ from lm_eval.models.huggingface import HFLM
 
 from subnetact.elastic.folder import from_pretrained
 
-__all__ = ["ElasticLM"]
-
 
 @register_model("subnetact")
 class ElasticLM(HFLM):  # type: ignore[misc]

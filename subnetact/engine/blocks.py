@@ -23,8 +23,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.trace import trace_
 
-__all__ = ["Block", "BlockRun", "SubnetBlocks"]
-
 Block = Callable[[Any], Any]
 """Maps the batch, or what the block before returned, to what the next block takes or the output."""
 

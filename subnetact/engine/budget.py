@@ -8,8 +8,6 @@ from typing import Any
 from subnetact.errors import EngineError
 from subnetact.files.fork import new_lock
 
-__all__ = ["Budget", "budget_bytes"]
-
 BUDGET_PER_WEIGHT = 1.25
 """Bytes of the default budget per byte of the weights: enough for the program of the largest subnet."""
 LARGEST_BUDGET = 2**30

@@ -17,8 +17,6 @@ from subnetact.space import SubnetSpace
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["load_bundle", "save_bundle"]
-
 
 def save_bundle(
     supernet: Supernet, config: EngineConfig, tables: Mapping[str, LatencyTable], directory: StrPath

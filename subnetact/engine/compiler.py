@@ -19,8 +19,6 @@ from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import follow_, registries_of_copies
 from subnetact.supernet.compiled_call import own_code
 
-__all__ = ["Compiler"]
-
 
 class Compiler:
     """Compiled callables by subnet and input shape; once `sealed`, only `compiles=True` compiles."""

@@ -20,8 +20,6 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["EngineConfig", "check_weights", "percentage"]
-
 
 @dataclass(frozen=True, eq=False)
 class EngineConfig:

@@ -22,8 +22,6 @@ from subnetact.engine.inputs import laid_out
 from subnetact.engine.ready_subnet import Bound
 from subnetact.files.fork import new_lock
 
-__all__ = ["Captured", "CudaGraphs", "Graphs", "graph_backend"]
-
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes that graphs are captured for. A batch is padded to the next of these sizes."""
 

@@ -39,8 +39,6 @@ from subnetact.supernet.generation import Moment
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.untraced_changes import stale_weights
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """The registered subnets of one supernet, ready to run on one device from one copy of the weights.

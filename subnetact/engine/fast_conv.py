@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from subnetact.engine.packed_conv import can_pack, packed_once, plain_conv
 from subnetact.operators.view_module import mix_in_
 
-__all__ = ["SMALL_MAP", "use_fast_convs_"]
-
 SMALL_MAP = 128
 """Up to this number of output pixels, unfolding the input is cheaper than packing the weight in the call."""
 LARGE_MAP = 4096

@@ -17,8 +17,6 @@ from subnetact.operators.lowered_weight import LowConv, LowLinear
 from subnetact.operators.view_module import module_class
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
 
-__all__ = ["overflows", "stays_finite", "strange_samples"]
-
 LIMIT = 1e8
 """Inputs up to this absolute value count as ordinary; `overflows` probes a network with values as large."""
 

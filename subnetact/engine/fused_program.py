@@ -33,8 +33,6 @@ from subnetact.supernet.batches import call_with
 from subnetact.supernet.elementwise import Elementwise, elementwise, has_hooks
 from subnetact.supernet.trace import trace_
 
-__all__ = ["FusedProgram"]
-
 
 class _Overwriting(nn.Module):
     """An elementwise operation whose result is written over its first operand."""

@@ -55,8 +55,6 @@ from subnetact.supernet.generation import is_counter
 from subnetact.supernet.storage import tensor_checksums
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["PinResult", "Plan", "slower_because"]
-
 FUSABLE_PRECISIONS = (FLOAT32, "int8")
 """The precisions at which subnets can become fused programs."""
 SMALL_INT8 = 2**20

@@ -16,8 +16,6 @@ from torch import Tensor, fx, nn
 
 from subnetact.supernet.elementwise import has_hooks
 
-__all__ = ["graph_function"]
-
 
 def graph_function(graph: fx.Graph, values: Mapping[str, nn.Module | Tensor]) -> Callable[..., Any]:
     """Return the function that a graph computes; `values` are the layers and tensors that it names."""

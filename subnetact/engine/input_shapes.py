@@ -25,8 +25,6 @@ from subnetact.supernet.sensitivity import other_inputs
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 
-__all__ = ["InputShapes", "Lengths", "Padding"]
-
 Padding = float | Mapping[str | int, float] | None
 Lengths = Sequence[Mapping[int, Sequence[tuple[int, int]]]]
 """For every tensor of an output: axis -> the tensors of the input, and their axes, that are as long."""

@@ -23,23 +23,6 @@ from subnetact.supernet.failure import failure, missing_entry, summary
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 
-__all__ = [
-    "DATATYPES",
-    "Stager",
-    "batch_like",
-    "check_batch",
-    "check_input",
-    "first_of",
-    "laid_out",
-    "parts_of",
-    "sample_from_json",
-    "sample_to_json",
-    "samples_of",
-    "shapes",
-    "try_sample",
-]
-
-
 DATATYPES = {torch.bfloat16: "BF16"} | {getattr(torch, f"float{n}"): f"FP{n}" for n in (16, 32, 64)}
 DATATYPES |= {getattr(torch, f"int{n}"): f"INT{n}" for n in (8, 16, 32, 64)}
 DATATYPES |= {torch.bool: "BOOL", torch.uint8: "UINT8"}

@@ -16,8 +16,6 @@ from subnetact.errors import PrecisionError
 from subnetact.operators.kernel_table import STRIDED, kernel_here
 from subnetact.operators.lowered_weight import SMALLEST_SCALE, LowConv, quantise_rows
 
-__all__ = ["Int8Conv", "runs_at_int8"]
-
 ZERO = 128
 """The uint8 number that stands for zero."""
 

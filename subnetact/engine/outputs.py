@@ -9,8 +9,6 @@ from torch import Tensor
 
 from subnetact.errors import EngineError
 
-__all__ = ["unstack"]
-
 
 def unstack(output: Any, count: int, size: int, where: str = "output") -> list[Any]:
     """Split the output of a batch into those of the first `count` samples, on the CPU; errors say `where`."""

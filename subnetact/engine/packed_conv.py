@@ -13,8 +13,6 @@ from subnetact.engine.packed_linear import ONEDNN, SMALLEST_ONEDNN_PRODUCT
 from subnetact.files.fork import new_lock
 from subnetact.supernet.elementwise import Elementwise
 
-__all__ = ["ACTIVATIONS", "PackedConv", "can_pack", "packed_once", "plain_conv"]
-
 MOST_PIXELS = 1024
 """A small product over at most so many pixels is computed with the plain weight of a 1 x 1 convolution, which
 takes 0.3 to 0.85 times as long (`benchmarks/results/linear.json`): a call of oneDNN costs more than that."""

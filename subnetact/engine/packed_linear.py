@@ -24,8 +24,6 @@ from subnetact.files.fork import new_lock
 from subnetact.supernet.elementwise import has_hooks
 from subnetact.supernet.trace import is_layer
 
-__all__ = ["PackedLinear", "can_pack_linear", "is_intel", "pack_linears_", "packing_pays"]
-
 _MKL = torch.backends.mkl.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkl, "_mkl_linear"
 )

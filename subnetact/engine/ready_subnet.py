@@ -19,8 +19,6 @@ from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 
-__all__ = ["Bound", "ReadySubnet"]
-
 
 @dataclass(frozen=True, eq=False)
 class Bound:

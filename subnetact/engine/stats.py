@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["EngineStats", "weight_bytes"]
-
 
 @dataclass(frozen=True)
 class EngineStats:

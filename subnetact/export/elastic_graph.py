@@ -25,8 +25,6 @@ from subnetact.supernet.bind import bind_module
 from subnetact.supernet.failure import culprit
 from subnetact.supernet.trace import RecordedCall
 
-__all__ = ["record_network"]
-
 
 def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[str], sizes: int) -> Any:
     """Return a module with `forward(*inputs, row, means, variances)`, as `ScriptedSubnets` calls it."""

@@ -29,8 +29,6 @@ from subnetact.files.documents import StrPath
 from subnetact.operators.kernel_table import require_precision
 from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
-__all__ = ["ExportedEngine", "load_exported"]
-
 Program: TypeAlias = Callable[..., Any]
 
 

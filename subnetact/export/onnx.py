@@ -19,8 +19,6 @@ from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 
-__all__ = ["ONNX_KIND", "to_onnx"]
-
 ONNX_KIND = "subnetact.onnx"
 
 

@@ -16,8 +16,6 @@ from subnetact.export.subnet_program import SubnetProgram, chosen_specs, exporti
 from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 
-__all__ = ["PROGRAMS_KIND", "PROGRAM_WEIGHTS", "capability", "program_name", "to_exported_programs"]
-
 PROGRAMS_KIND = "subnetact.programs"
 PROGRAM_WEIGHTS = "weights.pt"
 """The file with the tensors of every program by name. torch.save writes every storage once, and slices of a

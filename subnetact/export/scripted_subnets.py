@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ScriptedSubnets"]
-
 
 class ScriptedSubnets(nn.Module):
     """All registered subnets by number; `to_torchscript` adds `forward`, whose inputs are the network's."""

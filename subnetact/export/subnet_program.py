@@ -27,8 +27,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
 
-__all__ = ["SubnetProgram", "chosen_specs", "export_format", "exporting", "quiet", "writing_folder"]
-
 
 @dataclass(frozen=True)
 class SubnetProgram:

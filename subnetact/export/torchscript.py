@@ -34,8 +34,6 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import failure
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["to_torchscript"]
-
 UNSUPPORTED_PYTHON = (3, 14)
 """The first version of Python for which PyTorch does not support TorchScript."""
 

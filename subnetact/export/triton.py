@@ -25,8 +25,6 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies.registry import make_policy
 
-__all__ = ["TRITON_KIND", "to_triton"]
-
 TRITON_KIND = "subnetact.triton"
 FLAVOURS = ("libtorch", "python")
 TYPES = {dtype: name for dtype, name in DATATYPES.items() if dtype != torch.bfloat16}

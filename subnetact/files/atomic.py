@@ -26,7 +26,6 @@ try:
 except ImportError:  # Windows has no such locks; what killed writers leave is not removed there.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["one_version", "read_regular", "replacing", "replacing_folder", "require_regular"]
 
 Result = TypeVar("Result")
 SUFFIX = "partial"

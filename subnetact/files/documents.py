@@ -21,8 +21,6 @@ from subnetact.errors import FileFormatError, MissingFile, SubnetActError
 from subnetact.files.atomic import one_version, read_regular, replacing, replacing_folder, require_regular
 from subnetact.files.schema import violation
 
-__all__ = ["DocumentFormat", "FolderFormat", "StrPath", "checksum", "described", "parse_json", "write_json"]
-
 Result = TypeVar("Result")
 StrPath: TypeAlias = str | os.PathLike[str]
 Errors: TypeAlias = tuple[type[Exception], ...]

@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["hear_of_forks", "new_lock"]
-
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 

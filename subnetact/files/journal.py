@@ -20,8 +20,6 @@ from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, StrPath
 
-__all__ = ["Journal", "differing", "signed"]
-
 JOURNAL = DocumentFormat("a journal", "subnetact.journal", 1, "choose another file, or remove it")
 
 

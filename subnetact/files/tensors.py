@@ -19,20 +19,6 @@ from subnetact.errors import FileFormatError
 from subnetact.files.atomic import read_regular, replacing, require_regular
 from subnetact.files.documents import DocumentFormat, StrPath, parse_json
 
-__all__ = [
-    "MODEL",
-    "SHARDS",
-    "SHARD_BYTES",
-    "documented_tensors",
-    "read_model",
-    "read_tensors",
-    "tensor_bytes",
-    "tensor_from_json",
-    "tensor_to_json",
-    "write_model",
-    "write_tensors",
-]
-
 MODEL, SHARDS = "model.safetensors", "model.safetensors.index.json"
 """The weights in a folder of a model; if they lie in several files, what says which tensor is in which."""
 SHARD_BYTES = 5 * 10**9

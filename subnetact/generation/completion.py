@@ -12,8 +12,6 @@ from subnetact.errors import RequestError
 from subnetact.files.fork import new_lock
 from subnetact.serving.scheduling.checks import check_positive
 
-__all__ = ["Completion", "Generated", "TokenDeadlines", "TokenLogprobs"]
-
 logger = logging.getLogger("subnetact.generation")
 
 

@@ -23,8 +23,6 @@ from subnetact.serving.scheduling.checks import check_count, check_deadline
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Generator", "GeneratorStats"]
-
 logger = logging.getLogger("subnetact.generation")
 COLDEST = 1e-6  # at lower temperatures the most likely token is taken; quotients could be infinite
 MOST_LOGPROBS = 20  # that are told of the most likely tokens

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from subnetact.errors import InvalidRequest
 from subnetact.spec import SubnetSpec, brief
 
-__all__ = ["Phase"]
-
 
 class Phase(NamedTuple):
     """A stretch of an answer; the last one goes to the end of the answer, every other one has an end.

@@ -17,8 +17,6 @@ from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
 
-__all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
-
 COUNT: tuple[Any, int, int] = Integral, 1, 1_000_000
 TIME, PERCENT = (Real, -1e15, 1e15), (Real, 0.0, 100.0)
 RANGES = {"tokens": COUNT, "answer": COUNT, "arrival_ms": TIME, "min_accuracy": PERCENT}

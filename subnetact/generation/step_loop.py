@@ -37,7 +37,6 @@ with extra_needed("generation needs transformers 5.20 or newer: pip install 'sub
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
     from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
-__all__ = ["ElasticDecoder", "StepLoop"]
 
 # Nothing here asks how much memory the process has, so nobody needs to hear that psutil is missing.
 logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())

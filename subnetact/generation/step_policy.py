@@ -9,8 +9,6 @@ from subnetact.errors import PolicyError, TableError
 from subnetact.generation.step_table import StepTable
 from subnetact.serving.scheduling.checks import check_margin, check_positive
 
-__all__ = ["StepPolicy"]
-
 WAITING_SHARE = 0.5  # of the time until a waiting request is due is until it gets a place
 SLOWEST = 10.0  # times the table's latency; no step is expected to take longer
 MEMORY = 0.95  # share of the past in the estimate of how much slower than the table steps are

@@ -21,8 +21,6 @@ from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["profile_steps"]
-
 WARM_UP, TIMED = 2, 3  # steps of every visit of a cell that are not timed, and those that are
 
 

@@ -20,8 +20,6 @@ from subnetact.generation.phases import CacheKinds, Phase, PlannedPhase, planned
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.serving.scheduling.checks import check_count, check_positive
 
-__all__ = ["Step", "StepRequest", "StepScheduler"]
-
 PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 """A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
 COUNTS = ["requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted", "recomputed"]

@@ -12,8 +12,6 @@ from subnetact.errors import TableError
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["StepTable"]
-
 FORMAT = DocumentFormat("a step table", "subnetact.step_table", 1, "give a file that StepTable.save() wrote")
 
 

@@ -22,14 +22,6 @@ from subnetact.supernet.supernet import Supernet
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = [
-    "END_TOKEN",
-    "load_text_supernet",
-    "new_text_supernet",
-    "switchable_subnets",
-    "text_facts",
-    "text_tokenizer",
-]
 
 VOCABULARY = 1024
 CONTEXT = 512  # tokens that the model was trained to look back

@@ -30,8 +30,6 @@ from subnetact.spec import grouped
 from subnetact.supernet.elementwise import ADDITIONS, spellings
 from subnetact.supernet.failure import failure
 
-__all__ = ["TracedModel", "computes_channels", "is_rank"]
-
 MOST_SEGMENTS = 256
 """If more segments than these would be kept of one part, its channels are interleaved."""
 

@@ -26,8 +26,6 @@ from subnetact.supernet.failure import failure
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 
-__all__ = ["CacheArgument", "CacheLayer", "CacheRules", "CacheSignature", "attentions", "rules_of"]
-
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _QUERY = re.compile(r"^w?q(uer(y|ies))?(_|$)")
 

@@ -41,9 +41,6 @@ from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
 
-__all__ = ["declared"]
-
-
 NOT_ASKED = f"its outputs are those of the stream, which is tried if axes names it: axes=({STREAM!r}, ...)"
 
 

@@ -30,8 +30,6 @@ from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value, grouped
 from subnetact.supernet.proved_inputs import ProvedInputs
 
-__all__ = ["AXES", "DepthStage", "Description", "Group", "Member", "sizes_of_choices", "without_numbers"]
-
 AXES = ("depth", "width", "stream", "ffn", "heads", "pool", "experts")
 """The kinds of elastic sizes, in the order of the axes of the space.
 

@@ -37,8 +37,6 @@ from subnetact.supernet.unused_weights import (
     structure_copy,
 )
 
-__all__ = ["FAULTS", "Case", "Proof", "advice_on"]
-
 Case: TypeAlias = tuple[Any, list[Tensor]]
 """An example, and what the model returned for it."""
 

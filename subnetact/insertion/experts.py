@@ -49,8 +49,6 @@ from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import private_copy, shared_view
 
-__all__ = ["CONFIGURED", "ROUTING", "Configured", "expert_groups", "routing_mass", "why_not_as_configured"]
-
 CONFIGURED = {"experts": EXPERTS_PER_TOKEN, "pool": (*EXPERTS, *EXPERT_GROUPS)}
 """Axis that a configuration proves -> the names of its number in modules and configurations."""
 

@@ -12,8 +12,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from subnetact.errors import InsertError
 
-__all__ = ["computed_tensors", "fold_"]
-
 
 def computed_tensors(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the names of tensors of a module that it computes from others, and what computes each."""

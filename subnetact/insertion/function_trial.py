@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from subnetact.comparison import ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 
-__all__ = ["BY_THE_FORWARD", "EFFECTS", "spec_by_trial"]
-
 BY_THE_FORWARD = "the forward"
 """What a reason begins with that is meant for users."""
 SPREAD = ("linspace", "logspace")

@@ -29,8 +29,6 @@ from subnetact.supernet.adapters import require_no_adapters
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
 
-__all__ = ["as_pretrained", "heterogeneous", "renamed", "renumbered"]
-
 DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
 """Fields of configurations, under their common names; models map other names to these."""

@@ -9,8 +9,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["MEASURES", "ChannelGroup", "Measure", "UnitWeights", "by_batch_norm", "by_l1", "by_taylor"]
-
 
 @dataclass(frozen=True)
 class UnitWeights:

@@ -62,8 +62,6 @@ from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy
 
-__all__ = ["describe", "insert_"]
-
 _log = logging.getLogger(__name__)
 SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""

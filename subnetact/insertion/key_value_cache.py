@@ -38,8 +38,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import Moment, Weights
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["cache_relation", "empty_pages", "guard_caches_", "note_skipped_", "switch"]
-
 _WRITTEN = "written_by_a_subnet"
 _ALLOW = "switch(supernet, cache, spec, allow_approximate=True)"
 _AGAIN = "run the tokens again with switch(supernet, cache, spec, recompute=tokens)"

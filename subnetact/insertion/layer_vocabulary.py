@@ -17,8 +17,6 @@ from subnetact.operators.vocabulary import CONFIGURED_HEADS, EXPERTS, EXPERTS_PE
 from subnetact.space import AxisValues
 from subnetact.spec import grouped, shown
 
-__all__ = ["SKIPPED", "LayerConfigs", "LayerVocabulary", "embedding_of", "layer_stacks", "vocabulary_of"]
-
 SKIPPED = ("attention", "mlp")
 """What `skip` lists for a layer that is skipped as a whole."""
 

@@ -22,8 +22,6 @@ from subnetact.comparison import tensors_in
 from subnetact.operators.layer_traits import CHANNEL_NORM, traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 
-__all__ = ["RecordedTensor", "Recording", "assigned", "is_leaf", "recorded"]
-
 MOST_KEPT_VALUES = 2**20
 """Whole numbers and truth values of tensors with at most so many elements are kept: they may be indices."""
 

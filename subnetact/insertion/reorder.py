@@ -24,8 +24,6 @@ from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.unused_weights import fill_unused_, private_copy
 
-__all__ = ["ReorderReport", "reorder_"]
-
 
 @dataclass(frozen=True)
 class ReorderReport:

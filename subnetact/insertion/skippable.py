@@ -24,8 +24,6 @@ from subnetact.spec import grouped
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
 
-__all__ = ["StackWatch", "skippable_blocks", "stages_of"]
-
 TRANSPARENT_CALLS = spellings(
     *("relu", "gelu", "silu", "dropout", "layer_norm"),
     *("clone", "to", "float", "type_as", "contiguous"),

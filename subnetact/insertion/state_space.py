@@ -29,8 +29,6 @@ from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.operators.layer_traits import norm_features, traits_of
 from subnetact.operators.vocabulary import LATENT, own_numbers
 
-__all__ = ["state_group", "state_space_group"]
-
 _OWN = ("dt_bias", "A_log", "D")
 _NUMBERS = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim")
 _DELTA_NUMBERS = ("num_k_heads", "num_v_heads", "num_heads", "key_dim", "value_dim", "qkv_dim", "conv_dim")

@@ -26,8 +26,6 @@ from subnetact.operators import ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.operators.layer_traits import norm_features, traits_of
 from subnetact.operators.vocabulary import WIDTHS, number_of, own_numbers
 
-__all__ = ["STREAM", "stream_group"]
-
 STREAM = "stream"
 """The name of the group, and of its axis."""
 

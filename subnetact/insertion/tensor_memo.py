@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 from subnetact.operators.base import template_of
 
-__all__ = ["forget_", "forgetting", "tensor_memos"]
-
-
 MOST_KEPT = 64
 """So many tensors, the last ones, are kept for the thread that computed them."""
 

@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 from subnetact.files.fork import new_lock
 
-__all__ = ["patched_here"]
-
 _TURN = new_lock(threading.RLock)
 
 

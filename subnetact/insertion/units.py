@@ -43,8 +43,6 @@ from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, sma
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, shared_view
 
-__all__ = ["Orders", "Part", "Trial", "UnitGroup", "full_orders", "parts_of", "permute_", "unit_groups"]
-
 Orders = Mapping[tuple[str, str, int], Tensor]
 """(name of a module, name of a tensor, axis) -> for every position, the one whose entries it gets.
 

@@ -15,17 +15,6 @@ import numpy.typing as npt
 from subnetact.errors import TableError
 from subnetact.spec import shown
 
-__all__ = [
-    "LARGEST_BATCH",
-    "Floats",
-    "ascending_sizes",
-    "checked_cells",
-    "json_copy",
-    "number",
-    "percentages",
-    "warn_of_fractions",
-]
-
 Floats: TypeAlias = npt.NDArray[np.float64]
 LARGEST_BATCH = 65_536
 """The largest batch size of any table, which keeps an entry in memory for every size up to its own."""

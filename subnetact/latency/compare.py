@@ -10,8 +10,6 @@ import numpy as np
 
 from subnetact.latency.arrays import Floats
 
-__all__ = ["Comparison"]
-
 SHOWN = 10
 """The number of cells that a report lists."""
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from subnetact.errors import TableError
 
-__all__ = ["Costs", "non_dominated", "pareto_front", "spread"]
-
 Item = TypeVar("Item")
 Costs: TypeAlias = npt.NDArray[np.float64]
 """Points of shape (points, objectives). Every objective is to be minimised."""

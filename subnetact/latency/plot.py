@@ -11,8 +11,6 @@ from subnetact.errors import extra_needed
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["need_matplotlib", "plot_front", "plot_heat_map"]
-
 LABELLED = 16
 """A heat map of at most this many subnets shows the latency of every cell as a number."""
 

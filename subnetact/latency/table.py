@@ -21,8 +21,6 @@ from subnetact.latency import arrays
 from subnetact.latency.arrays import Floats
 from subnetact.latency.compare import Comparison
 
-__all__ = ["LatencyTable"]
-
 LATENCY_TABLE = DocumentFormat(
     "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
 )

@@ -27,8 +27,6 @@ from subnetact.loadtest.http_client import BODIES, ask_server, served_input
 from subnetact.loadtest.open_loop import Sent, summary, table, trace
 from subnetact.serving.simulation.datasets import TRACES
 
-__all__ = ["main"]
-
 RANDOM_INPUTS = 64
 BINS = 60
 

@@ -21,8 +21,6 @@ import numpy.typing as npt
 from subnetact.errors import ServeError
 from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop
 
-__all__ = ["BODIES", "HttpClient", "ask_server", "refusal", "served_input"]
-
 BODIES = ("json", "npy")
 """How inputs travel: as the JSON of `/infer`, with four digits behind the point, or as NumPy files."""
 CONNECTIONS = 16

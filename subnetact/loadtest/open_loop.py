@@ -14,8 +14,6 @@ import numpy.typing as npt
 from subnetact.serving import bursty, load_trace, poisson, time_varying
 from subnetact.serving.simulation.traces import from_timestamps
 
-__all__ = ["Refused", "Reply", "Send", "Sent", "run_open_loop", "summary", "table", "trace"]
-
 
 class Reply(NamedTuple):
     """The content of an answer: the class, the subnet that ran, and its profiled accuracy in percent."""

@@ -15,8 +15,6 @@ from ofa_adapters.checkpoint import read, unwrap
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.spec import SubnetSpec
 
-__all__ = ["AccuracyPredictor"]
-
 HIDDEN_WIDTH, HIDDEN_LAYERS = 400, 3
 TUTORIAL_NAMES = {"6.weight": "layers.3.weight", "6.bias": "base_acc"} | {
     f"{2 * i}.{part}": f"layers.{i}.0.{part}" for i in range(HIDDEN_LAYERS) for part in ("weight", "bias")

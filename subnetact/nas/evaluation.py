@@ -17,8 +17,6 @@ from subnetact.supernet.batches import as_pair, call_with, describe_input, logit
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     supernet: Supernet,

@@ -12,8 +12,6 @@ from subnetact.latency.arrays import Floats
 from subnetact.space import Slot, SubnetSpace
 from subnetact.spec import SubnetSpec
 
-__all__ = ["Genes", "Variation"]
-
 Genes: TypeAlias = list[int]
 """For each slot of each axis, the position of its choice, from the smallest network to the largest."""
 

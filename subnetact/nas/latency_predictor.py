@@ -14,8 +14,6 @@ from subnetact.errors import SearchError, extra_needed
 from subnetact.latency.arrays import Floats
 from subnetact.spec import SubnetSpec
 
-__all__ = ["FEWEST_SUBNETS", "LatencyPredictor", "PredictionError", "require_scipy"]
-
 FEWEST_SUBNETS = 8
 """Distinct measured subnets that a fit needs at least."""
 FOLDS = 5

@@ -14,8 +14,6 @@ from subnetact.nas.surrogate import Surrogate, select_by_expected_improvement
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
-__all__ = ["METHODS", "Objectives", "SearchState", "evolve", "exhaust", "sample"]
-
 Objectives: TypeAlias = tuple[float, ...]
 """The accuracy in percent, which is maximised, then the latencies in ms, which are minimised."""
 

@@ -20,8 +20,6 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Candidate", "SearchResult", "search"]
-
 Measured: TypeAlias = Callable[[SubnetSpec], Objectives]
 Latency: TypeAlias = Callable[[SubnetSpec], float]
 """Returns the latency of a subnet in ms."""

@@ -9,8 +9,6 @@ import numpy as np
 from subnetact.latency.arrays import Floats
 from subnetact.latency.pareto import Costs, non_dominated
 
-__all__ = ["Surrogate", "select_by_expected_improvement"]
-
 NOISE_VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Variances of the noise that are tried, relative to the variance of the values."""
 CURVED_WEIGHT = 0.3

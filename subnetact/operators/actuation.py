@@ -26,8 +26,6 @@ from subnetact.operators.tensor_version import tensor_version
 from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
 
-__all__ = ["OF_LAYERS", "Actuation", "Run", "in_forward", "plain_trainer_error"]
-
 OF_LAYERS = "_numbers_of_layers"
 """The attribute of a network with its own whole numbers that are the largest of those of several layers: name
 -> positions in the size row. In a subnet it has the largest of them."""

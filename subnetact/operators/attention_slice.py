@@ -17,8 +17,6 @@ from subnetact.operators.base import Operator
 from subnetact.operators.lowered_weight import Low, LoweredWeight
 from subnetact.operators.view_module import view_module
 
-__all__ = ["AttentionSlice", "SlicedMultiheadAttention"]
-
 
 class SlicedMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` with fewer heads; `in_proj_weight` is (3, heads * head width, inputs)."""

@@ -50,8 +50,6 @@ from subnetact.operators.view_module import HOOKS, called_module, view_module
 from subnetact.operators.weight_runs import LinearInRuns
 from subnetact.space import SizeRow
 
-__all__ = ["Elastic", "Operator", "ReadThrough", "exchange_modules_", "slicer_of", "template_of"]
-
 
 @dataclass(frozen=True)
 class Elastic:

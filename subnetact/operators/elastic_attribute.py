@@ -9,8 +9,6 @@ from typing import Any
 from subnetact.operators.base import Operator
 from subnetact.operators.vocabulary import ROUTED
 
-__all__ = ["ElasticAttribute"]
-
 
 class ElasticAttribute(Operator):
     """Gives a module whole numbers and parameters that depend on the subnet, each by its name.

@@ -14,8 +14,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from subnetact.errors import InsertError
 from subnetact.operators.base import Operator
 
-__all__ = ["ElasticKernel", "KernelConv2d"]
-
 
 class KernelConv2d(nn.Conv2d):
     """A depthwise convolution with several kernel sizes. Without an operator around it, it uses the largest.

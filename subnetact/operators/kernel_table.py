@@ -22,22 +22,6 @@ from subnetact.device import MachineFacts, machine_facts, raise_if_out_of_memory
 from subnetact.errors import PrecisionError, first_line
 from subnetact.spec import FLOAT32, PRECISIONS
 
-__all__ = [
-    "CUBLAS",
-    "LARGEST_INT8",
-    "NATIVE",
-    "REFERENCE",
-    "STRIDED",
-    "Kernel",
-    "int8_product",
-    "is_traced",
-    "kernel_for",
-    "kernel_here",
-    "padded_to_eights",
-    "require_precision",
-    "why_not",
-]
-
 LARGEST_INT8 = 127
 """The largest int8 magnitude that is used. -128 is left out, so that scales are symmetric."""
 TRIAL_S = 120

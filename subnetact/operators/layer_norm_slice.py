@@ -12,8 +12,6 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import view_module
 
-__all__ = ["LayerNormSlice"]
-
 
 class LayerNormSlice(Operator):
     """Slices `weight[:features]` and `bias[:features]` of a LayerNorm, an RMSNorm, a GroupNorm and others.

@@ -13,8 +13,6 @@ from subnetact.operators.skipped_layer import skipped
 from subnetact.operators.view_module import called_module, view_module
 from subnetact.space import SizeRow
 
-__all__ = ["LayerSelect", "ModuleSwitch", "SwitchableModule"]
-
 
 class LayerSelect(Operator):
     """Keeps any subset of the layers of a stack, in their places.

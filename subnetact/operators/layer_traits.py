@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LayerTraits", "is_batch_norm", "norm_features", "register_layer", "traits_of"]
-
 
 @dataclass(frozen=True)
 class LayerTraits:

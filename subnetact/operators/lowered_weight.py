@@ -33,18 +33,6 @@ from subnetact.operators.kernel_table import LARGEST_INT8, int8_product, is_trac
 from subnetact.operators.view_module import mixed_class
 from subnetact.spec import FLOAT32, PRECISIONS
 
-__all__ = [
-    "FLOAT_BITS",
-    "SMALLEST_SCALE",
-    "Low",
-    "LowConv",
-    "LowConv1D",
-    "LowLinear",
-    "LoweredWeight",
-    "quantise_rows",
-    "sliced_low",
-]
-
 FLOAT_BITS = PRECISIONS[FLOAT32]
 """The size of a precision in a size row that leaves weights as they are."""
 SMALLEST_SCALE = 1e-30

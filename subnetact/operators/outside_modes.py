@@ -6,8 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["outside_modes"]
-
 
 @contextmanager
 def outside_modes() -> Iterator[None]:

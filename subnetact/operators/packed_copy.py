@@ -17,8 +17,6 @@ from subnetact.files.fork import new_lock
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.tensor_version import changes_of
 
-__all__ = ["PackedCopy", "follow_", "frozen_parameter", "registries_of_copies"]
-
 
 class PackedCopy:
     """The `tensors` that `make` computes from `sources`, by name; those that are None are left out."""

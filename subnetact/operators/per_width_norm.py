@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.space import SizeRow
 
-__all__ = ["PerWidthBatchNorm2d", "PerWidthNorm"]
-
 
 class PerWidthBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm over (N, C, H, W) that stores statistics of several widths. By itself, it runs on the widest.

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from subnetact.errors import InsertError
 
-__all__ = ["Kept", "Runs", "Segments", "cut", "cut_runs", "sorted_runs"]
-
 Runs: TypeAlias = list[tuple[int, list[tuple[int, int]]]]
 """Axis, and (start, size) of every run of entries that is kept of it."""
 

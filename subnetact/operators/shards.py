@@ -10,8 +10,6 @@ from torch import distributed, nn
 
 from subnetact.errors import TrainingError, ViewError
 
-__all__ = ["is_collective", "is_sharded", "require_same_subnet", "require_whole", "shards"]
-
 SHARDED = {"FSDPModule", "FullyShardedDataParallel", "DTensor"}
 """The classes of torch, which may not be imported yet, of sharded modules and of their parameters."""
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from subnetact.operators.base import template_of
 
-__all__ = ["SkippedLayer", "first_name", "skipped"]
-
 _INNER = frozenset(nn.Module().__dict__)
 
 

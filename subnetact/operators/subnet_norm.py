@@ -16,8 +16,6 @@ from subnetact.operators.segments import cut
 from subnetact.operators.view_module import called_module, view_module
 from subnetact.space import SizeRow
 
-__all__ = ["CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
-
 WEIGHTED_BIASED = "weighted_biased"
 CUMULATIVE_UNBIASED = "cumulative_unbiased"
 CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)

@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-__all__ = ["changes_of", "storage_id", "tensor_place", "tensor_version"]
-
 
 def tensor_version(tensor: Tensor) -> int:
     """Return a number that grows when a tensor changes in place; always 0 if made in inference mode."""

@@ -30,19 +30,6 @@ from subnetact.operators.tensor_version import tensor_place
 from subnetact.operators.vocabulary import FEATURES
 from subnetact.operators.weight_runs import LinearInRuns
 
-__all__ = [
-    "HOOKS",
-    "Keeping",
-    "Registry",
-    "is_view",
-    "keep_",
-    "mix_in_",
-    "mixed_class",
-    "module_class",
-    "owned",
-    "view_module",
-]
-
 HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
 _REGISTRIES = {*HOOKS, *_DICTS, "_non_persistent_buffers_set"}

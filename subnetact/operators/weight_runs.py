@@ -18,8 +18,6 @@ from torch import Tensor
 
 from subnetact.operators.segments import Kept
 
-__all__ = ["LinearInRuns", "runs_of"]
-
 
 def runs_of(weight: Tensor, out: Kept, in_: Kept) -> dict[str, Tensor]:
     """Return the runs of a weight (outputs, inputs) that a subnet keeps, as slices that share its storage."""

@@ -11,8 +11,6 @@ from subnetact.operators.lowered_weight import FLOAT_BITS, Low, LowConv, LowConv
 from subnetact.operators.weight_runs import runs_of
 from subnetact.space import SizeRow
 
-__all__ = ["WeightSlice"]
-
 _CONV1D = "transformers.pytorch_utils"
 """The module of the forward of the `Conv1D` of Hugging Face."""
 

@@ -28,8 +28,6 @@ from subnetact.profile.source import load_source
 from subnetact.profile.sweep import SweepSettings
 from subnetact.spec import FLOAT32, PRECISIONS
 
-__all__ = ["build_parser", "main"]
-
 DONE, USAGE, UNSTABLE = 0, 2, 3
 ROWS_SHOWN = 24
 USERS_MISTAKES = (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError)

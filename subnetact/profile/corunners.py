@@ -19,8 +19,6 @@ from subnetact.device import synchronize
 from subnetact.errors import DeviceError
 from subnetact.supernet.batches import call_with
 
-__all__ = ["CoRunners"]
-
 STARTS_WITHIN_S = 120.0
 
 

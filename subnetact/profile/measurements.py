@@ -11,8 +11,6 @@ import numpy as np
 from subnetact.files.journal import Journal
 from subnetact.profile.window import CLOCKS, Window
 
-__all__ = ["Cell", "Measurements"]
-
 Cell: TypeAlias = tuple[int, int, int]
 """What one latency belongs to: (number of co-runners, index of the subnet, batch size)."""
 

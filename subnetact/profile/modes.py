@@ -13,8 +13,6 @@ from subnetact.engine.inputs import batch_like
 from subnetact.errors import DeviceError, TableError
 from subnetact.supernet.batches import map_tensors
 
-__all__ = ["INCLUDES", "MODES", "TimedRunner", "check_mode", "mode_options", "run_facts"]
-
 MODES = ("zero-copy", "fused", "graphs", "compile")
 INCLUDES = ("h2d",)
 

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from subnetact.command import json_object
 
-__all__ = ["add_options", "call_with_options"]
-
 Result = TypeVar("Result")
 
 

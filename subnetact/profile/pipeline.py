@@ -36,8 +36,6 @@ from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environme
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["ProfileJob", "count_stable", "run_profile"]
-
 
 @dataclass(frozen=True)
 class ProfileJob:

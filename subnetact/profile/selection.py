@@ -32,8 +32,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Selection", "SelectionRequest", "Wanted", "fitted_latencies", "select_subnets", "what_is_wanted"]
-
 MOST = 10_000
 """The largest number of subnets that are profiled."""
 NEVER_MS = 1e12

@@ -24,16 +24,6 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input
 from subnetact.supernet.supernet import Supernet
 
-__all__ = [
-    "RANDOM_PREFIX",
-    "ProfileSource",
-    "build_model",
-    "calibration_batches",
-    "import_name",
-    "load_source",
-    "user_code",
-]
-
 IMAGES_PER_BATCH = 100
 """The number of images per calibration batch, unless a function makes the batches."""
 RANDOM_PREFIX = "random:"

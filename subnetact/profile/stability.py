@@ -14,8 +14,6 @@ import numpy as np
 
 from subnetact.profile.window import CLOCKS, Window
 
-__all__ = ["BLOCKS", "is_stable", "median_interval", "quantile_name", "statistics_of"]
-
 CONFIDENCE = 0.9
 BLOCKS = 8
 """The least number of blocks into which many windows are grouped. A disturbance lasts longer than one window,

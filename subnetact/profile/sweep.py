@@ -36,8 +36,6 @@ from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["BATCH_SIZES", "Sweep", "SweepSettings", "environment", "profile_latency"]
-
 BATCH_SIZES = (1, 2, 4, 8, 16)
 """The batch sizes that are measured unless a user says otherwise."""
 MOST_WINDOWS = 10

@@ -12,8 +12,6 @@ import torch
 
 from subnetact.device import synchronize
 
-__all__ = ["CLOCKS", "FEWEST_RUNS", "Window", "measure"]
-
 Window: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
 """The times of one visit in ms, per clock: `host_ms`, on CUDA also `device_ms`; each of shape (runs,)."""
 CLOCKS = {"host_ms": "", "device_ms": "device_"}

@@ -13,8 +13,6 @@ from subnetact.errors import MissingFile, ServeError
 from subnetact.files.atomic import read_regular
 from subnetact.serve.exchange import Refusal
 
-__all__ = ["Access", "read_tokens"]
-
 SHORTEST = 16
 
 

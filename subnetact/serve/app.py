@@ -21,7 +21,6 @@ from subnetact.serve.payloads import Images, Signature, named_tensors
 from subnetact.serving import Answer
 from subnetact.serving.live.batcher import monotonic_ms
 
-__all__ = ["ServeApp", "build_app", "infer_rows"]
 SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
 OWN_SCRIPTS = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 SAFE_HEADERS = (

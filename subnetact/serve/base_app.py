@@ -21,8 +21,6 @@ from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
 
-__all__ = ["SHORT", "UNREADY", "Address", "BaseApp", "Exchange", "Reply", "operation", "properties"]
-
 CLOSES = (400, 401, 408, 413, 415, 431)  # the connection, as part of the body may not have been read
 SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and longer ones on a thread
 WATCH_AFTER_S = 0.02  # before the server watches whether a client leaves: most requests end earlier

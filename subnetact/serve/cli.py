@@ -40,8 +40,6 @@ from subnetact.errors import ServeError
 from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
 
-__all__ = ["main", "options"]
-
 OF_SOURCE = {field.name for field in fields(Source)} - {"processes", "checksum"}
 NOT_OF_TEXT = {*OF_SOURCE, "worker_processes", "image_mean", "image_std"} - {"slo_ms", "max_queue"}
 """Options that say nothing about a language model."""

@@ -8,8 +8,6 @@ from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.sweep import BATCH_SIZES, profile_latency
 
-__all__ = ["digits_engine", "profiled", "unseen_digits"]
-
 #: depths and expand ratios of the three stages, and the width; `python -m subnetact.demo` searches such a set
 SUBNETS = (
     ((1, 1, 1), (0.5, 0.25, 0.5), 0.25),

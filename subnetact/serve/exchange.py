@@ -14,8 +14,6 @@ from starlette.types import Send
 from subnetact import errors
 from subnetact.errors import InvalidRequest
 
-__all__ = ["CommonTerms", "Raw", "Refusal", "Strict", "Terms", "read_json", "refusal_of", "send_reply"]
-
 Model = TypeVar("Model", bound=BaseModel)
 Raw = bytes | bytearray
 

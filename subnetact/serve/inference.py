@@ -19,8 +19,6 @@ from subnetact.serve.base_app import Exchange, operation, properties
 from subnetact.serve.exchange import Raw, Strict, Terms, send_reply
 from subnetact.serve.payloads import NUMPY_MAGIC, is_image, named_tensors, write_numpy
 
-__all__ = ["Ask", "Asked", "Decoded", "infer_plain", "infer_tensors"]
-
 Asked = TypeVar("Asked")
 Decoded = tuple[Asked, Sequence[Any], Terms]
 """What a request asks for, the inputs of the engine, and their time."""

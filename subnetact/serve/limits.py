@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from subnetact.errors import ServeError
 
-__all__ = ["BYTES_PER_VALUE", "MEGABYTE", "Limits"]
-
 MEGABYTE = 2**20
 BYTES_PER_VALUE = 32  # the longest text of one number of an input in JSON, with its separators
 

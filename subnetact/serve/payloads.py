@@ -22,8 +22,6 @@ from subnetact.engine.inputs import DATATYPES
 from subnetact.errors import InvalidRequest, MissingExtra, ServeError
 from subnetact.serve.exchange import Raw
 
-__all__ = ["NUMPY_MAGIC", "Images", "Signature", "is_image", "named_tensors", "write_numpy"]
-
 NUMPY_MAGIC = b"\x93NUMPY"
 PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 LONGEST_NUMPY_HEADER = 1024

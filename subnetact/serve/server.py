@@ -13,8 +13,6 @@ import uvicorn
 from subnetact.errors import ServeError
 from subnetact.serve.base_app import BaseApp
 
-__all__ = ["run"]
-
 GRACEFUL_S = 30
 
 

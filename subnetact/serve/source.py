@@ -17,8 +17,6 @@ from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import make_policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 
-__all__ = ["Source"]
-
 
 @dataclass(frozen=True)
 class Source:

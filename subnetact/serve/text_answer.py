@@ -16,8 +16,6 @@ from subnetact.generation import Completion
 from subnetact.serve.exchange import refusal_of
 from subnetact.serve.text_bodies import ChatBody, TextBody
 
-__all__ = ["TextAnswer"]
-
 
 class Choice:
     """One of the answers to a request; what has come of it and was not taken yet is in its attributes."""

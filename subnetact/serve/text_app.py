@@ -18,8 +18,6 @@ from subnetact.serve.text_answer import TextAnswer
 from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms
 from subnetact.serve.text_codec import TextCodec
 
-__all__ = ["TextApp", "build_text_app"]
-
 EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]  # nginx passes them on
 Asked = tuple[TextBody, list[int], dict[str, Any]]
 

@@ -12,8 +12,6 @@ from subnetact.generation import Phase
 from subnetact.serve.exchange import CommonTerms, Strict
 from subnetact.serve.text_codec import TextCodec
 
-__all__ = ["NEUTRAL", "ChatBody", "CompletionBody", "TextBody", "TextTerms"]
-
 MOST_ANSWERS = 16
 NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,

@@ -9,8 +9,6 @@ from subnetact.errors import InvalidRequest
 from subnetact.generation import Generator, profile_steps
 from subnetact.generation import text as embedded
 
-__all__ = ["TextCodec", "prompt_tokenizer", "text_generator"]
-
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character yet
 
 

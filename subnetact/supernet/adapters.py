@@ -17,8 +17,6 @@ from subnetact.errors import InsertError
 from subnetact.operators import WeightSlice
 from subnetact.operators.base import Operator, template_of
 
-__all__ = ["adapted", "is_adapter", "require_no_adapters", "slices_of", "switches", "without_adapters"]
-
 _HOME = "peft.tuners.lora.layer"
 _FOLLOWS = {"lora_A": "in_", "lora_B": "out", "lora_embedding_A": "", "lora_embedding_B": "out"}
 """What is in a layer of LoRA -> the part of the adapted layer that it follows; "" if it stays whole."""

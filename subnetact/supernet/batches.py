@@ -17,17 +17,6 @@ from torch import Tensor
 from subnetact.errors import SpecError
 from subnetact.files.tensors import tensor_bytes
 
-__all__ = [
-    "as_batch",
-    "as_pair",
-    "call_with",
-    "describe_input",
-    "hash_tensors",
-    "logits",
-    "map_tensors",
-    "tensors_of",
-]
-
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
     """Call a network with one argument, a tuple of positional arguments or a dictionary of named ones."""

@@ -14,8 +14,6 @@ from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import HOOKS, view_module
 from subnetact.space import SizeRow
 
-__all__ = ["bind", "bind_module", "each_tensor", "operators_in", "private_buffers"]
-
 NormBinding: TypeAlias = Callable[[SubnetNorm], nn.Module]
 Freezing: TypeAlias = Callable[[Tensor], Tensor] | None
 

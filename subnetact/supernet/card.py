@@ -10,8 +10,6 @@ from subnetact.errors import SpecError
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
-__all__ = ["Card"]
-
 
 @dataclass(frozen=True)
 class Card:

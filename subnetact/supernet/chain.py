@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from subnetact.operators.skipped_layer import first_name
 
-__all__ = ["Chain"]
-
 
 class Chain:
     """What the layers of a stack pass on, noted while a network runs once, which nobody else uses."""

@@ -27,8 +27,6 @@ from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, vis
 from subnetact.supernet.subnet_cover import subnet_cover
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, settle_norms_, shared_view
 
-__all__ = ["SHOW_AFTER_S", "CheckReport", "check", "check_precisions", "corners"]
-
 _FAULTS = {
     "fails": "{spec} does not run on {x}: {why}; the largest subnet does run: {advice}",
     "foreign": (

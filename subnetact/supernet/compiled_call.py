@@ -24,8 +24,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import bind, private_buffers
 from subnetact.supernet.load import warn_caller
 
-__all__ = ["compiled_call", "own_code"]
-
 MOST_SUBNETS = 1024
 """So many subnets, those that ran last, keep what was compiled for them."""
 _numbers = itertools.count()

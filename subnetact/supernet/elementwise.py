@@ -14,8 +14,6 @@ from torch import Tensor, fx, nn
 
 from subnetact.operators.view_module import HOOKS, module_class
 
-__all__ = ["ADDITIONS", "PRODUCTS", "Elementwise", "elementwise", "has_hooks", "spellings"]
-
 
 @dataclass(frozen=True, eq=False)
 class Elementwise:

@@ -15,8 +15,6 @@ from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 
-__all__ = ["culprit", "failure", "missing_entry", "summary"]
-
 
 def failure(network: Callable[..., Any], x: Any) -> Exception | None:
     """Run a network on a copy of a batch; return the error that it raises, or None if it runs."""

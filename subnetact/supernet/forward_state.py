@@ -12,8 +12,6 @@ from torch import nn
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.supernet.bind import private_buffers
 
-__all__ = ["own_state_", "watched_buffers"]
-
 
 def own_state_(view: nn.Module, names: Collection[str]) -> None:
     """Give a view copies of the buffers with these names, where it has them."""

@@ -27,8 +27,6 @@ from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.untraced_changes import NamedView, changed_attributes, outdated, plain_attributes
 from subnetact.supernet.views import Views
 
-__all__ = ["Generation", "Moment", "Weights", "is_counter", "weights_of"]
-
 _numbers = itertools.count(1)
 _version = attrgetter("_version")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

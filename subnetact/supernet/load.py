@@ -16,17 +16,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
-__all__ = [
-    "after_outer_load",
-    "before_outer_load",
-    "fitting",
-    "load_",
-    "warn_caller",
-    "warn_of_dropped",
-    "warn_of_shared",
-    "with_tied_names",
-]
-
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of wrappers, and of `torch.compile`."""
 _OWN_PACKAGES = ("subnetact", "ofa_adapters", "torch")

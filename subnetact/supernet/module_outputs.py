@@ -20,8 +20,6 @@ from subnetact.operators import ElasticAttribute, LayerSelect
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import operators_in
 
-__all__ = ["Calls", "ModuleOutput", "module_outputs", "outputs_and_calls", "outputs_of"]
-
 _LOOKS = ("__get__", "is_inference")
 """Functions that only look at a tensor, as packed copies do at what they follow."""
 Calls = list[tuple[str, str]]

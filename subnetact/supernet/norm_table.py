@@ -16,8 +16,6 @@ from subnetact.files.fork import new_lock
 from subnetact.files.tensors import documented_tensors, write_tensors
 from subnetact.spec import SubnetSpec
 
-__all__ = ["NormRow", "NormTable"]
-
 _CHANGING = new_lock()
 """Held while the rows of a table are exchanged."""
 

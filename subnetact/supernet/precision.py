@@ -17,8 +17,6 @@ from subnetact.operators.base import Operator, exchange_modules_, slicer_of, tem
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import Low
 
-__all__ = ["PrecisionSettings", "layer_errors", "put_precision_"]
-
 
 @dataclass(frozen=True)
 class PrecisionSettings:

@@ -34,8 +34,6 @@ from subnetact.supernet.module_outputs import (
 )
 from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy, shared_view
 
-__all__ = ["TIES", "Finding", "as_double", "first_changed", "in_double", "prove"]
-
 ROUNDING = 1e-6
 """Where weights that are off by this share change an output, rounding decides it, as the box that is kept."""
 Outputs = list[ModuleOutput]

@@ -19,8 +19,6 @@ from subnetact.errors import UnprovedInputWarning
 from subnetact.operators.base import template_of
 from subnetact.supernet.load import warn_caller
 
-__all__ = ["ProvedInputs"]
-
 MOST_UNNAMED = 20
 """So many arguments without a name are told apart."""
 

@@ -17,8 +17,6 @@ from subnetact.space import SizeRow, SubnetSpace
 from subnetact.supernet.adapters import adapted, is_adapter, slices_of
 from subnetact.supernet.supernet import InsertReport, Supernet
 
-__all__ = ["put_operators_"]
-
 
 def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
     """Put operators into a network in place, as `subnetact.insert_` says; a refused network is unchanged."""

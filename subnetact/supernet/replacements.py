@@ -21,8 +21,6 @@ from subnetact.operators.base import Operator, exchange_modules_, template_of
 from subnetact.operators.view_module import Registry
 from subnetact.supernet.adapters import adapted, is_adapter, slices_of, switches
 
-__all__ = ["Replacements", "substituted"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 

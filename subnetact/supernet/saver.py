@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Saver"]
-
 
 class Saver:
     """Writes a subnet as a model of its own library, or refuses; it takes the place of `save_pretrained`.

@@ -24,8 +24,6 @@ from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import failure
 from subnetact.supernet.module_outputs import module_outputs
 
-__all__ = ["NOT_SHOWN", "other_inputs", "showing", "smaller", "visible"]
-
 NOT_SHOWN = (
     "the example does not show what {} computes: other numbers in it change no output; give an example whose "
     "values differ, of several tokens and with something in its outputs"

@@ -17,8 +17,6 @@ from subnetact.operators.vocabulary import CONFIGURED_HEADS, FEATURES, number_of
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
-__all__ = ["state_sizes_"]
-
 
 def state_sizes_(network: nn.Module, whole: nn.Module, space: SubnetSpace, spec: SubnetSpec) -> None:
     """Let a subnet of the `whole` network state its sizes, in place."""

@@ -9,8 +9,6 @@ from torch import Tensor, UntypedStorage, nn
 
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["exchange_storage_", "renew_storage_", "tensor_checksums"]
-
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Move the tensors of a network to copies of their storage, as `exchange_storage_` does."""

@@ -18,8 +18,6 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.bind import operators_in
 
-__all__ = ["subnet_cover"]
-
 FEWEST = 6
 """So many subnets are tried at least, random ones where slots do not meet."""
 CANDIDATES = 50

@@ -47,8 +47,6 @@ from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.unused_weights import snapshot
 from subnetact.supernet.views import Views
 
-__all__ = ["InsertReport", "Supernet", "as_supernet", "fingerprint_of", "supernet_of"]
-
 
 @dataclass(frozen=True)
 class InsertReport:

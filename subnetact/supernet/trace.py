@@ -17,8 +17,6 @@ from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.view_module import mix_in_, module_class
 
-__all__ = ["RecordedCall", "is_layer", "trace_"]
-
 _KNOWN = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
 _KNOWN_METHODS = ("dim", "size", "numel", "is_floating_point", "__len__")
 

@@ -17,8 +17,6 @@ from subnetact.operators.base import template_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.bind import operators_in
 
-__all__ = ["NamedView", "alike", "changed_attributes", "outdated", "plain_attributes", "stale_weights"]
-
 NamedView: TypeAlias = tuple[str, nn.Module]
 """The name of a subnet, and its view."""
 

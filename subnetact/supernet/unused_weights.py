@@ -18,17 +18,6 @@ from subnetact.space import SizeRow
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind, operators_in, private_buffers
 
-__all__ = [
-    "disturbed_copy",
-    "fill_unused_",
-    "masked_reference",
-    "private_copy",
-    "settle_norms_",
-    "shared_view",
-    "snapshot",
-    "structure_copy",
-]
-
 SAMPLED = 2**16
 """So many of the numbers of a weight say how far they are spread."""
 

@@ -16,8 +16,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.untraced_changes import NamedView, alike
 
-__all__ = ["Views"]
-
 _NOTHING = (None, None, None)
 
 

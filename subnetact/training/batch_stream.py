@@ -14,8 +14,6 @@ import torch
 from subnetact.errors import ResumeMismatch, TrainingError
 from subnetact.supernet.batches import as_batch, hash_tensors
 
-__all__ = ["BatchStream", "kept_random_states"]
-
 _END = object()
 
 

@@ -34,8 +34,6 @@ from subnetact.training.state import TrainingState
 from subnetact.training.stored_outputs import StoredOutputs
 from subnetact.training.task import TASKS, Task
 
-__all__ = ["distill_"]
-
 Function = Callable[[Any, Any], Any]
 
 AUTO = "auto"

@@ -24,8 +24,6 @@ from subnetact.training.processes import agreed
 from subnetact.training.progress_bar import progress_bar
 from subnetact.training.task import Task, number
 
-__all__ = ["Measurement"]
-
 
 @dataclass
 class Measurement:

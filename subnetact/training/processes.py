@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, distributed
 
-__all__ = ["agreed", "copy_from_first_", "rank_and_count"]
-
 
 def rank_and_count() -> tuple[int, int]:
     """Return the number of this process, from 0, and how many there are."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["progress_bar"]
-
 LINES: dict[str, Any] = {
     "bar_format": "distill_: {l_bar}{r_bar}\n",
     "mininterval": 20.0,

@@ -10,8 +10,6 @@ from subnetact.files.documents import write_json
 from subnetact.latency.plot import need_matplotlib
 from subnetact.spec import SubnetSpec
 
-__all__ = ["DistillationReport"]
-
 
 @dataclass(frozen=True)
 class DistillationReport:

@@ -26,8 +26,6 @@ from subnetact.training.state import TrainingState
 from subnetact.training.stored_outputs import StoredOutputs
 from subnetact.training.task import Task
 
-__all__ = ["TrainingRun", "even_subnet"]
-
 WARM_UP = 0.05
 """The share of the training in which the learning rate rises."""
 MOST_LOSSES = 400

@@ -27,8 +27,6 @@ from subnetact.supernet.load import warn_caller
 from subnetact.supernet.supernet import Supernet, supernet_of
 from subnetact.training.processes import agreed
 
-__all__ = ["IGNORED", "average_gradients", "counted", "cross_entropy", "drawn", "sandwich_step"]
-
 IGNORED = -100
 """The label of a pixel or token that does not count, as transformers and `cross_entropy` of torch have it."""
 

@@ -19,8 +19,6 @@ from subnetact.files.tensors import documented_tensors, write_tensors
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.processes import rank_and_count
 
-__all__ = ["TrainingState"]
-
 STATE = DocumentFormat("a training state", "subnetact.training", 2, "choose another file, or remove it")
 
 

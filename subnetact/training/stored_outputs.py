@@ -19,8 +19,6 @@ from subnetact.supernet.batches import call_with, describe_input, hash_tensors, 
 from subnetact.supernet.load import warn_caller
 from subnetact.training.task import Task
 
-__all__ = ["StoredOutputs"]
-
 
 class StoredOutputs:
     """Returns what is learnt of a teacher, from a file per batch that is named by what decides its content.

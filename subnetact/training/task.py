@@ -17,8 +17,6 @@ from subnetact.errors import SpecError, TrainingError
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, logits, map_tensors
 from subnetact.training.sandwich import IGNORED, counted, cross_entropy
 
-__all__ = ["TASKS", "Task", "number"]
-
 METRICS = {
     "classes": "accuracy (%)",
     "values": "mean squared error",

@@ -16,8 +16,6 @@ from subnetact.supernet.batches import describe_input, logits
 from subnetact.supernet.supernet import Supernet, supernet_of
 from subnetact.training.sandwich import IGNORED, average_gradients, cross_entropy, drawn
 
-__all__ = ["SandwichTraining"]
-
 
 class SandwichTraining:
     """A mixin for `transformers.Trainer` and its subclasses: every step trains several subnets.

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from subnetact.workers.engine_snapshot import Parts
     from subnetact.workers.memory import BatchMemory, SharedMemory
 
-__all__ = ["CHANGE", "DONE", "FAILED", "RUN", "in_worker", "main"]
 
 RUN, CHANGE, DONE, FAILED = b"r", b"c", b"d", b"f"
 """The first byte of a message says its kind. File descriptors follow a change."""

@@ -28,8 +28,6 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import ALIGNMENT, SharedMemory
 
-__all__ = ["EngineSnapshot", "Package", "Parts", "States", "apply", "unpack"]
-
 States = tuple[Any, ...]
 """What stands for the present supernets, then for the engines: see `_Followed.state`, `Engine.changes`."""
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BatchMemory", "SharedMemory", "new_file"]
-
 ALIGNMENT = 64
 STEP = mmap.ALLOCATIONGRANULARITY
 

@@ -17,8 +17,6 @@ from subnetact.workers import child
 from subnetact.workers.engine_snapshot import EngineSnapshot
 from subnetact.workers.process import WorkerProcess
 
-__all__ = ["ProcessPool", "ProcessRunner"]
-
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 5.0
 TICK_S = 0.05

@@ -21,8 +21,6 @@ from subnetact.workers.child import CHANGE, FAILED, RUN
 from subnetact.workers.engine_snapshot import Package, States
 from subnetact.workers.memory import BatchMemory, SharedMemory, new_file
 
-__all__ = ["WorkerProcess"]
-
 FIRST_BYTES = 2**16
 _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from subnetact.files.fork import new_lock
 from subnetact.serving.scheduling.request import Request
 
-__all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "settle"]
-
 
 class Answer(NamedTuple):
     """The answer to one request.

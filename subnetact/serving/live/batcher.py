@@ -35,8 +35,6 @@ from subnetact.serving.scheduling.scheduler import Scheduler
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
-
 
 class Batcher(ClosedOnExit):
     """Serves subnets under deadlines, from threads and from asyncio, on one engine or on several.

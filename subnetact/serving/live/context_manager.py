@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-__all__ = ["ClosedOnExit"]
-
 Self = TypeVar("Self", bound="ClosedOnExit")
 
 

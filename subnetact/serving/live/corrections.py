@@ -18,8 +18,6 @@ from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["Corrections", "CorrectionsSnapshot"]
-
 _NEXT_STEP = "give a file that Corrections.save() wrote, or remove it"
 CORRECTIONS = DocumentFormat("corrections", "subnetact.corrections", 3, _NEXT_STEP)
 _MEMORY = 64.0  # an average covers about the last 64 batches

@@ -15,8 +15,6 @@ from subnetact.errors import WriteError
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.serving.scheduling.request import Job, Request
 
-__all__ = ["DECISION_LOG", "DecisionLog"]
-
 _NEXT_STEP = "give a file that Batcher(decision_log=path) wrote"
 DECISION_LOG = DocumentFormat("a decision log", "subnetact.decision_log", 1, _NEXT_STEP)
 _log = logging.getLogger(__name__)

@@ -29,8 +29,6 @@ from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.scheduling.turns import Turn, Turns
 
-__all__ = ["Driver", "SharedWorkers"]
-
 _log = logging.getLogger(__name__)
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
 _ROOM = 64

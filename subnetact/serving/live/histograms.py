@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-__all__ = ["COUNTS", "MILLISECONDS", "Histogram"]
-
 #: edges for times: 0.01, 0.02, 0.05, 0.1 ... 5000 ms
 MILLISECONDS = tuple(m * 10.0**e for e in range(-2, 4) for m in (1.0, 2.0, 5.0))
 #: edges for counts: 1, 2, 4 ... 16384

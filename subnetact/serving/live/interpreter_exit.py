@@ -14,8 +14,6 @@ from contextlib import contextmanager
 
 from subnetact.files.fork import hear_of_forks
 
-__all__ = ["computing"]
-
 WAIT_S = 10.0
 """The longest time that the end of the interpreter waits for threads that compute."""
 HELD_S = 30.0

@@ -16,8 +16,6 @@ from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.request import Job
 
-__all__ = ["Learner"]
-
 Clock: TypeAlias = Callable[[], float]
 _log = logging.getLogger(__name__)
 _LEAST_CHANGE = math.log(1.05)

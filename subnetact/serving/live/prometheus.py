@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from subnetact.errors import extra_needed
 from subnetact.serving.live.stats import OUTCOMES, BatcherStats
 
-__all__ = ["Collector"]
-
 _COUNTERS = (
     *("submitted", "refused", "full", "batches", "preempted", "bisected", "out_of_memory", "hung", "died"),
     *("revived", "retried", "replanned", "accuracy_sum"),

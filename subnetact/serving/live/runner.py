@@ -13,8 +13,6 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.context import Policy
 
-__all__ = ["Runner", "check_runner", "open_processes", "runner_per_worker"]
-
 
 class Runner(Protocol):
     """What the batcher needs of an engine. `Engine` and `ExportedEngine` are runners.

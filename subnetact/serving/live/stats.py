@@ -11,8 +11,6 @@ from typing import Any
 
 from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram
 
-__all__ = ["OUTCOMES", "BatcherStats", "Counters"]
-
 #: every accepted request ends in exactly one of these
 OUTCOMES = ("met", "late", "dropped", "failed", "cancelled", "closed")
 

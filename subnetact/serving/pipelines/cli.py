@@ -18,8 +18,6 @@ from subnetact.serving.pipelines.model import PipelineModel
 from subnetact.serving.pipelines.planner import plan_pipeline
 from subnetact.serving.simulation.datasets import TRACES, load_trace
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the options of `sys.argv` if None are given; return the exit status, 2 after a printed error."""

@@ -12,8 +12,6 @@ import numpy as np
 from subnetact.errors import PipelineError
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["StageGraph", "by_name", "expected_work_ms", "with_batches_up_to"]
-
 
 class StageGraph:
     """A directed acyclic graph of named stages; in `order`, every stage comes after those that feed it.

@@ -28,15 +28,6 @@ from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import RequestLog, SimulationResult
 from subnetact.serving.simulation.scenario import Scenario, checked_arrivals, numeric_arguments
 
-__all__ = [
-    "PipelineEstimate",
-    "PipelineModel",
-    "StageChoice",
-    "StageEstimate",
-    "StageModel",
-    "estimate_pipeline",
-]
-
 MakePolicy = Callable[[LatencyTable, float], Policy]
 _NEXT_STEP = "see help(subnetact.serving.PipelineModel.load) for the fields"
 FORMAT = DocumentFormat("a pipeline description", "subnetact.pipeline", 1, _NEXT_STEP)

@@ -32,8 +32,6 @@ from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
 from subnetact.serving.scheduling.checks import check_deadline, check_time
 
-__all__ = ["Pipeline", "PipelineAnswer", "PipelineStats", "StageTime"]
-
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
 _OUTCOMES = ("met", "late", "dropped", "failed", "cancelled")

@@ -25,8 +25,6 @@ from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.simulation.scenario import checked_arrivals
 
-__all__ = ["PipelinePlan", "PlanSearch", "plan_pipeline"]
-
 Choices = dict[str, StageChoice]
 
 

@@ -17,8 +17,6 @@ from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.context import Policy
 
-__all__ = ["Stage", "engines_of", "open_stage", "table_of"]
-
 Condition = Callable[[Any], bool]
 
 

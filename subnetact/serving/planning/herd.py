@@ -13,8 +13,6 @@ from subnetact.errors import PolicyError, TraceError, extra_needed
 from subnetact.latency.arrays import Floats
 from subnetact.serving.scheduling.checks import check_count
 
-__all__ = ["Grouping", "Stream", "group_streams"]
-
 TIME_LIMIT_S = 10.0  # of one integer program
 
 

@@ -19,8 +19,6 @@ from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.scenario import checked_arrivals
 from subnetact.serving.simulation.simulator import simulate
 
-__all__ = ["Plan", "fewest", "plan"]
-
 Make = Callable[[LatencyTable], Policy]
 
 

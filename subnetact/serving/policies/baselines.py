@@ -12,8 +12,6 @@ from subnetact.serving.scheduling.checks import check_accuracy
 from subnetact.serving.scheduling.context import Context
 from subnetact.spec import brief
 
-__all__ = ["CheapestFeasible", "Fixed", "MaxAcc", "MaxBatch"]
-
 
 class Fixed:
     """Always runs one subnet, as a server without a supernet does.

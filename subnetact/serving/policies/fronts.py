@@ -18,8 +18,6 @@ from subnetact.serving.scheduling.frontier import (
     pareto_of_batch,
 )
 
-__all__ = ["Fronts", "batch_limits", "largest_within"]
-
 Limits = tuple[list[float], list[int]]
 
 

@@ -50,8 +50,6 @@ from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option, hull_of_front, least_from
 from subnetact.serving.scheduling.queue import NO_FLOOR
 
-__all__ = ["HullFit"]
-
 RATE_WINDOW = 11.0
 """The window of the arrival rate, SLOs."""
 BACKLOG = 0.7

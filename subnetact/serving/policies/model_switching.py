@@ -13,8 +13,6 @@ from subnetact.serving.policies.fronts import batch_limits, largest_within
 from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo, check_time
 from subnetact.serving.scheduling.context import Context
 
-__all__ = ["ModelSwitching"]
-
 
 class ModelSwitching:
     """Runs the most accurate subnet whose sustainable throughput covers the recent arrival rate.

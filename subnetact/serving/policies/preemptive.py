@@ -12,8 +12,6 @@ from subnetact.serving.scheduling.checks import check_margin, check_policy, chec
 from subnetact.serving.scheduling.context import Context, Policy
 from subnetact.serving.scheduling.request import Job
 
-__all__ = ["Preemptive"]
-
 
 class Preemptive:
     """Lets urgent requests go first while all workers run batches, at most one block late.

@@ -12,8 +12,6 @@ from subnetact.serving.policies.model_switching import ModelSwitching
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.serving.scheduling.context import Policy
 
-__all__ = ["POLICIES", "make_policy", "policy_names"]
-
 POLICIES: dict[str, Callable[[LatencyTable, float, int | None], Policy]] = {
     "hullfit": lambda table, slo_ms, _: HullFit(table, slo_ms),
     "slackfit": lambda table, slo_ms, buckets: SlackFit(table, slo_ms, 8 if buckets is None else buckets),

@@ -13,8 +13,6 @@ from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
 from subnetact.serving.scheduling.queue import NO_FLOOR
 
-__all__ = ["SlackFit"]
-
 KEPT_PLANS = 32
 """Decisions are planned for each floor when it is first asked for, and kept for so many floors."""
 

@@ -11,22 +11,6 @@ from typing import Any
 from subnetact.errors import InvalidRequest, PolicyError, TableError
 from subnetact.latency.table import LatencyTable
 
-__all__ = [
-    "EXPIRED_RULES",
-    "check_accuracy",
-    "check_count",
-    "check_deadline",
-    "check_margin",
-    "check_policy",
-    "check_positive",
-    "check_request_number",
-    "check_slo",
-    "check_time",
-    "expired_rule",
-    "too_short",
-    "unreachable",
-]
-
 EXPIRED_RULES = ("serve", "drop", "defer")
 LONGEST_MS = 1e12
 """A longer deadline, more than 31 years, counts as this one, so that sums of times stay finite."""

@@ -10,8 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.queue import EDFQueue
 
-__all__ = ["ArrivalMeter", "Context", "Policy"]
-
 Choice = tuple[int, int]
 
 

@@ -27,8 +27,6 @@ from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 from subnetact.serving.scheduling.request import Job, Queue, Request
 
-__all__ = ["Dispatcher"]
-
 _REMEMBERED_SLOS = 12.0
 """Policies may ask for the arrival rate of this many SLOs."""
 

@@ -15,18 +15,6 @@ from subnetact.errors import (
 )
 from subnetact.serving.scheduling.request import Job, Request
 
-__all__ = [
-    "alone_failed",
-    "deadline_passed",
-    "is_out_of_memory",
-    "never_ran",
-    "policy_failed",
-    "queue_full",
-    "share_full",
-    "worker_died",
-    "worker_hung",
-]
-
 Failure = TypeVar("Failure", bound=BatchFailed)
 
 

@@ -27,8 +27,6 @@ from subnetact.serving.scheduling.checks import check_time
 from subnetact.serving.scheduling.queue import EDFQueue
 from subnetact.serving.scheduling.request import Queue, Request
 
-__all__ = ["FairShares", "ShareGate"]
-
 
 @dataclass(frozen=True)
 class FairShares:

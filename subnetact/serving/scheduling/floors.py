@@ -12,8 +12,6 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import unreachable
 from subnetact.serving.scheduling.queue import NO_FLOOR
 
-__all__ = ["Floors"]
-
 
 class Floors:
     """Replaces a minimum accuracy by the accuracy of the least accurate subnet that meets it.

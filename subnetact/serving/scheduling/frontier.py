@@ -11,17 +11,6 @@ import numpy as np
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 
-__all__ = [
-    "Option",
-    "cheapest_from",
-    "hull_of_front",
-    "largest_batches",
-    "least_from",
-    "pareto_of_batch",
-    "time_per_request",
-    "upper_hull",
-]
-
 Rank = TypeVar("Rank", bound=tuple[float, ...])
 
 

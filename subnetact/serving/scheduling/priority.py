@@ -8,8 +8,6 @@ from heapq import heapify, heappush, heappushpop, heapreplace
 from subnetact.serving.scheduling.queue import LOOK
 from subnetact.serving.scheduling.request import Queue
 
-__all__ = ["unaffordable"]
-
 
 def unaffordable(
     queue: Queue, now_ms: float, free_at_ms: list[float], full: tuple[float, int], fastest_ms: float

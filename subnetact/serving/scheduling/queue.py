@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, Generic, TypeVar
 
-__all__ = ["LOOK", "NO_FLOOR", "EDFQueue"]
-
 Item = TypeVar("Item")
 NO_FLOOR = 0.0
 LOOK = 1024

@@ -13,8 +13,6 @@ from subnetact.serving.scheduling.checks import check_deadline, check_request_nu
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 
-__all__ = ["Ask", "AskOptions", "Job", "Queue", "Request"]
-
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
 
 

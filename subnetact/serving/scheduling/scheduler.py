@@ -23,8 +23,6 @@ from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.request import Job, Request
 from subnetact.serving.scheduling.worker_states import WorkerStates
 
-__all__ = ["Ended", "Scheduler"]
-
 Ended = tuple[Request, str, RequestError | None]
 """A request without an answer, how it ended, and its error; that of a dropped one is made when it is told."""
 

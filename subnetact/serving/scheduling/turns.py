@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from subnetact.serving.scheduling.request import Job
 from subnetact.serving.scheduling.scheduler import Scheduler
 
-__all__ = ["Turn", "Turns"]
-
 
 @dataclass(eq=False)
 class Turn:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
-__all__ = ["WorkerStates"]
-
 _FIRST_PAUSE_MS = 100.0
 _LONGEST_PAUSE_MS = 10_000.0
 _MOST_HUNG_THREADS = 4

@@ -29,8 +29,6 @@ from subnetact.serving.simulation.replay import LiveRun
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the options of `sys.argv` if None are given; return the exit status, 2 after a printed error."""

@@ -19,8 +19,6 @@ from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.simulation.traces import bursty, check, from_counts, from_timestamps, time_varying
 
-__all__ = ["TRACES", "load_trace", "superserve_a40", "trace_series"]
-
 _FILES = {
     "maf": "maf2019_per_minute",
     "azure_llm": "azure_llm2023_conv_arrivals",

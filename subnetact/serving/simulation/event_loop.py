@@ -16,8 +16,6 @@ from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
 from subnetact.serving.simulation.scenario import Scenario, WorkerEvent
 
-__all__ = ["EventLoop"]
-
 _CHUNK = 32768
 _LEAST_FACTOR = 0.1
 

@@ -12,8 +12,6 @@ from subnetact.serving.scheduling.frontier import time_per_request, upper_hull
 from subnetact.serving.simulation.scenario import checked_arrivals
 from subnetact.serving.simulation.traces import check
 
-__all__ = ["fluid_bound"]
-
 _MOST_STEPS = 10**8
 
 

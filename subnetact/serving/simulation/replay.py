@@ -14,8 +14,6 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.decision_log import DECISION_LOG
 from subnetact.serving.simulation.result import Decision, SimulationResult
 
-__all__ = ["LiveRun"]
-
 
 @dataclass(frozen=True)
 class LiveRun:

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Decision", "RequestLog", "SimulationResult"]
-
 
 class Decision(NamedTuple):
     """One decision of a policy and the batch that followed.

@@ -20,8 +20,6 @@ from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.request import Ask
 
-__all__ = ["Scenario", "WorkerEvent", "checked", "checked_arrivals", "numeric_arguments"]
-
 MOST_WORKERS = 65_536
 
 

@@ -12,8 +12,6 @@ from subnetact.errors import TraceError
 from subnetact.latency.arrays import Floats
 from subnetact.serving.simulation.scenario import checked_arrivals, numeric_arguments
 
-__all__ = ["bursty", "check", "from_counts", "from_timestamps", "poisson", "time_varying"]
-
 MOST_ARRIVALS = 5e7
 
 

@@ -28,8 +28,6 @@ from subnetact.serving.scheduling.checks import check_count, check_margin, check
 from subnetact.serving.scheduling.context import Policy
 from subnetact.spec import grouped
 
-__all__ = ["Tenant", "TenantBatcher", "TenantStats"]
-
 _log = logging.getLogger(__name__)
 _LEAST_LOAD = 1e-3
 """A tenant counts as this many workers at least, so that its group always has one."""
