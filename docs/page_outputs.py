@@ -20,6 +20,8 @@ DOCS = Path(__file__).parent
 PAGES = re.compile(r"howto/\w+|[a-z]+")
 NEEDS_A_SERVER = "howto/openai"
 """The page whose blocks `tests/serve/test_text_command.py` runs."""
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What torchrun tells its only process."""
 BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 LONGEST = 24
 """Lines of output that are shown."""
@@ -68,7 +70,7 @@ def _quietly() -> Iterator[None]:
         vars(digits_engine)["digits_engine"] = cache(digits_engine.digits_engine)
     measure, here = subnetact.profile_latency, Path.cwd()
     measuring = [vars(module) for module in (subnetact, digits_engine)]
-    os.environ["TQDM_DISABLE"] = "1"
+    os.environ |= {"TQDM_DISABLE": "1", **TORCHRUN}
     torch.set_num_threads(1)
     torch.manual_seed(0)
     pyplot.close("all")
