@@ -71,9 +71,11 @@ class Actuation:
         self.supernet: Callable[[], Any] = _no_supernet
         self._changes: dict[int, deque[tuple[int, Run]]] = {}
         self._calls: dict[int, list[Any]] = {}
+        self._buffered: tuple[int | None, list[nn.Module]] = (None, [])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "supernet": _no_supernet, "_changes": {}, "_calls": {}}
+        inner: dict[str, Any] = {"_changes": {}, "_calls": {}, "_buffered": (None, [])}
+        return {**vars(self), "supernet": _no_supernet, **inner}
 
     def join(self, network: nn.Module) -> None:
         """Watch the calls of a network."""
@@ -102,13 +104,14 @@ class Actuation:
         """
         if torch._C._current_graph_task_id() >= 0:
             return self._recomputed()
-        run = self._asked() or self.active
+        run = self.asked() or self.active
         changes = self._changes.get(get_ident())
         if changes is None or changes[-1][1] is not run:
             self._note(run)
         return run
 
-    def _asked(self) -> Run | None:
+    def asked(self) -> Run | None:
+        """Return the subnet that was asked for in this thread or task, or None."""
         for actuation, run in _running.get():
             if actuation is self:
                 return run
@@ -142,7 +145,6 @@ class Actuation:
         if (supernet := self.supernet()) is not None:
             supernet._generation.notice_adapters()
         require_same_subnet(network, supernet, run.row)
-        buffers = [] if run.is_largest else _buffers(network)
         token = _running.set(((self, run), *_running.get()))
         self._note(run)
         _put_numbers(network, run.row)
@@ -150,43 +152,43 @@ class Actuation:
             yield
         finally:
             _running.reset(token)
-            self._note(self._asked() or self.active)
-            _put_numbers(network, self.largest.row)
-            with torch.no_grad():
-                for module, name, buffer, version, value in buffers:  # Only the largest subnet moves them.
-                    if tensor_version(buffer) != version or isinstance(module, _NormBase):
-                        buffer.copy_(value)
-                    if module._buffers[name] is not buffer:
-                        module._buffers[name] = buffer
+            self._note(self.asked() or self.active)
+            _put_numbers(network, (self.asked() or self.largest).row)
+
+    def _buffers(self, network: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
+        """Return the buffers that no operator holds, with their modules, names, versions and values."""
+        writes = getattr(getattr(network._modules, "count", None), "writes", None)  # what Replacements counts
+        if writes is None or self._buffered[0] != writes:
+            modules = [m for m in network.modules() if m._buffers and "actuation" not in vars(m)]
+            self._buffered = writes, modules
+        named = [(m, name, b) for m in self._buffered[1] for name, b in m._buffers.items() if b is not None]
+        return [(module, name, b, tensor_version(b), b.clone()) for module, name, b in named]
 
     @_disable_dynamo
     def begin(self, network: nn.Module, _: Any) -> None:
-        """Let a network run the active subnet, unless another one was asked for."""
-        calls = self._calls.setdefault(get_ident(), [])
-        calls.append(nullcontext())
-        if self._asked() is None:
+        """Let a network run the active subnet, unless another one was asked for, and keep its buffers."""
+        calls, run = self._calls.setdefault(get_ident(), []), self.asked()
+        calls.append((nullcontext(), []))
+        context: Any = nullcontext()
+        if run is None:
             if network.training:
                 _refuse_plain_trainer()
-            context = self.running(self.active, network)
-            context.__enter__()
-            calls[-1] = context
+            run, context = self.active, self.running(self.active, network)
+        context.__enter__()
+        calls[-1] = context, [] if run.is_largest else self._buffers(network)
 
     @_disable_dynamo
     def end(self, *_: Any) -> None:
-        """End what `begin` began, whether or not the call failed."""
+        """End what `begin` began, whether or not the call failed: only the largest subnet moves buffers."""
         if calls := self._calls.get(get_ident()):
-            calls.pop().__exit__(None, None, None)
-
-
-def _buffers(network: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
-    """Return the buffers that no operator holds, with their modules, names, versions and values."""
-    return [
-        (module, name, buffer, tensor_version(buffer), buffer.clone())
-        for module in network.modules()
-        if module._buffers and "actuation" not in vars(module)
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+            context, buffers = calls.pop()
+            context.__exit__(None, None, None)
+            for module, name, buffer, version, value in buffers:
+                if tensor_version(buffer) != version or isinstance(module, _NormBase):
+                    with torch.no_grad():
+                        buffer.copy_(value)
+                if module._buffers[name] is not buffer:
+                    module._buffers[name] = buffer
 
 
 def _put_numbers(network: nn.Module, row: SizeRow) -> None:

@@ -171,22 +171,23 @@ class SubnetNorm(Operator):
         attributes = self.attributes(sizes := self.sizes_of(row))
         names = self.statistics_names(row)
         measured = None if actuation is None else actuation.norms.get(run.spec)
-        pair: Any = self.shared_statistics(row)
         tracked = self.batches_tracked()
-        if not self.training:
-            if measured is not None and measured is not self._begun:
-                pair = measured.pairs()[self.path]
-            pair = self.readable(row, pair)
-        elif run.is_largest or names != self.statistics_names(actuation.largest.row):  # type: ignore[union-attr]
+        moves = run.is_largest or names != self.statistics_names(actuation.largest.row)  # type: ignore[union-attr]
+        pair: Any = (None, None)
+        if self.training and not moves and type(self.shell).forward in _READING_THE_BATCH:
+            attributes["track_running_stats"] = False
+        elif not self.training and measured is not None and measured is not self._begun:
+            pair = self.readable(row, measured.pairs()[self.path])
+        else:
+            pair = self.shared_statistics(row)
+        if self.training and moves:
             if run.is_largest and measured not in (None, self._begun):  # Training goes on from its own.
                 for tensor, own in zip(pair, self.readable(row, measured.pairs()[self.path]), strict=True):
                     tensor.copy_(own)
                 self._begun = actuation.moving = measured  # type: ignore[union-attr]
             shared: Any = self._buffers[names[0]]
             increment_version(shared)  # Torch does not count what BatchNorm writes.
-        elif type(self.shell).forward in _READING_THE_BATCH:
-            attributes["track_running_stats"], pair, tracked = False, (None, None), None
-        else:
+        elif self.training and pair[0] is not None:
             pair, tracked = (pair[0].clone(), pair[1].clone()), None if tracked is None else tracked.clone()
         buffers = dict(zip(_STATISTICS, pair, strict=True), num_batches_tracked=tracked)
         tensors = self.tensors(sizes)
