@@ -15,7 +15,7 @@ from operator import add
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 
@@ -103,6 +103,11 @@ def sorted_runs(runs: Mapping[int, list[tuple[int, int]]]) -> Runs:
 
 def cut_runs(tensor: Tensor, runs: Runs) -> Tensor:
     """Return the given runs of some axes of a tensor, as `cut` does."""
+    if len(runs) > 1 and type(tensor) is nn.Parameter and all(len(pieces) == 1 for _, pieces in runs):
+        shape, offset = list(tensor.shape), tensor.storage_offset()
+        for axis, ((start, shape[axis]),) in runs:
+            offset += start * tensor.stride(axis)
+        return tensor.as_strided(shape, tensor.stride(), offset)  # One step back, where `narrow` takes two.
     for axis, pieces in runs:
         slices = [tensor.narrow(axis, start, size) for start, size in pieces]
         tensor = slices[0] if len(slices) == 1 else torch.cat(slices, axis)

@@ -470,7 +470,8 @@ class Supernet(ReadThrough):
             yield
 
     def _run_of(self, spec: SubnetSpec) -> Run:
-        return Run(spec := self.space.check(spec), self.space.resolve(spec), spec.base == self._largest)
+        spec = spec if isinstance(spec, SubnetSpec) else self.space.check(spec)
+        return Run(spec, self.space.resolve(spec), spec.base == self._largest)
 
     def statistics_of_largest(self) -> dict[str, Tensor]:
         """Return, by name, the shared statistics that are others in the row of the largest subnet."""
