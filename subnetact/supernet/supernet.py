@@ -470,7 +470,8 @@ class Supernet(ReadThrough):
             yield
 
     def _run_of(self, spec: SubnetSpec) -> Run:
-        spec = spec if isinstance(spec, SubnetSpec) else self.space.check(spec)
+        if not isinstance(spec, SubnetSpec):
+            spec = self.space.check(spec)
         return Run(spec, self.space.resolve(spec), spec.base == self._largest)
 
     def statistics_of_largest(self) -> dict[str, Tensor]:
