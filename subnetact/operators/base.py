@@ -457,15 +457,11 @@ class Operator(ReadThrough):
     @__class__.setter
     def __class__(self, cls: Any) -> None:
         stated = self.__class__
-        if stated in cls.__bases__ and not issubclass(
-            cls, Operator
-        ):  # A tool puts a class before the layer's.
+        mixed = stated in cls.__bases__ and not issubclass(cls, Operator)
+        if mixed:  # A tool puts a class before that of the layer.
             bases = tuple(type(self) if base is stated else base for base in cls.__bases__)
-            inner = {
-                name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")
-            }
             self.__dict__["_class"] = cls
-            cls = type(cls.__name__, bases, inner)
+            cls = type(cls.__name__, bases, {n: v for n, v in vars(cls).items() if n not in _OF_CLASSES})
         vars(object)["__class__"].__set__(self, cls)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from subnetact.errors import InsertError, SpecError
-from subnetact.operators.actuation import Run
+from subnetact.operators.actuation import Actuation, Run
 from subnetact.operators.base import Operator
 from subnetact.operators.segments import cut
 from subnetact.operators.view_module import called_module, view_module
@@ -167,12 +167,12 @@ class SubnetNorm(Operator):
         In training the largest subnet moves its statistics, and a subnet with shared statistics of its own
         (`statistics_names`) moves those; others move nothing.
         """
-        row, actuation = run.row, self.actuation
+        row, actuation = run.row, cast(Actuation, self.actuation)
         attributes = self.attributes(sizes := self.sizes_of(row))
         names = self.statistics_names(row)
-        measured = None if actuation is None else actuation.norms.get(run.spec)
+        measured = actuation.norms.get(run.spec)
         tracked = self.batches_tracked()
-        moves = run.is_largest or names != self.statistics_names(actuation.largest.row)  # type: ignore[union-attr]
+        moves = run.is_largest or names != self.statistics_names(actuation.largest.row)
         pair: Any = (None, None)
         if self.training and not moves and type(self.shell).forward in _READING_THE_BATCH:
             attributes["track_running_stats"] = False
@@ -184,7 +184,7 @@ class SubnetNorm(Operator):
             if run.is_largest and measured not in (None, self._begun):  # Training goes on from its own.
                 for tensor, own in zip(pair, self.readable(row, measured.pairs()[self.path]), strict=True):
                     tensor.copy_(own)
-                self._begun = actuation.moving = measured  # type: ignore[union-attr]
+                self._begun = actuation.moving = measured
             shared: Any = self._buffers[names[0]]
             increment_version(shared)  # Torch does not count what BatchNorm writes.
         elif self.training and pair[0] is not None:

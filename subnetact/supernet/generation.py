@@ -72,10 +72,6 @@ class Weights:
         last = self.moment()
         self.last = last._replace(changes=last.changes + changed)
 
-    def note_training(self) -> None:
-        """Note that a BatchNorm will write its statistics, which torch does not count."""
-        self._start = self._start._replace(statistics=self._start.statistics + 1)
-
     def of_copy(self, network: nn.Module, state: Collection[str]) -> Weights:
         """Return the weights of a network that was extracted just now, with the names of its state."""
         return Weights(weights_of(network, state), self.moment(), carried=True)
