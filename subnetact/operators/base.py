@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -190,7 +191,8 @@ class Operator(ReadThrough):
         self.shapes = {name: tuple(p.shape) for name, p in template._parameters.items() if p is not None}
         self._shared: dict[tuple[int, tuple[int, ...]], dict[str, Tensor | None]] = {}
         self._packed: dict[tuple[Any, ...], PackedCopy] = {}
-        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._key: Any = itemgetter(*self.dims.values()) if dims else itemgetter(slice(0))
+        self._sizes: dict[Any, tuple[tuple[int, ...], dict[str, Any]]] = {}
         self._runs: dict[tuple[int, ...], dict[str, Runs]] = {}
 
     @classmethod
@@ -281,12 +283,15 @@ class Operator(ReadThrough):
         its rule meets the lowered copy of the weight, and the scales in place of the bias.
         """
         known = self._runs.setdefault(sizes, {}) if self.checks else {}  # Symbolic sizes are new every time.
-        for name in given.keys() - known.keys():
-            kept = dict(zip(self.parts, self.kept_parts(sizes), strict=True))
-            sides = {i: kept[part] for i, part in enumerate(self.axes(name)) if part in kept}
-            narrow = {i: k.runs() for i, k in sides.items() if not (self.checks and k.sizes == k.lengths)}
-            known[name] = sorted_runs(narrow)
-        return {name: None if t is None else cut_runs(t, known[name]) for name, t in given.items()}
+        sliced: dict[str, Tensor | None] = {}
+        for name, tensor in given.items():
+            if (runs := known.get(name)) is None:
+                kept = dict(zip(self.parts, self.kept_parts(sizes), strict=True))
+                sides = {i: kept[part] for i, part in enumerate(self.axes(name)) if part in kept}
+                narrow = {i: k.runs() for i, k in sides.items() if not (self.checks and k.sizes == k.lengths)}
+                runs = known[name] = sorted_runs(narrow)
+            sliced[name] = cut_runs(tensor, runs) if runs and tensor is not None else tensor
+        return sliced
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the part that each of the first axes of the parameter of a `name` belongs to."""
@@ -480,7 +485,7 @@ class Operator(ReadThrough):
         """Tell whether an attribute may be another one in a subnet."""
         if isinstance(value, Tensor) or hasattr(type(self.template), name):
             return True
-        return name in self.attributes(self.sizes_of(self.actuation.largest.row))  # type: ignore[union-attr]
+        return name in self.sizes_of(self.actuation.largest.row)[1]  # type: ignore[union-attr]
 
     def _get_name(self) -> str:
         return type(self).__name__
@@ -517,24 +522,25 @@ class Operator(ReadThrough):
 
         Gradients of its parameters reach those of this operator. It has this operator's mode and submodules.
         """
-        bits = FLOAT_BITS if self.precision_dim is None else run.row[self.precision_dim]
-        if bits != FLOAT_BITS and not self.training:
+        if self.precision_dim is not None and run.row[self.precision_dim] != FLOAT_BITS and not self.training:
             return self.bind(run.row)
-        sizes = self.sizes_of(run.row)
-        sliced = any(any(self.axes(name)) for name in self._buffers)
-        buffers: Any = self.sliced(sizes, self._buffers) if sliced else self._buffers
-        if self.training and buffers and not run.is_largest:
+        sizes, attributes = self.sizes_of(run.row)
+        buffers: Any = self._buffers
+        if buffers and any(any(self.axes(name)) for name in buffers):
+            buffers = self.sliced(sizes, buffers)
+        if buffers and self.training and not run.is_largest:
             buffers = {n: None if b is None else b.detach().clone() for n, b in buffers.items()}
-        tensors, attributes = self.tensors(sizes), self.attributes(sizes)
-        return called_module(self.shell, self.training, tensors, buffers, self._modules, attributes)
+        return called_module(self, self.tensors(sizes), buffers, self._modules, attributes)
 
-    def sizes_of(self, row: SizeRow) -> tuple[int, ...]:
-        """Return what `sizes` does for a size row, which is computed once."""
-        key = tuple([row[i] for i in self.dims.values()])
-        sizes = self._sizes.get(key)
-        if sizes is None:
-            sizes = self._sizes.setdefault(key, self.sizes(row))
-        return sizes
+    def sizes_of(self, row: SizeRow) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """Return the `sizes` and `attributes` of a size row, which are computed once if they are numbers."""
+        known = self._sizes.get(key := self._key(row))
+        if known is None:
+            sizes = self.sizes(row)
+            known = sizes, self.attributes(sizes)
+            if all(isinstance(value, int | tuple) for value in known[1].values()):
+                self._sizes[key] = known
+        return known
 
     def on_another(self, module: nn.Module) -> Operator | None:
         """Return an operator that slices another `module` in the same way, or None if its sizes are others.

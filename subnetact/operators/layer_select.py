@@ -75,15 +75,14 @@ class LayerSelect(Operator):
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
         """Return a container of the kept `layers` by name, with identities in the places of the others."""
-        return view_module(self.template, modules=self._places(layers))
-
-    def _places(self, layers: dict[str, nn.Module | None]) -> dict[str, nn.Module | None]:
-        return {name: layers[name] if name in layers else self._stand_in(name) for name in self._modules}
+        put = {n: layers[n] if n in layers else view_module(self._stand_in(n)) for n in self._modules}
+        return view_module(self.template, modules=put)
 
     def module_of(self, run: Run) -> Any:
         """Return the container of the layers that the subnet of a `run` keeps, and of identities."""
-        modules = self._places({name: self._modules[name] for name in self.kept(run.row)})
-        return called_module(self.template, self.training, {}, {}, modules)
+        kept = self.kept(run.row)
+        modules = {n: module if n in kept else self._stand_in(n) for n, module in self._modules.items()}
+        return called_module(self, {}, {}, modules, {})
 
     def _layers(self, inside: bool) -> dict[str, nn.Module | None]:
         """Return the layers by name: those of the subnet that runs for a forward, otherwise all."""
@@ -107,7 +106,7 @@ class LayerSelect(Operator):
         if name not in self._stand_ins:
             layer = self._modules[name]
             self._stand_ins[name] = skipped(nn.Identity() if layer is None else layer)
-        return view_module(self._stand_ins[name])
+        return self._stand_ins[name]
 
 
 class SwitchableModule(nn.Module):

@@ -22,6 +22,7 @@ CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
 """How calibration averages the statistics of batches (docstring of `subnetact.calibration`)."""
 
 _STATISTICS = ("running_mean", "running_var")
+_NO_STATISTICS = dict.fromkeys((*_STATISTICS, "num_batches_tracked"))
 _READING_THE_BATCH = (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward)
 """The forwards that need no statistics in training."""
 
@@ -168,27 +169,26 @@ class SubnetNorm(Operator):
         (`statistics_names`) moves those; others move nothing.
         """
         row, actuation = run.row, cast(Actuation, self.actuation)
-        attributes = self.attributes(sizes := self.sizes_of(row))
-        names = self.statistics_names(row)
-        measured = actuation.norms.get(run.spec)
-        tracked = self.batches_tracked()
-        moves = run.is_largest or names != self.statistics_names(actuation.largest.row)
-        pair: Any = (None, None)
-        if self.training and not moves and type(self.shell).forward in _READING_THE_BATCH:
-            attributes["track_running_stats"] = False
-        elif not self.training and measured is not None and measured is not self._begun:
+        training, names = self.training, self.statistics_names(row)
+        sizes, attributes = self.sizes_of(row)
+        moves = training and (run.is_largest or names != self.statistics_names(actuation.largest.row))
+        if training and not moves and type(self.shell).forward in _READING_THE_BATCH:
+            module = called_module(self, self.tensors(sizes), dict(_NO_STATISTICS), self._modules, attributes)
+            vars(module)["track_running_stats"] = False
+            return module
+        measured, tracked = actuation.norms.get(run.spec), self.batches_tracked()
+        pair: Any = self._buffers[names[0]], self._buffers[names[1]]
+        if not training and measured is not None and measured is not self._begun:
             pair = self.readable(row, measured.pairs()[self.path])
-        else:
+        elif not moves or sizes != pair[0].shape:
             pair = self.shared_statistics(row)
-        if self.training and moves:
+        if moves:
             if run.is_largest and measured not in (None, self._begun):  # Training goes on from its own.
                 for tensor, own in zip(pair, self.readable(row, measured.pairs()[self.path]), strict=True):
                     tensor.copy_(own)
                 self._begun = actuation.moving = measured
-            shared: Any = self._buffers[names[0]]
-            increment_version(shared)  # Torch does not count what BatchNorm writes.
-        elif self.training and pair[0] is not None:
+            increment_version(self._buffers[names[0]])  # Torch does not count what BatchNorm writes.
+        elif training:
             pair, tracked = (pair[0].clone(), pair[1].clone()), None if tracked is None else tracked.clone()
-        buffers = dict(zip(_STATISTICS, pair, strict=True), num_batches_tracked=tracked)
-        tensors = self.tensors(sizes)
-        return called_module(self.shell, self.training, tensors, buffers, self._modules, attributes)
+        buffers = {"running_mean": pair[0], "running_var": pair[1], "num_batches_tracked": tracked}
+        return called_module(self, self.tensors(sizes), buffers, self._modules, attributes)

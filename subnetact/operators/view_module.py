@@ -388,16 +388,17 @@ def view_module(
     return _rebound(view, template) if "forward" in template.__dict__ else view
 
 
-def called_module(
-    template: nn.Module, training: bool, parameters: Any, buffers: Any, modules: Any, attributes: Any = ()
-) -> Any:
-    """Return a module of the template's class for one call, with the template's settings, without hooks."""
-    module: nn.Module = object.__new__(type(template))
+def called_module(operator: Any, parameters: Any, buffers: Any, modules: Any, attributes: Any) -> Any:
+    """Return a module of the class of an operator's shell for one call, with its settings, without hooks."""
+    template = operator.shell
+    module: Any = object.__new__(type(template))
     held = module.__dict__
     held.update(template.__dict__)
-    held.update(_NO_HOOKS)
+    if type(module).__call__ is not nn.Module.__call__:  # Otherwise its forward is called, without hooks.
+        held.update(_NO_HOOKS)
     held.update(attributes)
-    held.update(_parameters=parameters, _buffers=buffers, _modules=modules, training=training)
+    held["_parameters"], held["_buffers"], held["_modules"] = parameters, buffers, modules
+    held["training"] = operator.training
     return _rebound(module, template) if "forward" in held else module
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -439,8 +439,7 @@ class Supernet(ReadThrough):
         with nullcontext() if asked is not None and asked.spec == spec else self.running(spec):
             return self.network(*args, **kwargs)
 
-    @contextmanager
-    def running(self, spec: SubnetSpec) -> Iterator[None]:
+    def running(self, spec: SubnetSpec) -> AbstractContextManager[None]:
         """Let `supernet.network(...)` run a subnet in this thread or task, instead of the active one.
 
         The network's own modules run, with their hooks: gradients reach the parameters, and checkpoints are
@@ -451,8 +450,8 @@ class Supernet(ReadThrough):
         Args:
             spec: the subnet to run.
 
-        Yields:
-            Nothing; the subnet runs inside the `with` statement.
+        Returns:
+            A context, which gives nothing; the subnet runs inside the `with` statement.
 
         Raises:
             TrainingError: the forward needs all processes, as that of sharded weights or of SyncBatchNorm,
@@ -466,8 +465,7 @@ class Supernet(ReadThrough):
         run = self._run_of(spec)
         with self._generation.lock:  # A forked process may have none of the other part of the weights.
             network = self._present()
-        with self._actuation.running(run, network):
-            yield
+        return self._actuation.running(run, network)
 
     def _run_of(self, spec: SubnetSpec) -> Run:
         if not isinstance(spec, SubnetSpec):

@@ -133,9 +133,9 @@ def sandwich_step(
     if not any(isinstance(part, Tensor) for part in tensors_of(x)):
         raise SpecError(f"inputs: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
     place = 1 if class_dim is None and loss is F.cross_entropy else class_dim
-    target: Callable[[Any], Any] = partial(_scores, class_dim=place)
     ignored = getattr(loss, "ignore_index", IGNORED if loss is F.cross_entropy else None)
-    apart: Loss = partial(_distillation, class_dim=place, labels=labels, ignored=ignored)
+    target: Callable[[Any], Any] = partial(_probabilities, class_dim=place, labels=labels, ignored=ignored)
+    apart: Loss = partial(_distillation, class_dim=place)
     if divergence is not None:
         target, apart = (lambda scores: scores), divergence
     wanted: Any = None
@@ -283,18 +283,31 @@ def counted(scores: Any, labels: Any, ignored: int | None) -> Tensor | None:
 
 def cross_entropy(student: Tensor, teacher: Tensor, counts: Tensor | None = None) -> Tensor:
     """Return the mean cross-entropy with the teacher's probabilities, of the scores that are `counted`."""
-    if counts is not None:
-        student, teacher = (scores.movedim(1, -1)[counts] for scores in (student, teacher))
-    return F.cross_entropy(student.float(), teacher.float().softmax(1)) if len(student) else student.sum()
+    return _cross_entropy(student, _kept(teacher, counts).float().softmax(1), counts)
 
 
-def _distillation(
-    output: Any, wanted: Tensor, class_dim: int | None, labels: Any, ignored: int | None
-) -> Tensor:
-    scores = _scores(output, class_dim)
-    if scores.shape != wanted.shape:
+def _kept(scores: Tensor, counts: Tensor | None) -> Tensor:
+    """Return the scores (N, classes, ...) that count."""
+    return scores if counts is None else scores.movedim(1, -1)[counts]
+
+
+def _cross_entropy(student: Tensor, probabilities: Tensor, counts: Tensor | None) -> Tensor:
+    student = _kept(student, counts)
+    return F.cross_entropy(student.float(), probabilities) if len(student) else student.sum()
+
+
+def _probabilities(scores: Any, class_dim: int | None, labels: Any, ignored: int | None) -> tuple[Any, ...]:
+    """Return the probabilities of a teacher where labels count, where that is, and the shape of its scores."""
+    scores = _scores(scores, class_dim)
+    counts = counted(scores, labels, ignored)
+    return _kept(scores, counts).float().softmax(1), counts, tuple(scores.shape)
+
+
+def _distillation(output: Any, wanted: tuple[Any, ...], class_dim: int | None) -> Tensor:
+    scores, (probabilities, counts, shape) = _scores(output, class_dim), wanted
+    if scores.shape != shape:
         raise SpecError(
-            f"distillation: the student's scores {tuple(scores.shape)} do not fit the teacher's "
-            f"{tuple(wanted.shape)}; the classes are in dimension 1 of both"
+            f"distillation: the student's scores {tuple(scores.shape)} do not fit the teacher's {shape}; "
+            "the classes are in dimension 1 of both"
         )
-    return cross_entropy(scores, wanted, counted(scores, labels, ignored))
+    return _cross_entropy(scores, probabilities, counts)
