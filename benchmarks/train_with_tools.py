@@ -5,7 +5,8 @@
 Trainer that has `SandwichTraining`: the same batches in the same order, the same subnets, rate and steps. A
 third run is a Trainer that is killed (SIGKILL) after a checkpoint, and resumed by another process. Perplexity
 is that of docstrings that nobody trained on. Then PEFT saves an adapter of rank 16, and another process loads
-it on the plain model.
+it on the plain model. Last, the CPU time of `sandwich_step` is compared with that of own networks of the same
+subnets, which share nothing, with the same losses (`--only-steps` does this alone).
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from distill import next_token_loss, perplexities, smollm2_model, smollm2_texts
 from peers import import_torchvision
+from torch.nn import functional as F
 
+import ofa_adapters
 from subnetact import insert_, reorder_
 from subnetact.device import machine
+from subnetact.digits import new_digits_supernet, read_digits
 from subnetact.supernet.supernet import Supernet
-from subnetact.training import SandwichTraining, distill_
+from subnetact.training import SandwichTraining, distill_, sandwich_step
 
 OUT = Path(__file__).parent / "results" / "train_with_tools.json"
 RATE, BATCH, LENGTH = 1e-4, 4, 64
@@ -113,6 +120,58 @@ def load_adapter(folder: str) -> dict[str, Any]:
     return {"difference": float((logits - expected["logits"]).abs().max())}
 
 
+def step_times(rounds: int = 40) -> dict[str, Any]:
+    """Return the CPU time in ms of a step of four subnets: of a supernet, and of four own networks."""
+    import_torchvision()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    digits, (training, _) = new_digits_supernet(), read_digits()
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+    ids = torch.randint(0, 128, (2, 12))
+    tokens = {"input_ids": ids, "use_cache": False}
+    mobile = ofa_adapters.load("ofa_mbv3"), torch.randn(2, 3, 64, 64), torch.tensor([1, 2])
+    cases: dict[str, tuple[Supernet, Any, torch.Tensor]] = {
+        "digits, batch 8": (digits, training.images[:8], training.labels[:8]),
+        "OFA-MobileNetV3, 64 px, batch 2": mobile,
+        "Llama of 4 layers": (insert_(llama, example=tokens, axes=("ffn", "heads", "depth")), tokens, ids),
+    }
+    return {name: _step_times(*case, rounds=rounds) for name, case in cases.items()}
+
+
+def _step_times(supernet: Supernet, x: Any, labels: torch.Tensor, *, rounds: int) -> dict[str, Any]:
+    dim = -1 if isinstance(x, dict) else 1
+    specs = supernet.space.sample(random.Random(0), 4)
+    largest = supernet.space.largest()
+    specs = [largest, *(spec for spec in specs if spec != largest)]
+    own = [supernet.extract(spec).train() for spec in specs]
+    supernet.train()
+
+    def loss(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores.movedim(dim, 1), wanted)
+
+    def apart() -> None:
+        teacher = None
+        for network in own:
+            network.zero_grad()
+            output = network(**x).logits if dim == -1 else network(x)
+            torch.autograd.backward(loss(output, labels if teacher is None else teacher))
+            teacher = output.detach().movedim(dim, 1).softmax(1) if teacher is None else teacher
+
+    def shared() -> None:
+        supernet.zero_grad()
+        sandwich_step(supernet, x, labels, rng=random.Random(0), loss=loss, subnets=specs, class_dim=dim)
+
+    times: dict[str, list[float]] = {"supernet": [], "own networks": []}
+    for _ in range(rounds):
+        for name, step in (("supernet", shared), ("own networks", apart)):
+            start = time.process_time()
+            step()
+            times[name].append(1e3 * (time.process_time() - start))
+    medians = {name: round(statistics.median(values[3:]), 2) for name, values in times.items()}
+    return {**medians, "ratio": round(medians["supernet"] / medians["own networks"], 3)}
+
+
 def in_process(part: str, *arguments: Any, kill_at: Path | None = None) -> dict[str, Any]:
     """Run one part in a process of its own; kill it when a file has appeared."""
     command = [sys.executable, __file__, "--part", part, *map(str, arguments)]
@@ -132,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--only-steps", action="store_true")
     parser.add_argument("--part", nargs="+")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -142,11 +202,21 @@ def main() -> None:
             "trainer": lambda: trained_by_trainer(int(given[0]), given[1]),
             "adapter": lambda: adapter(given[0]),
             "load": lambda: load_adapter(given[0]),
+            "times": step_times,
         }
         print(json.dumps(parts[name]()))
         return
+    results = json.loads(options.out.read_text()) if options.only_steps else run_tools(options.steps)
+    results["step_cpu_ms"] = in_process("times")
+    results["machine"] = machine(torch.device("cpu"))
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+
+
+def run_tools(steps: int) -> dict[str, Any]:
+    """Return what `distill_`, a Trainer, a killed Trainer and PEFT do in so many steps."""
     with tempfile.TemporaryDirectory() as folder:
-        steps, killed = options.steps, Path(folder) / "killed"
+        killed = Path(folder) / "killed"
         results: dict[str, Any] = {"steps": steps, "distill": in_process("distill", steps)}
         results["trainer"] = in_process("trainer", steps, Path(folder) / "trainer")
         in_process(
@@ -156,9 +226,7 @@ def main() -> None:
         results["adapter"] = in_process("adapter", Path(folder) / "adapter") | in_process(
             "load", Path(folder) / "adapter"
         )
-    results["machine"] = machine(torch.device("cpu"))
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results, indent=1))
+    return results
 
 
 if __name__ == "__main__":
