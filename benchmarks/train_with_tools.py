@@ -127,14 +127,18 @@ def step_times(rounds: int = 40) -> dict[str, Any]:
 
     digits, (training, _) = new_digits_supernet(), read_digits()
     sizes: Any = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128}
-    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+    llama: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     ids = torch.randint(0, 128, (2, 12))
     tokens = {"input_ids": ids, "use_cache": False}
     mobile = ofa_adapters.load("ofa_mbv3"), torch.randn(2, 3, 64, 64), torch.tensor([1, 2])
     cases: dict[str, tuple[Supernet, Any, torch.Tensor]] = {
         "digits, batch 8": (digits, training.images[:8], training.labels[:8]),
         "OFA-MobileNetV3, 64 px, batch 2": mobile,
-        "Llama of 4 layers": (insert_(llama, example=tokens, axes=("ffn", "heads", "depth")), tokens, ids),
+        "Llama of 4 layers": (
+            insert_(llama.eval(), example=tokens, axes=("ffn", "heads", "depth")),
+            tokens,
+            ids,
+        ),
     }
     return {name: _step_times(*case, rounds=rounds) for name, case in cases.items()}
 

@@ -177,7 +177,8 @@ class SubnetNorm(Operator):
             vars(module)["track_running_stats"] = False
             return module
         measured, tracked = actuation.norms.get(run.spec), self.batches_tracked()
-        pair: Any = self._buffers[names[0]], self._buffers[names[1]]
+        shared: dict[str, Any] = self._buffers
+        pair = shared[names[0]], shared[names[1]]
         if not training and measured is not None and measured is not self._begun:
             pair = self.readable(row, measured.pairs()[self.path])
         elif not moves or sizes != pair[0].shape:
@@ -187,7 +188,7 @@ class SubnetNorm(Operator):
                 for tensor, own in zip(pair, self.readable(row, measured.pairs()[self.path]), strict=True):
                     tensor.copy_(own)
                 self._begun = actuation.moving = measured
-            increment_version(self._buffers[names[0]])  # Torch does not count what BatchNorm writes.
+            increment_version(shared[names[0]])  # Torch does not count what BatchNorm writes.
         elif training:
             pair, tracked = (pair[0].clone(), pair[1].clone()), None if tracked is None else tracked.clone()
         buffers = {"running_mean": pair[0], "running_var": pair[1], "num_batches_tracked": tracked}

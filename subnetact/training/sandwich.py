@@ -297,7 +297,7 @@ def _cross_entropy(student: Tensor, probabilities: Tensor, counts: Tensor | None
 
 
 def _probabilities(scores: Any, class_dim: int | None, labels: Any, ignored: int | None) -> tuple[Any, ...]:
-    """Return the probabilities of a teacher where labels count, where that is, and the shape of its scores."""
+    """Return the probabilities of a teacher where labels count, where that is, and its scores' shape."""
     scores = _scores(scores, class_dim)
     counts = counted(scores, labels, ignored)
     return _kept(scores, counts).float().softmax(1), counts, tuple(scores.shape)
