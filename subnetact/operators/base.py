@@ -477,7 +477,9 @@ class Operator(ReadThrough):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if self.__dict__.get("actuation") is None or not self._varies(name, value) or not in_forward(self):
+        if self.__dict__.get("actuation") is None or not self._varies(name, value):
+            return value
+        if not (name.startswith("forward_") or in_forward(self)):  # timm's `forward_features` is one, too.
             return value
         return getattr(self.module_of(self._run()), name)  # A forward sees the module of the subnet.
 

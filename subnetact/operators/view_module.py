@@ -16,7 +16,8 @@ import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
-from functools import cache, wraps
+from functools import cache, partial, wraps
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -404,10 +405,41 @@ def called_module(operator: Any, parameters: Any, buffers: Any, modules: Any, at
 
 def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
     """Return a module with a forward of its own where a tool has bound one to the `former` module."""
-    forward: Any = vars(module).get("forward")
-    if getattr(forward, "__self__", None) is former:
-        object.__setattr__(module, "forward", forward.__func__.__get__(module))
+    forward = vars(module).get("forward")
+    if forward is not None:
+        object.__setattr__(module, "forward", _of_another(forward, former, module, set()))
     return module
+
+
+def _of_another(value: Any, former: nn.Module, module: nn.Module, seen: set[int]) -> Any:
+    """Return what a tool has made of a forward, with another module in the place of the `former` one."""
+    if isinstance(value, nn.Module):
+        return module if former in (value, vars(value).get("template")) else value
+    if isinstance(value, MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType) and id(value) not in seen:
+        seen.add(id(value))  # It may read itself.
+        read = [n for n in value.__code__.co_names if isinstance(value.__globals__.get(n), MethodType)]
+        cells, defaults = [cell.cell_contents for cell in value.__closure__ or ()], value.__defaults__ or ()
+        parts = [*cells, *defaults, *map(value.__globals__.get, read)]
+    else:
+        return value
+    others = [_of_another(part, former, module, seen) for part in parts]
+    if all(a is b for a, b in zip(parts, others, strict=True)):
+        return value
+    if isinstance(value, MethodType):
+        return MethodType(*others)
+    if isinstance(value, partial):
+        count = 1 + len(value.args)
+        return partial(others[0], *others[1:count], **dict(zip(value.keywords, others[count:], strict=True)))
+    first, count = len(cells), len(cells) + len(defaults)
+    names = {**value.__globals__, **dict(zip(read, others[count:], strict=True))}
+    settings = value.__name__, tuple(others[first:count]), tuple(map(CellType, others[:first]))
+    copied = FunctionType(value.__code__, names, *settings)
+    copied.__kwdefaults__ = value.__kwdefaults__
+    return copied
 
 
 def _own_settings_(view: nn.Module) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ class SandwichTraining:
 
     Raises:
         InsertError: there is no supernet in the model.
-        TrainingError: outputs are no class scores of the labels, from which subnets could learn.
+        TrainingError: outputs are no class scores of the labels, from which subnets could learn; or the
+            checkpoint from which the training goes on is of a supernet with other subnets.
 
     Example:
         >>> class ElasticTrainer(SandwichTraining, Trainer):
@@ -58,6 +60,18 @@ class SandwichTraining:
         self.supernet = supernet_of(self.model)
         self.random_subnets, self.subnets, self.distillation = random_subnets, subnets, distillation
         self.wanted: Tensor | None = None  # what the first subnet of the step returned
+        events = {"on_train_begin": lambda _, __, state, *___, **____: self._require_same_subnets(state)}
+        self.add_callback(type("SameSubnets", (import_module("transformers").TrainerCallback,), events))
+
+    def _require_same_subnets(self, state: Any) -> None:
+        """Refuse a checkpoint of other subnets; the state of a Trainer is written with its checkpoints."""
+        space = {"args": {}, "attributes": {"space": self.supernet.space.id}}
+        if state.stateful_callbacks.setdefault("SandwichTraining", space) != space:
+            raise TrainingError(
+                "the checkpoint is of a supernet with other subnets: insert_ orders layers by the weights "
+                "and the example; call supernet.save_pretrained(folder) before the training, and make the "
+                "supernet of a resumed one with subnetact.from_pretrained(folder)"
+            )
 
     def training_step(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Add the gradients of all subnets of a step; return the loss of the first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -175,15 +176,46 @@ def test_what_needs_no_slices_is_put_in_and_taken_out_freely() -> None:
     assert supernet(X).shape == (4, 16)
 
 
-def test_a_forward_that_a_tool_binds_to_the_network_is_that_of_every_subnet() -> None:
+def by_class(network: Any) -> Any:
+    return MethodType(lambda self, x: 2 * Classifier.forward(self, x), network)
+
+
+def by_closure(network: Any) -> Any:
+    original = network.forward
+    return MethodType(lambda self, x: 2 * original(x), network)
+
+
+def by_default(network: Any) -> Any:
+    return MethodType(lambda self, x, original=network.forward: 2 * original(x), network)
+
+
+def by_global_name(network: Any) -> Any:
+    names: dict[str, Any] = {"original": network.forward}
+    exec("def forward(self, x): return 2 * original(x)", names)
+    return MethodType(names["forward"], network)
+
+
+def by_partial(network: Any) -> Any:
+    return partial(lambda x, forward: 2 * forward(x), forward=network.forward)
+
+
+@pytest.mark.parametrize("bound", [by_class, by_closure, by_default, by_global_name, by_partial])
+def test_a_forward_that_a_tool_binds_to_the_network_is_that_of_every_subnet(
+    bound: Callable[[Any], Any],
+) -> None:
     supernet, plain = classifier()
     for network in (supernet.network, plain):
-        network.forward = MethodType(lambda self, x: 2 * Classifier.forward(self, x), network)
+        network.forward = bound(network)
     supernet.refresh()
     small = supernet.space.smallest()
     for run in (supernet.subnet(small), supernet.extract(small)):
         close(run(X), 2 * reference(classifier()[1], X))
     close(supernet(X), plain(X))
+    extract = supernet.extract(small)
+    with torch.no_grad():
+        for parameter in supernet.parameters():
+            parameter.zero_()
+    close(extract(X), 2 * reference(classifier()[1], X))
 
 
 # -- weights on other storage ----------------------------------------------------------------------------

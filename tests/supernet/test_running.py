@@ -234,6 +234,15 @@ def test_a_forward_sees_the_layers_of_the_subnet_and_everybody_else_the_whole_on
     assert seen == [(4, 8)]  # A hook is a tool's, as that of `fully_shard`.
 
 
+@pytest.mark.parametrize("door", ["vit", "resnet"], indirect=True)
+def test_other_forwards_of_the_network_run_the_subnet(door: Door) -> None:
+    """timm's models have `forward_features` beside `forward`."""
+    supernet = door.supernet
+    with torch.no_grad(), supernet.running(door.small):
+        features = supernet.network.forward_features(door.inputs)
+    assert equal(features, supernet.subnet(door.small).forward_features(door.inputs))
+
+
 def call_in(supernet: Supernet, spec: Any, x: Tensor) -> Tensor:
     with supernet.running(spec):
         return supernet.network(x)

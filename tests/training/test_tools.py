@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_decoders import small_decoder
+
+import subnetact
+from subnetact.errors import TrainingError
+from subnetact.training import SandwichTraining
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "train_with_tools.md"
@@ -140,6 +145,28 @@ told = [str(w.message) for w in seen if "normalise with the batch of their own p
 assert len(told) == 1, told
 """
     in_two_processes(script, tmp_path)
+
+
+def test_a_checkpoint_of_other_subnets_is_refused_where_a_trainer_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    trainer = type("ElasticTrainer", (SandwichTraining, transformers.Trainer), {})
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+    options = transformers.TrainingArguments(tmp_path, max_steps=2, save_steps=1, **quiet)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (4, 6))]
+
+    def trained(choices: tuple[float, ...], resumes: bool) -> None:
+        example = {"input_ids": rows[0]["input_ids"][None], "use_cache": False}
+        supernet = subnetact.insert_(
+            small_decoder("LlamaConfig"), example=example, axes=("ffn",), choices=choices
+        )
+        made = trainer(model=supernet.network, args=options, train_dataset=rows, random_subnets=0)
+        made.train(resume_from_checkpoint=resumes)
+
+    trained((0.5, 1.0), False)
+    trained((0.5, 1.0), True)
+    with pytest.raises(TrainingError, match=r"supernet with other subnets.*from_pretrained"):
+        trained((0.25, 1.0), True)
 
 
 DISTILLED = """
