@@ -118,7 +118,7 @@ class AttentionSlice(Operator):
         super().check()
         if self.template.in_proj_weight is None:
             raise self.refuse("kdim and vdim are not supported; project to embed_dim before the attention")
-        sliced = view_module(self.template, _qkv_same_embed_dim=False)  # keeps encoders off fused kernels
+        sliced = view_module(self.template)
         object.__setattr__(sliced, "__class__", SlicedMultiheadAttention)
         self.__dict__["_shell"] = sliced
 
@@ -144,7 +144,8 @@ class AttentionSlice(Operator):
         """Return the widths and the number of heads of the subnet's module."""
         out, in_ = sizes
         widths = dict.fromkeys(("embed_dim", "kdim", "vdim"), in_)
-        return {"num_heads": out // self.template.head_dim, **widths}
+        fused = {"_qkv_same_embed_dim": False}  # Encoders read it, and keep off their fused kernels.
+        return {"num_heads": out // self.template.head_dim, **widths, **fused}
 
     def low_mixin(self) -> type[Low]:
         """Return the projections at a lower precision."""

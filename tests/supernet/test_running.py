@@ -327,3 +327,18 @@ def test_a_checkpoint_whose_subnet_is_forgotten_is_refused() -> None:
             pass
     with pytest.raises(TrainingError, match="it is not known for which subnet"):
         y.sum().backward()
+
+
+def encoder(x: Tensor) -> tuple[Supernet, nn.Module]:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    network = nn.Sequential(nn.Linear(8, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 3)).eval()
+    return subnetact.insert_(copy.deepcopy(network), example=x), network
+
+
+@torch.no_grad()
+def test_an_encoder_that_reads_its_layers_for_fused_kernels_runs_every_subnet() -> None:
+    x = torch.randn(2, 5, 8)
+    supernet, network = encoder(x)
+    assert equal(supernet.network(x), network(x))
+    for spec in supernet.space.sample(0, 4):
+        assert equal(call_in(supernet, spec, x), supernet.extract(spec)(x))
