@@ -342,3 +342,16 @@ def test_an_encoder_that_reads_its_layers_for_fused_kernels_runs_every_subnet() 
     assert equal(supernet.network(x), network(x))
     for spec in supernet.space.sample(0, 4):
         assert equal(call_in(supernet, spec, x), supernet.extract(spec)(x))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@torch.no_grad()
+def test_a_compiled_network_runs_every_subnet() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
+    supernet = subnetact.insert_(network, example=x)
+    compiled: Any = torch.compile(supernet.network, backend="eager")
+    for spec in supernet.space.sample(0, 4):
+        with supernet.running(spec):
+            output = compiled(x)
+        assert equal(output, supernet.extract(spec)(x))
