@@ -103,7 +103,7 @@ class SubnetNorm(Operator):
         """
         buffers: dict[str, Any] = self._buffers
         mean, var = (buffers[name] for name in self.statistics_names(row))
-        sizes = self.sizes_of(row)[0]
+        sizes = self.sizes_of(row)[0] if self.checks else self.sizes(row)
         if self.segments and len(self.kept_parts(sizes)[0].runs()) > 1:
             packed = self.packed(
                 ("statistics", *sizes),
