@@ -211,8 +211,7 @@ def main() -> None:
         print(json.dumps(parts[name]()))
         return
     results = json.loads(options.out.read_text()) if options.only_steps else run_tools(options.steps)
-    results["step_cpu_ms"] = in_process("times")
-    results["machine"] = machine(torch.device("cpu"))
+    results["step_cpu_ms"] = {**in_process("times"), "machine": machine(torch.device("cpu"))}
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
 
@@ -230,6 +229,7 @@ def run_tools(steps: int) -> dict[str, Any]:
         results["adapter"] = in_process("adapter", Path(folder) / "adapter") | in_process(
             "load", Path(folder) / "adapter"
         )
+    results["machine"] = machine(torch.device("cpu"))
     return results
 
 

@@ -407,11 +407,11 @@ def _rebound(module: nn.Module, former: nn.Module) -> nn.Module:
     """Return a module with a forward of its own where a tool has bound one to the `former` module."""
     forward = vars(module).get("forward")
     if forward is not None:
-        object.__setattr__(module, "forward", _of_another(forward, former, module, set()))
+        object.__setattr__(module, "forward", _of_another(forward, former, module, {}))
     return module
 
 
-def _of_another(value: Any, former: nn.Module, module: nn.Module, seen: set[int]) -> Any:
+def _of_another(value: Any, former: nn.Module, module: nn.Module, functions: dict[int, Any]) -> Any:
     """Return what a tool has made of a forward, with another module in the place of the `former` one."""
     if isinstance(value, nn.Module):
         return module if former in (value, vars(value).get("template")) else value
@@ -419,14 +419,14 @@ def _of_another(value: Any, former: nn.Module, module: nn.Module, seen: set[int]
         parts = [value.__func__, value.__self__]
     elif isinstance(value, partial):
         parts = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, FunctionType) and id(value) not in seen:
-        seen.add(id(value))  # It may read itself.
+    elif isinstance(value, FunctionType) and id(value) not in functions:
+        functions[id(value)] = value  # It may read itself.
         read = [n for n in value.__code__.co_names if isinstance(value.__globals__.get(n), MethodType)]
         cells, defaults = [cell.cell_contents for cell in value.__closure__ or ()], value.__defaults__ or ()
         parts = [*cells, *defaults, *map(value.__globals__.get, read)]
     else:
-        return value
-    others = [_of_another(part, former, module, seen) for part in parts]
+        return functions.get(id(value), value)
+    others = [_of_another(part, former, module, functions) for part in parts]
     if all(a is b for a, b in zip(parts, others, strict=True)):
         return value
     if isinstance(value, MethodType):
@@ -437,7 +437,7 @@ def _of_another(value: Any, former: nn.Module, module: nn.Module, seen: set[int]
     first, count = len(cells), len(cells) + len(defaults)
     names = {**value.__globals__, **dict(zip(read, others[count:], strict=True))}
     settings = value.__name__, tuple(others[first:count]), tuple(map(CellType, others[:first]))
-    copied = FunctionType(value.__code__, names, *settings)
+    copied = functions[id(value)] = FunctionType(value.__code__, names, *settings)
     copied.__kwdefaults__ = value.__kwdefaults__
     return copied
 
