@@ -24,6 +24,7 @@ __all__ = [
     "MissingExtra",
     "MissingFile",
     "NotCalibrated",
+    "OutputNotFinite",
     "PipelineError",
     "PolicyError",
     "PrecisionError",
@@ -184,6 +185,10 @@ class DeadlinePassed(RequestError):
 
 class BatchFailed(RequestError):
     """The forward pass of the request's batch raised; the cause is chained."""
+
+
+class OutputNotFinite(BatchFailed):
+    """The network's output for the request has NaN or an infinite number."""
 
 
 class WorkerDied(BatchFailed):

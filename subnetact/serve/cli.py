@@ -38,6 +38,7 @@ import torch
 from subnetact.command import OptionFormatter, json_object, reported
 from subnetact.errors import ServeError
 from subnetact.serve.limits import Limits
+from subnetact.serve.logs import LEVELS, setup
 from subnetact.serve.source import Source
 
 OF_SOURCE = {field.name for field in fields(Source)} - {"processes", "checksum"}
@@ -101,6 +102,8 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     add("--allowed-hosts", nargs="+", metavar="NAME", help=names)
     add("--token-file", type=Path, help="tokens of clients: TOKEN or NAME TOKEN per line")
     add("--grace-s", type=float, default=0.0, help="time between SIGTERM and the end of the server")
+    add("--log-level", choices=LEVELS, default="info", help="lines below it are left out")
+    add("--log-format", choices=("text", "json"), default="text", help="of the log on standard error")
     add("--image-mean", type=float, nargs="+", default=[0.0], help="of images scaled to 0..1")
     add("--image-std", type=float, nargs="+", default=[1.0], help="of images scaled to 0..1")
     usual = Limits()
@@ -119,6 +122,7 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
     def serve(args: argparse.Namespace) -> None:
         from subnetact.serve import run  # The extra `serve` may be missing.
 
+        setup(args.log_level, args.log_format == "json")
         with ExitStack() as stack:
             run(_open(args, stack, found), args.host, args.port, args.grace_s)
 

@@ -13,13 +13,14 @@ from starlette.types import Send
 
 from subnetact import errors
 from subnetact.errors import InvalidRequest
+from subnetact.serving.live.rate_limited_log import RateLimitedLog
 
 Model = TypeVar("Model", bound=BaseModel)
 Raw = bytes | bytearray
 
 LATER = {"Retry-After": "1"}
 JSON = b"application/json"
-_log = logging.getLogger(__name__)
+_repeated = RateLimitedLog(logging.getLogger(__name__))
 STATUSES: Mapping[type[errors.SubnetActError], int] = {
     InvalidRequest: 400,
     errors.MissingExtra: 415,
@@ -120,11 +121,11 @@ def refusal_of(error: BaseException) -> Refusal:
         return error
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
     if status is None:
-        _log.error("a request raised an unexpected error", exc_info=error)
+        _repeated.log(logging.ERROR, "a request raised an unexpected error", error=error)
         return Refusal(500, "InternalError", "the server failed on this request; its log says why")
     message = str(error)
     if isinstance(error, errors.BatchFailed):
-        _log.warning("a request failed: %s", error)
+        _repeated.log(logging.WARNING, "a request failed: %s", error, error=error)
         message = "the network failed on this request; the log of the server says why"
     return Refusal(status, type(error).__name__, message, LATER if status in (429, 503) else None)
 

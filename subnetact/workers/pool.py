@@ -63,14 +63,14 @@ class ProcessRunner:
         except WorkerDied:
             if self.process is process:
                 self.process = None
-            process.kill()
+            process.kill("because its pipe is closed")
             raise
 
     def abandon(self) -> None:
         """Kill the process, because its batch hangs."""
         process, self.process = self.process, None
         if process is not None:
-            process.kill()
+            process.kill("after it hung")
 
 
 class ProcessPool:
@@ -202,7 +202,7 @@ class ProcessPool:
             if process.pipe.poll():
                 self._started(process)
             elif time.monotonic() > limit:
-                process.kill()
+                process.kill(f"because it had not started after {START_LIMIT_S:g} s")
         for process in (*self._starting, *self._ready, *self._serving):
             if process.ended is not None:
                 process.stop()  # A program that it started may hold the other end of its pipe.
@@ -210,7 +210,8 @@ class ProcessPool:
                     with self._changed:
                         self._ready = [one for one in self._ready if one is not process]
                         self._serving.discard(process)
-                    _log.warning("worker process %d %s", process.pid, process.reason())
+                    if not process.is_awaited:
+                        _log.warning("worker process %d %s", process.pid, process.reason())
 
     def _started(self, process: WorkerProcess) -> None:
         try:
@@ -218,7 +219,7 @@ class ProcessPool:
         except Exception as error:
             self._serving.add(process)  # until it has ended
             del self._starting[process]
-            process.kill()
+            process.kill("because it does not start")
             self._failed(error)
             return
         with self._changed:
@@ -243,7 +244,7 @@ class ProcessPool:
         limit = time.monotonic() + STOP_LIMIT_S
         for process in everyone:
             if process in self._starting:
-                process.kill()
+                process.kill("because its batcher was closed")
             process.wait(max(0.0, limit - time.monotonic()))
         with self._changed:
             for runner in self.runners:

@@ -39,6 +39,8 @@ class WorkerProcess:
         self, package: Package, states: States, threads: int, niceness: int, batch_sizes: Sequence[int]
     ) -> None:
         self.states, self.niceness = states, niceness
+        self.is_awaited = True  # whether somebody waits for its answer, and is told how it ends
+        self._killed = ""
         self._requests, self._answers = (BatchMemory(SharedMemory(FIRST_BYTES)) for _ in range(2))
         memories = [self._requests.memory, self._answers.memory, *package.segments.values()]
         self.pipe, theirs = Pipe()
@@ -82,6 +84,7 @@ class WorkerProcess:
             self.wait(2.0)
             raise EngineError(f"a worker process {self.reason()} while it started") from None
         _content(answer)
+        self.is_awaited = False
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
         """Run one batch; raise what the runner raised, or WorkerDied."""
@@ -98,6 +101,7 @@ class WorkerProcess:
         self.states = states
 
     def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> bytes:
+        self.is_awaited = True
         try:
             self.pipe.send_bytes(message)
             for descriptor in descriptors:
@@ -105,6 +109,7 @@ class WorkerProcess:
             answer = self.pipe.recv_bytes()
         except (EOFError, OSError):
             raise WorkerDied(f"worker process {self.pid} {self.reason()}") from None
+        self.is_awaited = False
         return _content(answer)
 
     def reason(self) -> str:
@@ -112,15 +117,17 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(2.0)
         status = self.ended
-        if status is None:
-            return "closed its pipe"
+        if status is None or self._killed:
+            return self._killed or "closed its pipe"
         if status >= 0:
             return f"ended with status {status}"
         return f"was killed by {next((s.name for s in signal.Signals if s == -status), f'signal {-status}')}"
 
-    def kill(self) -> None:
-        """End the process at once, whatever it does."""
-        self._popen.kill()
+    def kill(self, why: str) -> None:
+        """End the process at once, whatever it does; `why` says what it was killed for."""
+        if self.ended is None:
+            self._killed = f"was killed {why}"
+            self._popen.kill()
 
     def stop(self) -> None:
         """Let the process end when it has finished its batch, and nobody wait for one that has ended."""
@@ -132,7 +139,7 @@ class WorkerProcess:
         try:
             self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self.kill()
+            self.kill("because it did not end")
             self._popen.wait()
 
 

@@ -192,7 +192,7 @@ def test_spares_start_after_what_is_waited_for_and_take_over(tmp_path: Path, wai
             patch.setattr(ProcessPool, "_start_missing", lambda pool: None)
             process = pool.runners[0].process
             assert process is not None
-            process.kill()
+            process.kill("by this test")
             wait_for(lambda: not pool._serving)
             assert not pool.runners[0].is_ready
             pool._spares = 1
@@ -205,7 +205,7 @@ def test_spares_start_after_what_is_waited_for_and_take_over(tmp_path: Path, wai
             patch.setattr(ProcessPool, "_start_missing", lambda pool: None)
             process = pool.runners[0].process
             assert process is not None
-            process.kill()
+            process.kill("by this test")
             wait_for(lambda: process.ended is not None)
             assert pool.runners[0].run(0, [command("double", 4.0)], 1) == [8.0], "the spare takes over"
     finally:

@@ -91,14 +91,19 @@ class Batcher(ClosedOnExit):
             a subnet at a batch size for the first time.
         check_finite: whether to refuse inputs with values that are not finite, by
             `engine.check(x, finite=True)`.
+        check_outputs: whether requests whose output has NaN or an infinite number fail with
+            `OutputNotFinite`. `stats().not_finite` counts them.
         learn: whether the policy plans with learned latencies.
         decision_log: path of a file for every request and decision, as JSON lines; an existing file is
             replaced. `python -m subnetact.simulate --replay` reads it.
         shares: how the clients named by `submit(..., client=...)` share the workers' time and the queue, so
             that none takes the service from the others. If None, the most urgent request runs first,
             whoever sent it.
-        shared: the workers that several batchers use in turns, and this one's name there, as `TenantBatcher`
-            gives them. If None, the workers are its own.
+
+    Attributes:
+        max_queue: as given.
+        subnets: the keys of the subnets, in the order of their ids.
+        fingerprint: the engine's fingerprint of its supernet; empty if it has none.
 
     Raises:
         ProfileMismatch: The table is of other subnets, or of another supernet, than the engine.
@@ -112,6 +117,9 @@ class Batcher(ClosedOnExit):
         >>> with subnetact.Batcher(engine, policy=policy) as batcher:
         ...     answer = batcher.submit(x, deadline_ms=36.0).result()
     """
+
+    _shared: tuple[SharedWorkers, str] | None = None
+    """The workers that several batchers use in turns, and this one's name there."""
 
     def __init__(
         self,
@@ -128,12 +136,12 @@ class Batcher(ClosedOnExit):
         threads_per_worker: int | None = None,
         watchdog_ms: float | None = None,
         check_finite: bool = False,
+        check_outputs: bool = True,
         learn: bool = True,
         decision_log: StrPath | None = None,
         shares: FairShares | None = None,
         process: bool | str = False,
         spares: int = 1,
-        shared: tuple[SharedWorkers, str] | None = None,
     ) -> None:
         in_processes = _in_processes(process, spares)
         tables = _tables(table)
@@ -172,6 +180,8 @@ class Batcher(ClosedOnExit):
         check: Any = runners[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self._accuracy = dict(enumerate(table.accuracy))
+        self.subnets = table.subnets
+        self.fingerprint = str(getattr(runners[0], "fingerprint", ""))
         self._floors = Floors(table)
         clock_ms = clock_ms or monotonic_ms
         now: Any = clock_ms()
@@ -208,11 +218,12 @@ class Batcher(ClosedOnExit):
             learn=learn,
             clock_ms=clock_ms,
             shape_of=getattr(runners[0], "shape_of", None),
+            check_outputs=check_outputs,
             on_decision=on_decision,
             threads=threads_per_worker,
             log=self._log,
             on_end=pools.close,
-            shared=shared,
+            shared=self._shared,
         )
         self._forked = False
         hear_of_forks(self)
@@ -286,7 +297,8 @@ class Batcher(ClosedOnExit):
     def prometheus(self) -> str:
         """Return the snapshot in Prometheus' text format, for a `/metrics` endpoint.
 
-        A process that has a registry of its own registers `Collector(batcher)` instead.
+        A process that has a registry of its own registers `Collector(batcher)` there instead, or one
+        `Collector` for several batchers.
 
         Raises:
             MissingExtra: prometheus_client is not installed.

@@ -20,17 +20,20 @@ from typing import Any
 from subnetact.errors import BatcherClosed, InvalidRequest, QueueFull, WorkerDied, failure_text
 from subnetact.serving.live.answers import Answer, Decided, Outcome, settle
 from subnetact.serving.live.decision_log import DecisionLog
+from subnetact.serving.live.finite import not_finite
 from subnetact.serving.live.interpreter_exit import computing
 from subnetact.serving.live.learner import Learner
+from subnetact.serving.live.rate_limited_log import RateLimitedLog
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats, Counters
-from subnetact.serving.scheduling.failures import deadline_passed
+from subnetact.serving.scheduling.failures import deadline_passed, output_not_finite
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.scheduling.turns import Turn, Turns
 
 _log = logging.getLogger(__name__)
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
+_HUNG = "batcher worker %d hung: its batch of %d on subnet %d has run for %.0f ms, %.1f ms were expected; %s"
 _ROOM = 64
 """Clients that add a request without the lock leave room for this many others that do so at the same time."""
 _TICK_S = 0.02
@@ -71,6 +74,7 @@ class Driver:
         learn: bool,
         clock_ms: Callable[[], float],
         shape_of: Callable[[Any], int] | None,
+        check_outputs: bool,
         on_decision: Callable[[Decided], None] | None,
         threads: int | None,
         log: DecisionLog | None,
@@ -86,6 +90,7 @@ class Driver:
         self._runners, self._accuracy = runners, tables[-1].known_accuracy()
         self._shape_of = shape_of if len(tables) > 1 else None
         self._on_decision, self._threads_each = on_decision, threads
+        self._check_outputs, self._repeated = check_outputs, RateLimitedLog(_log)
         self._log, self._on_end = log, on_end
         self._turns: Turns | None = None
         self._turned = threading.Condition(self.lock)  # somebody's turn has ended
@@ -240,14 +245,15 @@ class Driver:
                     return
         except BaseException as error:  # for example SystemExit from a runner; the worker is started again
             with self.lock:
-                if job is not None and job.abandoned:
+                if hung := job is not None and job.abandoned:
                     self.scheduler.workers.hung_thread_ended(worker)
                 else:
                     self.scheduler.lost(worker, error, self.clock_ms())
                 outcomes = self._outcomes()
                 self._wake_all()
             self._deliver(outcomes)
-            _log.warning("batcher worker %d died: %s", worker, failure_text(error))
+            if not hung:  # its end was logged when it was replaced
+                _log.warning("batcher worker %d died: %s", worker, failure_text(error))
 
     def _next(self, worker: int, turn: Turn | None) -> tuple[Job | None, list[Outcome]] | None:
         """Wait for a job of an idle worker, or for outcomes to deliver; None if the worker ends."""
@@ -298,7 +304,7 @@ class Driver:
             self.scheduler.policy_failed(error, waiting)
             return None
         if job is not None:
-            counters.slack_ms.add(job.slack_ms)
+            counters.slack_ms.add(max(0.0, job.slack_ms))  # so that the sum never falls
             counters.queue_depth.add(job.queued)
             counters.batch.add(len(job.part))
             counters.decision_ms.add(self.clock_ms() - now)
@@ -320,6 +326,7 @@ class Driver:
                         f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "
                         "run() returns one for each"
                     )
+                rejected = not_finite(outputs) if self._check_outputs else ()
             except WorkerDied:
                 raise
             except Exception as error:
@@ -327,7 +334,10 @@ class Driver:
                     self.scheduler.failed(job, error, self.clock_ms())
                     outcomes = self._outcomes()
             else:
-                outcomes = self._answer(job, outputs)
+                text = "subnet %d: %d of %d outputs of a batch are not finite; these requests fail"
+                if rejected:
+                    self._repeated.log(logging.WARNING, text, job.subnet, len(rejected), len(outputs))
+                outcomes = self._answer(job, outputs, rejected)
             self._deliver(outcomes)
 
     def _outputs(self, job: Job, turn: Turn | None) -> Any:
@@ -357,8 +367,8 @@ class Driver:
             urgent = self._asked(partial(self.scheduler.step_done, job, done), waiting=False)
             return urgent, self._outcomes()
 
-    def _answer(self, job: Job, outputs: Sequence[Any]) -> list[Outcome]:
-        """Answer the part of a job that ran."""
+    def _answer(self, job: Job, outputs: Sequence[Any], rejected: Sequence[int]) -> list[Outcome]:
+        """Answer the part of a job that ran; the requests whose output is rejected fail."""
         now, counters = self.clock_ms(), self.counters
         with self.lock:
             if job.abandoned:
@@ -368,6 +378,7 @@ class Driver:
             outcomes: list[Outcome] = []
             latencies: list[float] = []
             met = 0
+            failed = self._reject(job, rejected) if rejected else []
             for request, output in zip(part, outputs, strict=True):
                 if request.open:
                     in_time = now <= request.deadline_ms
@@ -389,9 +400,17 @@ class Driver:
             self._empty_inbox()  # what arrived before the end is in the queue before it
             self.learner.observe(job, took_ms)
             self.scheduler.finished(job, now)
-            if outcomes:
+            if outcomes and not failed:
                 self._undelivered += 1
-            return outcomes
+            return outcomes + failed if failed else outcomes
+
+    def _reject(self, job: Job, rejected: Sequence[int]) -> list[Outcome]:
+        """End the requests of a job whose output is not finite. The caller holds the lock."""
+        requests = [request for i in rejected if (request := job.part[i]).open]
+        for request in requests:
+            self.scheduler.reject(request, output_not_finite(job))
+        self.counters.not_finite += len(requests)
+        return self._outcomes()
 
     def _tell(self, tell: Callable[[Decided], None], job: Job) -> None:
         try:
@@ -514,7 +533,12 @@ class Driver:
             outcomes = self._outcomes()
             hung = [worker for worker, (job, _) in self._running.items() if job.abandoned]
             for worker in hung:
-                self._end_turn(self._running.pop(worker)[1])
+                job, turn = self._running.pop(worker)
+                self._end_turn(turn)
+                facts = worker, len(job.part), job.subnet, self.clock_ms() - job.started_ms, job.expected_ms
+                pid = getattr(self._runners[worker], "pid", None)
+                end = "another thread replaces it" if pid is None else f"process {pid} is killed"
+                self.scheduler.warnings.append((_HUNG, (*facts, end), None))
             if hung:
                 self._wake_all()
         if outcomes:

@@ -1,34 +1,25 @@
-"""The counters of a batcher as metrics of `prometheus_client`."""
+"""The counters of batchers as metrics of `prometheus_client`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib import import_module
-from inspect import cleandoc
 from itertools import accumulate
 from typing import Any, Protocol
 
+from subnetact import __version__
 from subnetact.errors import extra_needed
 from subnetact.serving.live.stats import OUTCOMES, BatcherStats
 
-_COUNTERS = (
-    *("submitted", "refused", "full", "batches", "preempted", "bisected", "out_of_memory", "hung", "died"),
-    *("revived", "retried", "replanned", "accuracy_sum"),
+_HISTOGRAMS = (
+    ("latency_seconds", "Time from submission to answer.", "latency_ms", 1e-3),
+    ("slack_seconds", "Time left to the most urgent request at each decision, 0 if none.", "slack_ms", 1e-3),
+    ("decision_seconds", "Time a decision took.", "decision_ms", 1e-3),
+    ("run_seconds", "Time a batch took.", "run_ms", 1e-3),
+    ("queue_depth", "Requests waiting at each decision.", "queue_depth", 1.0),
+    ("batch_requests", "Requests per batch.", "batch", 1.0),
 )
-_GAUGES = ("queued", "running", "workers", "workers_up", "correction")
-_ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-_DOCUMENTED = _ATTRIBUTE.findall(cleandoc(BatcherStats.__doc__ or ""))
-_HELP = {name: " ".join(text.split()) for name, text in _DOCUMENTED}
-"""What the documentation of `BatcherStats` says of each attribute; nothing under `python -OO`."""
-_HISTOGRAMS = {
-    "latency_ms": ("latency_seconds", "Time from submission to answer.", 1e-3),
-    "slack_ms": ("slack_seconds", "Slack of the most urgent request at each decision.", 1e-3),
-    "decision_ms": ("decision_seconds", "Time a decision took.", 1e-3),
-    "run_ms": ("run_seconds", "Time a batch took.", 1e-3),
-    "queue_depth": ("queue_depth", "Requests waiting at each decision.", 1.0),
-    "batch": ("batch_requests", "Requests per batch.", 1.0),
-}
 
 
 class _HasStats(Protocol):
@@ -39,22 +30,31 @@ class _HasStats(Protocol):
 
 
 class Collector:
-    """Offers a batcher's metrics to a registry: `REGISTRY.register(Collector(batcher))`.
+    """Offers the metrics of batchers to a registry: `REGISTRY.register(Collector(batcher))`.
 
     Args:
-        batcher: a `Batcher`.
+        batchers: a `Batcher`, or several by name; those that are added to the mapping later count, too.
         prefix: first part of the name of every metric.
+        label: the label that tells several batchers apart; its values are their names.
 
     Raises:
         MissingExtra: prometheus_client is not installed.
+
+    Example:
+        >>> REGISTRY.register(Collector({"digits": digits, "faces": faces}))
     """
 
-    def __init__(self, batcher: _HasStats, prefix: str = "subnetact_") -> None:
+    def __init__(
+        self,
+        batchers: _HasStats | Mapping[str, _HasStats],
+        prefix: str = "subnetact_",
+        label: str = "model",
+    ) -> None:
         with extra_needed("metrics need prometheus_client; pip install 'subnetact[serve]'"):
             self._families: Any = import_module("prometheus_client.core")
             self._text_of: Any = import_module("prometheus_client").generate_latest
-        self._batcher = batcher
-        self._prefix = prefix
+        self._prefix, self._labels = prefix, [label] if isinstance(batchers, Mapping) else []
+        self._batchers = batchers if isinstance(batchers, Mapping) else {"": batchers}
 
     def text(self) -> str:
         """Return the current metrics in Prometheus' text format, version 0.0.4."""
@@ -62,28 +62,40 @@ class Collector:
 
     def collect(self) -> Iterable[Any]:
         """Yield the current metrics as families of `prometheus_client`; a registry calls this method."""
-        counter, gauge = self._families.CounterMetricFamily, self._families.GaugeMetricFamily
-        stats, prefix = self._batcher.stats(), self._prefix
-        for kind, names in ((counter, _COUNTERS), (gauge, _GAUGES)):
-            for name in names:
-                shown = "accuracy_percent_sum" if name == "accuracy_sum" else name
-                yield kind(prefix + shown, _HELP.get(name, ""), getattr(stats, name))
-        outcomes = {name: getattr(stats, name) for name in OUTCOMES}
-        accuracy = "profiled accuracy per subnet id, in percent."
-        for kind, name, text, label, values in (
-            (counter, "requests", "accepted requests by outcome.", "outcome", outcomes),
-            (gauge, "drifted", _HELP.get("drifted"), "subnet", stats.drifted),
-            (gauge, "batch_limit", _HELP.get("batch_limits"), "subnet", stats.batch_limits),
-            (counter, "served", _HELP.get("served_by"), "subnet", stats.served_by),
-            (gauge, "subnet_accuracy_percent", accuracy, "subnet", self._batcher.accuracy),
-        ):
-            family = kind(prefix + name, text or "", labels=[label])
-            for key, value in values.items():
-                family.add_metric([str(key)], value)
+        batchers = dict(self._batchers)
+        names = [[name][: len(self._labels)] for name in batchers]
+        for metrics in zip(*(_metrics(one, one.stats()) for one in batchers.values()), strict=True):
+            kind, metric, text, labels, _ = metrics[0]
+            family = getattr(self._families, f"{kind}MetricFamily")
+            family = family(self._prefix + metric, text, labels=[*self._labels, *labels])
+            for name, (*_, samples) in zip(names, metrics, strict=True):
+                for values, *numbers in samples:
+                    family.add_metric([*name, *map(str, values)], *numbers)
             yield family
-        for name, (shown, text, unit) in _HISTOGRAMS.items():
-            histogram = stats.histograms[name]
-            edges = [*(f"{edge * unit:.12g}" for edge in histogram.edges), "+Inf"]
-            buckets = list(zip(edges, accumulate(histogram.counts), strict=True))
-            total = histogram.total * unit
-            yield self._families.HistogramMetricFamily(prefix + shown, text, buckets, total)
+
+
+def _metrics(batcher: Any, stats: BatcherStats) -> Iterator[tuple[str, str, str, Sequence[str], list[Any]]]:
+    """Yield the kind, name, text and labels of every metric, and its samples: values of labels, numbers."""
+    for one in fields(stats):
+        kind, text, metric = (one.metadata[key] for key in ("kind", "text", "metric"))
+        value, subnet = getattr(stats, one.name), ["subnet"]
+        if isinstance(value, Mapping) and kind:
+            yield kind, metric, text, subnet, [((key,), number) for key, number in value.items()]
+        elif kind:
+            yield kind, one.name, text, (), [((), value)]
+    outcomes = [((name,), getattr(stats, name)) for name in OUTCOMES]
+    yield "Counter", "requests", "accepted requests by outcome.", ["outcome"], outcomes
+    text = "profiled accuracy, 0 to 1, of the subnets that met requests."
+    yield "Summary", "accuracy_ratio", text, (), [((), stats.met, stats.accuracy_sum / 100.0)]
+    ratios = [((key,), percent / 100.0) for key, percent in batcher.accuracy.items()]
+    yield "Gauge", "subnet_accuracy_ratio", "profiled accuracy per subnet id, 0 to 1.", subnet, ratios
+    keys = [(pair, 1) for pair in enumerate(getattr(batcher, "subnets", ()))]
+    yield "Gauge", "subnet_info", "the specification of every subnet id.", ["subnet", "name"], keys
+    facts = [(__version__, getattr(batcher, "fingerprint", ""))]
+    text = "the version of subnetact, and the fingerprint of the supernet if it is known."
+    yield "Gauge", "info", text, ["version", "fingerprint"], [(pair, 1) for pair in facts]
+    for shown, text, name, unit in _HISTOGRAMS:
+        histogram = stats.histograms[name]
+        edges = [*(f"{edge * unit:.12g}" for edge in histogram.edges), "+Inf"]
+        buckets = list(zip(edges, accumulate(histogram.counts), strict=True))
+        yield "Histogram", shown, text, (), [((), buckets, histogram.total * unit)]

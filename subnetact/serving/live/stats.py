@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram
@@ -14,75 +14,55 @@ from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram
 #: every accepted request ends in exactly one of these
 OUTCOMES = ("met", "late", "dropped", "failed", "cancelled", "closed")
 
+_LIMITS = "largest batch size of every subnet that ran out of memory."
+_DRIFTED = "correction of every subnet that is beyond the drift threshold (see `Corrections`)."
+_HISTOGRAMS = """`latency_ms` of the answers, `slack_ms` of the most urgent request at each decision (0 if
+        none is left), `decision_ms` and `run_ms` per batch, `queue_depth` at each decision, and `batch`, the
+        number of requests per batch."""
+
+
+def _field(kind: str, text: str, default: Any = 0, metric: str = "") -> Any:
+    """Return a field: its text, which also explains the metric, and the metric's kind, if there is one."""
+    facts = {"kind": kind, "text": text, "metric": metric}
+    return field(default_factory=lambda: {} if default is dict else default, metadata=facts)
+
 
 @dataclass(frozen=True)
 class BatcherStats:
-    """A snapshot of a batcher's counters.
+    """A snapshot of a batcher's counters."""
 
-    Attributes:
-        submitted: requests that were accepted; always the sum of the next six outcomes, `queued` and
-            `running`.
-        met: answered at or before their deadline.
-        late: answered after their deadline.
-        dropped: expired, and ended with `DeadlinePassed`.
-        failed: ended with `BatchFailed`.
-        cancelled: withdrawn by their client.
-        closed: ended with `BatcherClosed`.
-        refused: requests that the batcher never accepted: invalid, or queue full. A server may refuse more.
-        full: how many of these were refused because the queue was full.
-        queued: requests that wait now, deferred ones included.
-        running: requests that are on a worker now.
-        batches: batches that were started.
-        preempted: batches that were suspended between two blocks, while an urgent batch went first.
-        bisected: batches that raised and were split.
-        out_of_memory: batches that ran out of memory and were split.
-        hung: workers that hung and were replaced.
-        died: workers that ended because of an exception that is no `Exception`.
-        revived: worker threads that were started again.
-        retried: requests that got a second try after their worker hung or died.
-        replanned: how often the policy was given other latencies.
-        workers: number of workers of the batcher.
-        workers_up: workers that can take a batch now or after the one that they run.
-        accuracy_sum: sum over all met requests of the profiled accuracy of their subnet, in percent.
-        correction: latency of the typical batch divided by its latency in the table.
-        served_by: number of answered requests per subnet id.
-        batch_sizes: number of answered batches per planned batch size (a compiled engine pads to it).
-        batch_limits: largest batch size of every subnet that ran out of memory.
-        drifted: the correction of every subnet beyond the drift threshold (see `Corrections`).
-        histograms: `latency_ms` of the answers, `slack_ms` of the most urgent request at each decision,
-            `decision_ms` and `run_ms` per batch, `queue_depth` at each decision, and `batch`, the number of
-            requests per batch.
-    """
-
-    submitted: int = 0
-    met: int = 0
-    late: int = 0
-    dropped: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    closed: int = 0
-    refused: int = 0
-    full: int = 0
-    queued: int = 0
-    running: int = 0
-    batches: int = 0
-    preempted: int = 0
-    bisected: int = 0
-    out_of_memory: int = 0
-    hung: int = 0
-    died: int = 0
-    revived: int = 0
-    retried: int = 0
-    replanned: int = 0
-    workers: int = 0
-    workers_up: int = 0
-    accuracy_sum: float = 0.0
-    correction: float = 1.0
-    served_by: Mapping[int, int] = field(default_factory=dict)
-    batch_sizes: Mapping[int, int] = field(default_factory=dict)
-    batch_limits: Mapping[int, int] = field(default_factory=dict)
-    drifted: Mapping[int, float] = field(default_factory=dict)
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    submitted: int = _field("Counter", "accepted requests: those `queued`, `running`, or with an outcome.")
+    met: int = _field("", "requests that were answered at or before their deadline, an outcome.")
+    late: int = _field("", "answered after their deadline, an outcome like the next four.")
+    dropped: int = _field("", "expired, and ended with `DeadlinePassed`.")
+    failed: int = _field("", "ended with `BatchFailed`.")
+    cancelled: int = _field("", "withdrawn by their client.")
+    closed: int = _field("", "ended with `BatcherClosed`.")
+    refused: int = _field("Counter", "requests that the batcher never accepted: invalid, or queue full.")
+    full: int = _field("Counter", "requests that were refused because the queue was full.")
+    queued: int = _field("Gauge", "requests that wait now, deferred ones included.")
+    running: int = _field("Gauge", "requests that are on a worker now.")
+    batches: int = _field("Counter", "batches that were started.")
+    preempted: int = _field(
+        "Counter", "batches suspended between two blocks, while an urgent one went first."
+    )
+    bisected: int = _field("Counter", "batches that raised and were split.")
+    out_of_memory: int = _field("Counter", "batches that ran out of memory and were split.")
+    not_finite: int = _field("Counter", "requests that failed because their output was not finite.")
+    hung: int = _field("Counter", "workers that took too long for a batch and were replaced.")
+    died: int = _field("Counter", "workers whose thread or process ended.")
+    revived: int = _field("Counter", "worker threads that were started again.")
+    retried: int = _field("Counter", "requests that got a second try after their worker hung or died.")
+    replanned: int = _field("Counter", "how often the policy was given other latencies.")
+    workers: int = _field("Gauge", "number of workers of the batcher.")
+    workers_up: int = _field("Gauge", "workers that can take a batch now or after the one that they run.")
+    accuracy_sum: float = _field("", "sum of the profiled accuracy of all met requests, in percent.", 0.0)
+    correction: float = _field("Gauge", "latency of the typical batch divided by that in the table.", 1.0)
+    served_by: Mapping[int, int] = _field("Counter", "answered requests per subnet id.", dict, "served")
+    batch_sizes: Mapping[int, int] = _field("", "answered batches per planned (padded) batch size.", dict)
+    batch_limits: Mapping[int, int] = _field("Gauge", _LIMITS, dict, "batch_limit")
+    drifted: Mapping[int, float] = _field("Gauge", _DRIFTED, dict, "drifted")
+    histograms: Mapping[str, Histogram] = _field("", _HISTOGRAMS, dict)
 
     @property
     def attainment(self) -> float:
@@ -107,11 +87,15 @@ class BatcherStats:
         return json.dumps(self.to_dict(), allow_nan=False)
 
 
+_TEXTS = "".join(f"\n    {one.name}: {one.metadata['text']}" for one in fields(BatcherStats))
+BatcherStats.__doc__ = f"{BatcherStats.__doc__}\n\nAttributes:{_TEXTS}\n"
+
+
 class Counters:
     """The counters behind `BatcherStats` that the scheduler does not keep. The owner holds the lock."""
 
     def __init__(self) -> None:
-        self.met = self.late = self.refused = self.full = 0
+        self.met = self.late = self.refused = self.full = self.not_finite = 0
         self.accuracy_sum = 0.0
         self.served_by: Counter[int] = Counter()
         self.batch_sizes: Counter[int] = Counter()

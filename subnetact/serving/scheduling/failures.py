@@ -8,6 +8,7 @@ from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
     DeadlinePassed,
+    OutputNotFinite,
     QueueFull,
     WorkerDied,
     WorkerHung,
@@ -71,6 +72,14 @@ def worker_hung(job: Job, now_ms: float) -> WorkerHung:
         f"subnet {job.subnet}: a worker hung over this request, twice; the last was replaced after "
         f"{now_ms - job.started_ms:.0f} ms, but {job.expected_ms:.1f} ms were expected; look at the input "
         "and the engine, or raise watchdog_ms"
+    )
+
+
+def output_not_finite(job: Job) -> OutputNotFinite:
+    """The error of a request whose output has NaN or an infinite number."""
+    return OutputNotFinite(
+        f"subnet {job.subnet}: the output for this request is not finite (NaN or infinite); look at the "
+        "weights and the input, or open the batcher with check_outputs=False if such outputs are meant"
     )
 
 

@@ -127,6 +127,10 @@ class Scheduler:
         self._end(request, "cancelled")
         return True
 
+    def reject(self, request: Request, error: RequestError) -> None:
+        """End a request that ran with an error because of its output."""
+        self._end(request, "failed", error)
+
     def close_all(self) -> None:
         """End every request that waits with `BatcherClosed`."""
         for request in self._take_all():

@@ -6,10 +6,11 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.driver import SharedWorkers
+from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
@@ -43,8 +45,7 @@ class Tenant:
         engine: the runner of its subnets.
         slo_ms: the usual time that its requests are given, ms.
         table: its latency table; if None, the policy's.
-        policy: chooses its subnets and batch sizes; if None, `HullFit` over the table. A policy for a table
-            with co-runners (`Veltair`) follows how much the other tenants slow this one down.
+        policy: chooses its subnets and batch sizes; if None, `HullFit` over the table.
         share: its weight when tenants compete for the workers; one of 2 gets twice the time of one of 1; > 0.
         max_queue: number of its waiting requests at which further ones are refused.
         memory_mb: memory, MiB, that it takes on every worker that serves it.
@@ -95,6 +96,14 @@ class TenantStats:
     workers: tuple[int, ...]
     used_ms: float
     planning_errors: int = 0
+
+
+class _Sharing(Batcher):
+    """The batcher of one tenant, on the workers of all."""
+
+    def __init__(self, shared: tuple[SharedWorkers, str], engine: Sequence[Runner], **options: Any) -> None:
+        self._shared = shared
+        super().__init__(engine, **options)
 
 
 class TenantBatcher(ClosedOnExit):
@@ -176,13 +185,13 @@ class TenantBatcher(ClosedOnExit):
         self._batchers: dict[str, Batcher] = {}
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for tenant in given:
-                batcher = Batcher(
+                batcher = _Sharing(
+                    (self._shared, tenant.name),
                     [tenant.engine] * workers,
                     policy=tenant.policy,
                     table=tenant.table,
                     slo_ms=tenant.slo_ms,
                     max_queue=tenant.max_queue,
-                    shared=(self._shared, tenant.name),
                     **{"clock_ms": self._clock_ms, **tenant.options},
                 )
                 self._batchers[tenant.name] = opened.enter_context(batcher)
@@ -230,10 +239,23 @@ class TenantBatcher(ClosedOnExit):
             for name, batcher in self._batchers.items()
         }
 
+    def prometheus(self) -> str:
+        """Return the metrics of all tenants in Prometheus' text format, with the label `tenant`.
+
+        A process that has a registry of its own registers `Collector(batcher.batchers, label="tenant")`.
+
+        Raises:
+            MissingExtra: prometheus_client is not installed.
+        """
+        return Collector(self.batchers, label="tenant").text()
+
+    @property
+    def batchers(self) -> Mapping[str, Batcher]:
+        """The batcher of every tenant, by name."""
+        return MappingProxyType(self._batchers)
+
     def batcher(self, tenant: str) -> Batcher:
         """Return the batcher of a `tenant`, for its metrics and corrections.
-
-        `Collector(batcher.batcher(name), prefix=...)` puts the metrics of several tenants into one registry.
 
         Raises:
             PolicyError: There is no such tenant.

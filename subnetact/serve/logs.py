@@ -1,0 +1,64 @@
+"""What the commands log, and how: lines with times for people, or one JSON object a line for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextvars import ContextVar
+from datetime import datetime, timezone
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the HTTP request that is handled, which its lines show."""
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class _Lines(logging.Formatter):
+    """Time, level, logger, id of the request, message."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802
+        """Return the time in UTC, to the millisecond."""
+        time = datetime.fromtimestamp(record.created, timezone.utc)
+        return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the first line; a traceback follows."""
+        request = f"[{name}] " if (name := request_id.get()) else ""
+        return f"{record.asctime} {record.levelname} {record.name}: {request}{record.message}"
+
+    def usesTime(self) -> bool:  # noqa: N802
+        """Every line has its time."""
+        return True
+
+
+class _Objects(_Lines):
+    """The same, and the traceback, as a JSON object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        facts = {"time": self.formatTime(record), "level": record.levelname.lower(), "logger": record.name}
+        facts |= {"message": record.getMessage(), "thread": record.threadName or ""}
+        if name := request_id.get():
+            facts["request_id"] = name
+        if record.exc_info:
+            facts["exception"] = self.formatException(record.exc_info)
+        return json.dumps(facts)
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """The handler that `setup` put on the root logger."""
+
+
+def setup(level: str = "info", as_json: bool = False) -> None:
+    """Log to standard error: the package from a level on, other libraries from warnings on.
+
+    A process that imports the package configures its own logging; the commands call this.
+
+    Args:
+        level: one of `LEVELS`.
+        as_json: whether each line is a JSON object.
+    """
+    root, handler = logging.getLogger(), _Handler(sys.stderr)
+    handler.setFormatter(_Objects() if as_json else _Lines())
+    root.handlers[:] = [one for one in root.handlers if not isinstance(one, _Handler)] + [handler]
+    logging.getLogger("subnetact").setLevel(level.upper())
