@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from subnetact import __version__
 from subnetact.errors import (
     DeadlinePassed,
     FileFormatError,
@@ -126,7 +127,7 @@ def test_prometheus_reads_the_exposition() -> None:
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for family in families.values():
         assert family.documentation
-        assert family.type in ("counter", "gauge", "histogram")
+        assert family.type in ("counter", "gauge", "histogram", "summary")
     outcomes = {s.labels["outcome"]: s.value for s in families["subnetact_requests"].samples}
     assert outcomes == {"met": 5, "late": 1, "dropped": 1, "failed": 1, "cancelled": 1, "closed": 0}
     assert families["subnetact_queued"].samples[0].value == 0
@@ -146,14 +147,55 @@ def test_prometheus_reads_the_exposition() -> None:
     assert not re.search(r"# HELP \w+ *\n", text), "every metric is explained"
 
 
-def test_a_registry_takes_the_batcher_as_a_collector() -> None:
-    registry = CollectorRegistry()
+def test_what_prometheus_sums_never_falls_and_is_in_base_units() -> None:
     batcher, _ = served()
-    registry.register(Collector(batcher))
     batcher.close()
-    text = generate_latest(registry).decode()
-    assert 'subnetact_requests_total{outcome="met"} 5.0' in text
-    assert registry.get_sample_value("subnetact_latency_seconds_count") == 6
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(batcher.prometheus())
+        for sample in family.samples
+    }
+    assert batcher.stats().histograms["slack_ms"].total >= 0.0
+    assert not [name for name, *_ in samples if "_sum_" in name or "percent" in name or name.endswith("_ms")]
+    assert samples["subnetact_accuracy_ratio_sum",] / samples["subnetact_accuracy_ratio_count",] == 0.8
+    assert samples["subnetact_subnet_info", "1", "b"] == samples["subnetact_info", "", __version__] == 1
+    assert samples["subnetact_subnet_accuracy_ratio", "1"] == 0.8
+
+
+def test_slack_that_is_used_up_counts_as_none() -> None:
+    engine = Timed()
+    options: dict[str, Any] = {"clock_ms": lambda: engine.now, "learn": False, "expired": "serve"}
+    with Batcher(engine, policy=Fixed(TABLE, 0), slo_ms=36.0, **options) as batcher:
+        engine.gate.clear()
+        first = batcher.submit(0, 1000.0)
+        assert engine.entered.acquire(timeout=20)
+        second = batcher.submit(0, 5.0)
+        engine.now += 100.0
+        engine.gate.set()
+        assert not second.result(20).met
+        assert first.result(20).met
+        slack = batcher.stats().histograms["slack_ms"]
+    assert (slack.counts[0], slack.total) == (1, 1000.0)
+
+
+def test_one_registry_takes_one_batcher_or_several_with_a_label() -> None:
+    registry, named = CollectorRegistry(), CollectorRegistry()
+    batcher, _ = served()
+    batchers = {"digits": batcher}
+    registry.register(Collector(batcher))
+    named.register(Collector(batchers))
+    with Batcher(Timed(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batchers["faces"]:
+        batcher.close()
+        text = generate_latest(registry).decode()
+        assert 'subnetact_requests_total{outcome="met"} 5.0' in text
+        assert registry.get_sample_value("subnetact_latency_seconds_count") == 6
+        text = generate_latest(named).decode()
+        for name, met in (("digits", 5), ("faces", 0)):
+            assert f'subnetact_requests_total{{model="{name}",outcome="met"}} {met}.0' in text
+            assert f'subnetact_latency_seconds_bucket{{le="+Inf",model="{name}"}}' in text
+            assert f'subnetact_queued{{model="{name}"}} 0.0' in text
+        assert text.count("# TYPE subnetact_queued ") == 1
+    assert not list(Collector({}).collect())
 
 
 def test_without_prometheus_client_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,9 @@ def test_every_tenant_has_its_own_queue_limits_and_figures() -> None:
         assert stats["second"].batcher.met == 2
         assert stats["first"].used_ms > 0
         assert stats["first"].workers == (0,)
-        assert "subnetact" in batcher.batcher("second").prometheus()
+        text = batcher.prometheus()
+        assert 'subnetact_requests_total{outcome="met",tenant="second"} 2.0' in text
+        assert set(batcher.batchers) == {"first", "second"}
 
 
 def test_a_failing_tenant_does_not_harm_another() -> None:

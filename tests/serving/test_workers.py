@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,12 +24,15 @@ from subnetact.errors import (
     BatchFailed,
     DeadlinePassed,
     InvalidRequest,
+    OutputNotFinite,
     PolicyError,
     QueueFull,
     WorkerHung,
 )
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.live.finite import not_finite
+from subnetact.serving.live.rate_limited_log import RateLimitedLog
 from subnetact.serving.policies import Fixed, HullFit
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.priority import unaffordable
@@ -92,12 +97,23 @@ def others() -> Iterator[None]:
 OTHERS: set[threading.Thread] = set()
 
 
+def map_leaves(value: Any) -> Any:
+    """Return a value of the same form whose numbers are all finite."""
+    if isinstance(value, dict):
+        return {key: map_leaves(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(map_leaves, value))
+    return torch.nan_to_num(value) if isinstance(value, torch.Tensor) else np.nan_to_num(value)
+
+
 def threads_of_batchers() -> list[str]:
     own = (thread for thread in threading.enumerate() if thread not in OTHERS)
     return [thread.name for thread in own if thread.name.startswith("subnetact-batcher")]
 
 
-def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(wait_for: Any) -> None:
+def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(
+    wait_for: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     clock, calls = Clock(), []
 
     def hang_once() -> str:
@@ -112,6 +128,10 @@ def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(wait_for: An
         clock.back.set()
         wait_for(lambda: threads_of_batchers().count("subnetact-batcher-0") == 1)
         assert batcher.stats().met == 2
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        "batcher worker 0 hung: its batch of 1 on subnet 0 has run for 1000 ms, 1.0 ms were"
+    )
     assert threads_of_batchers() == []
 
 
@@ -135,6 +155,75 @@ def test_without_time_for_a_second_try_the_deadline_has_passed(wait_for: Any) ->
             batcher.submit(clock.hang, 50.0).result(60)
         clock.back.set()
     wait_for(lambda: not threads_of_batchers())
+
+
+def test_a_thread_that_ends_is_logged_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def leave() -> None:
+        if len(calls) == 0:
+            calls.append(1)
+            raise SystemExit("enough")
+
+    calls: list[int] = []
+    with open_batcher(Clock()) as batcher:
+        batcher.submit(leave, FOREVER).result(60)
+    assert [r.getMessage() for r in caplog.records] == ["batcher worker 0 died: SystemExit: enough"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.tensor([1.0, math.nan]),
+        torch.full((100, 100), math.inf),
+        torch.tensor(-math.inf, dtype=torch.float16),
+        math.nan,
+        np.array([1.0, math.inf]),
+        np.float32("nan"),
+        [0.0, math.inf],
+        (torch.zeros(2), {"scores": torch.tensor([math.nan])}),
+    ],
+    ids=lambda bad: type(bad).__name__,
+)
+def test_an_output_that_is_not_finite_fails_alone(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    good = map_leaves(bad)
+    with open_batcher(Clock(), watchdog_ms=math.inf) as batcher:
+        first = batcher.submit(lambda: gate.wait(60), FOREVER)
+        mates = [batcher.submit(lambda: good, FOREVER) for _ in range(3)]
+        guilty = batcher.submit(lambda: bad, FOREVER)
+        last = batcher.submit(lambda: bad, FOREVER)
+        gate.set()
+        assert first.result(60).met
+        assert all(mate.result(60).output is good for mate in mates)
+        for future in (guilty, last):
+            with pytest.raises(OutputNotFinite, match="check_outputs=False"):
+                future.result(60)
+        batcher.drain()
+        stats = batcher.stats()
+        assert (stats.not_finite, stats.failed, stats.met) == (2, 2, 4)
+        assert stats.submitted == 6
+    assert len(caplog.records) == 1, "the second is left out"
+    assert "outputs of a batch are not finite" in caplog.text
+    with open_batcher(Clock(), check_outputs=False) as batcher:
+        assert batcher.submit(lambda: bad, FOREVER).result(60).output is bad
+        assert batcher.stats().not_finite == 0
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        *(
+            torch.full((4,), 3e38),
+            torch.full((3,), 6e4, dtype=torch.float16),
+            torch.ones(2, dtype=torch.bool),
+        ),
+        *(1e308, "text", None, np.array(["a"]), np.array([object()]), torch.zeros(0), (), [], {}),
+        *(torch.eye(2).to_sparse(), torch.tensor([1 + 2j]), [np.zeros(3), "a", torch.zeros(1)]),
+    ],
+    ids=lambda fine: type(fine).__name__,
+)
+def test_what_is_finite_or_holds_no_numbers_passes(fine: Any) -> None:
+    assert not_finite([fine, fine]) == []
+    assert not_finite([fine, math.nan]) == [1]
 
 
 @pytest.mark.parametrize("busy", ["a callback", "planning", "the disk"])
@@ -325,7 +414,7 @@ def test_values_that_are_not_finite_are_refused_on_request() -> None:
         with pytest.raises(InvalidRequest, match="not finite"):
             batcher.submit(nan, FOREVER)
         assert batcher.submit(1.0, FOREVER).result(20).output == 1.0
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, check_outputs=False) as batcher:
         assert batcher.submit(nan, FOREVER).result(20).met
 
 
@@ -402,6 +491,19 @@ def test_inputs_and_outputs_are_released(wait_for: Any) -> None:
             wait_for(lambda: output() is None)
         finally:
             gc.enable()
+
+
+def test_lines_that_repeat_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    log = RateLimitedLog(logging.getLogger("subnetact.test"), 10.0, lambda: now[0])
+    for now[0], error in ((0.0, KeyError("a")), (1.0, KeyError("b")), (2.0, OSError("c")), (9.9, KeyError())):
+        log.log(logging.WARNING, "a request failed: %s", error, error=error)
+    now[0] = 10.0
+    log.log(logging.WARNING, "a request failed: %s", "d", error=KeyError("d"))
+    lines = [record.getMessage() for record in caplog.records]
+    failed = "a request failed: "
+    assert lines == [f"{failed}'a'", f"{failed}c", f"{failed}d (2 more since the last such line)"]
+    assert "KeyError: 'a'" in caplog.text, "with a traceback"
 
 
 def test_an_observer_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:

@@ -95,7 +95,7 @@ def workers_of(pid: int) -> set[int]:
 
 
 def test_faults_stay_with_their_request_and_the_process_is_replaced(
-    opened: Callable[..., Batcher], wait_for: Any
+    opened: Callable[..., Batcher], wait_for: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A crash in native code, an exit and a hang cost a retry; errors arrive as they are."""
     batcher = opened(spares=0, watchdog_ms=3000.0)
@@ -110,7 +110,14 @@ def test_faults_stay_with_their_request_and_the_process_is_replaced(
 
     assert ask(batcher, "exit", 2.0).result(60).output == np.array([4.0])
     assert ask(batcher, "hang", 4.0).result(60).output == np.array([8.0])
-    assert batcher.stats().hung >= 1  # a busy machine may be slower than the watchdog, too
+    hung = batcher.stats().hung
+    assert hung >= 1  # a busy machine may be slower than the watchdog, too
+    pid_of(batcher)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == hung + 2, "one for each hang and each death"
+    assert sum("batcher worker 0 hung: " in line and "is killed" in line for line in lines) == hung
+    assert lines[0] == f"batcher worker 0 died: WorkerDied: worker process {first} was killed by SIGSEGV"
+    assert lines[1].endswith(f"worker process {second} ended with status 1")
 
     with pytest.raises(BatchFailed, match="poisoned") as raised:
         ask(batcher, "raise").result(60)
@@ -207,6 +214,7 @@ def test_spares_start_after_what_is_waited_for_and_take_over(tmp_path: Path, wai
             assert process is not None
             process.kill("by this test")
             wait_for(lambda: process.ended is not None)
+            assert process.reason() == "was killed by this test"
             assert pool.runners[0].run(0, [command("double", 4.0)], 1) == [8.0], "the spare takes over"
     finally:
         pool.close()
