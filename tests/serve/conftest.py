@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import os
 import re
 import signal
@@ -24,10 +25,22 @@ from subnetact.digits import load_digits_supernet
 pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
-from subnetact.serve import build_app
+from subnetact.serve import build_app, exchange
+from subnetact.serving.live.rate_limited_log import RateLimitedLog
 
 ROOT = Path(__file__).parents[2]
 FOREVER_MS = 60_000
+
+
+@pytest.fixture(autouse=True)
+def _own_log(monkeypatch):
+    """The log of a test is its own: the commands set it up. No line is left out because it repeats."""
+    log, root = logging.getLogger(exchange.__name__), logging.getLogger()
+    monkeypatch.setattr(exchange, "_repeated", RateLimitedLog(log, 0.0))
+    level, handlers = logging.getLogger("subnetact").level, root.handlers[:]
+    yield
+    logging.getLogger("subnetact").setLevel(level)
+    root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
 
 
 class Server:
@@ -158,10 +171,11 @@ def gated():
     """Opens an application whose runner waits: (application, runner, batcher)."""
 
     @contextlib.contextmanager
-    def opened(max_queue=1, **settings):
+    def opened(max_queue=1, check_outputs=True, **settings):
         runner = Gated()
         table = LatencyTable(["one"], [70.0], [1], [[1.0]])
-        with Batcher(runner, policy=SlackFit(table, slo_ms=FOREVER_MS), max_queue=max_queue) as batcher:
+        policy, options = SlackFit(table, slo_ms=FOREVER_MS), {"max_queue": max_queue}
+        with Batcher(runner, policy=policy, check_outputs=check_outputs, **options) as batcher:
             app = build_app(batcher, runner, slo_ms=FOREVER_MS, **settings)
             assert runner.entered.acquire(timeout=60)  # the run that finds out what the outputs are
             runner.gate.clear()

@@ -376,6 +376,10 @@ def test_an_output_that_is_no_number_has_no_class(gated, post, numpy_file):
         with gated() as (app, runner, _):
             runner.gate.set()
             status, _, body = await post(app, None, raw=nothing)
+            assert (status, json.loads(body)["error"]) == (500, "OutputNotFinite")
+        with gated(check_outputs=False) as (app, runner, _):
+            runner.gate.set()
+            status, _, body = await post(app, None, raw=nothing)
             assert (status, json.loads(body)["class"]) == (200, None)
             status, _, body = await post(app, None, raw=nothing, query=b"output=values")
             assert (status, json.loads(body)["output"]) == (200, [0, None, 1, 0])  # JSON has no NaN

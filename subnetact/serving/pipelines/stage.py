@@ -110,7 +110,7 @@ def open_stage(stage: Stage, slo_ms: float, table: LatencyTable, **options: Any)
         )
     slo_ms = max(slo_ms, table.fastest_ms)
     policy = HullFit(table, slo_ms) if stage.policy is None else stage.policy
-    given = {**options, **stage.options}
+    given = {"check_outputs": not stage.is_function, **options, **stage.options}
     batcher = Batcher(engines_of(stage), policy=policy, table=table, slo_ms=slo_ms, **given)
     if stage.is_function:  # its latency was guessed, so a difference says nothing about the machine
         batcher.corrections.threshold = math.inf
