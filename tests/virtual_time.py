@@ -36,7 +36,7 @@ class VirtualTime:
 
     def watch(self, batcher: Any) -> Any:
         """Note a Batcher, TenantBatcher or Pipeline whose threads `run` waits for, and return it."""
-        inner = batcher._batchers.values() if hasattr(batcher, "_batchers") else [batcher]
+        inner = batcher.batchers.values() if hasattr(batcher, "batchers") else [batcher]
         self._watched += [one._driver for one in inner]
         return batcher
 

@@ -35,8 +35,7 @@ class ProcessRunner:
     @property
     def pid(self) -> int | None:
         """The id of the process, or None if there is none now."""
-        process = self.process
-        return None if process is None else process.pid
+        return getattr(self.process, "pid", None)
 
     @property
     def is_ready(self) -> bool:

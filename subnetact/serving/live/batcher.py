@@ -12,7 +12,7 @@ from math import isfinite
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from subnetact.errors import BatcherClosed, PolicyError, ProfileMismatch
+from subnetact.errors import BatcherClosed, PolicyError
 from subnetact.files.documents import StrPath
 from subnetact.files.fork import hear_of_forks
 from subnetact.latency.table import LatencyTable
@@ -25,7 +25,13 @@ from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
+from subnetact.serving.scheduling.checks import (
+    check_count,
+    check_fits,
+    check_policy,
+    check_positive,
+    check_time,
+)
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
@@ -159,10 +165,7 @@ class Batcher(ClosedOnExit):
         tables = tables or [policy.table]
         table = tables[-1]
         for one in tables:
-            if one.subnets != policy.table.subnets or one.batch_sizes != policy.table.batch_sizes:
-                raise ProfileMismatch(
-                    "table: the policy was made for other subnets or batch sizes; make it from this table"
-                )
+            check_fits(policy, one)
         check_count(max_queue, "max_queue")
         runners = runner_per_worker(engine, workers)
         threads = None if in_processes else threads_per_worker

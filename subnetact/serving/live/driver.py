@@ -34,6 +34,7 @@ from subnetact.serving.scheduling.turns import Turn, Turns
 _log = logging.getLogger(__name__)
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
 _HUNG = "batcher worker %d hung: its batch of %d on subnet %d has run for %.0f ms, %.1f ms were expected; %s"
+_NOT_FINITE = "subnet %d: %d of %d outputs of a batch are not finite; these requests fail"
 _ROOM = 64
 """Clients that add a request without the lock leave room for this many others that do so at the same time."""
 _TICK_S = 0.02
@@ -103,10 +104,8 @@ class Driver:
             scheduler.shares_workers = True
         self._guarded = scheduler.gate is not None or scheduler.dispatcher.expired == "defer"
         self._inbox: deque[Request] = deque()
-        self._work = threading.Condition(self.lock)
-        self._wanted = threading.Condition(self.lock)
-        self._watch = threading.Condition(self.lock)
-        self._drained = threading.Condition(self.lock)
+        conditions = (threading.Condition(self.lock) for _ in range(4))
+        self._work, self._wanted, self._watch, self._drained = conditions
         self._idle = self._resting = self._undelivered = 0
         self._waking = self._watchdog_sleeps = self._was_calm = False
         self._running: dict[int, tuple[Job, Turn | None]] = {}  # what the watchdog ends if it hangs
@@ -334,9 +333,9 @@ class Driver:
                     self.scheduler.failed(job, error, self.clock_ms())
                     outcomes = self._outcomes()
             else:
-                text = "subnet %d: %d of %d outputs of a batch are not finite; these requests fail"
                 if rejected:
-                    self._repeated.log(logging.WARNING, text, job.subnet, len(rejected), len(outputs))
+                    facts = job.subnet, len(rejected), len(outputs)
+                    self._repeated.log(logging.WARNING, _NOT_FINITE, *facts)
                 outcomes = self._answer(job, outputs, rejected)
             self._deliver(outcomes)
 
@@ -596,18 +595,11 @@ class Driver:
         correction, drifted = self.learner.corrections.drift()
         with self.lock:
             self._empty_inbox()
-            scheduler = self.scheduler
-            return self.counters.snapshot(
-                scheduler.counts,
-                queued=len(scheduler),
-                running=scheduler.running,
-                replanned=self.learner.replanned,
-                workers=len(self._runners),
-                workers_up=scheduler.workers.up(),
-                batch_limits=dict(scheduler.dispatcher.limits),
-                correction=correction,
-                drifted=drifted,
-            )
+            scheduler, limits = self.scheduler, dict(self.scheduler.dispatcher.limits)
+            now = {"queued": len(scheduler), "running": scheduler.running, "workers": len(self._runners)}
+            now |= {"workers_up": scheduler.workers.up(), "replanned": self.learner.replanned}
+            learned: Any = {"batch_limits": limits, "correction": correction, "drifted": drifted}
+            return self.counters.snapshot(scheduler.counts, **now, **learned)
 
     def assign(self, workers: Collection[int]) -> None:
         """Let only some workers take jobs; the others finish theirs and wait."""

@@ -14,8 +14,6 @@ from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram
 #: every accepted request ends in exactly one of these
 OUTCOMES = ("met", "late", "dropped", "failed", "cancelled", "closed")
 
-_LIMITS = "largest batch size of every subnet that ran out of memory."
-_DRIFTED = "correction of every subnet that is beyond the drift threshold (see `Corrections`)."
 _HISTOGRAMS = """`latency_ms` of the answers, `slack_ms` of the most urgent request at each decision (0 if
         none is left), `decision_ms` and `run_ms` per batch, `queue_depth` at each decision, and `batch`, the
         number of requests per batch."""
@@ -60,8 +58,10 @@ class BatcherStats:
     correction: float = _field("Gauge", "latency of the typical batch divided by that in the table.", 1.0)
     served_by: Mapping[int, int] = _field("Counter", "answered requests per subnet id.", dict, "served")
     batch_sizes: Mapping[int, int] = _field("", "answered batches per planned (padded) batch size.", dict)
-    batch_limits: Mapping[int, int] = _field("Gauge", _LIMITS, dict, "batch_limit")
-    drifted: Mapping[int, float] = _field("Gauge", _DRIFTED, dict, "drifted")
+    batch_limits: Mapping[int, int] = _field(
+        "Gauge", "largest batch that fits in memory.", dict, "batch_limit"
+    )
+    drifted: Mapping[int, float] = _field("Gauge", "corrections beyond their threshold.", dict, "drifted")
     histograms: Mapping[str, Histogram] = _field("", _HISTOGRAMS, dict)
 
     @property

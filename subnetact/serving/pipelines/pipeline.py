@@ -135,6 +135,10 @@ class Pipeline(ClosedOnExit):
         options: further arguments of every stage's `Batcher`, for example `learn=False`. Those of a stage
             come before them.
 
+    Attributes:
+        batchers: the batcher of every stage, by name; `Collector(pipeline.batchers, label="stage")` offers
+            their metrics.
+
     Raises:
         PipelineError: there is a cycle, a stage refuses what another one hands over, two stages have the same
             name, or `slo_ms` is shorter than the shortest path.
@@ -178,12 +182,12 @@ class Pipeline(ClosedOnExit):
         self._latency = Histogram(MILLISECONDS)
         self._closing = False
         self._closers: set[int] = set()  # the threads in `close`, which may run callbacks that close again
-        self._batchers: dict[str, Batcher] = {}
+        self.batchers: dict[str, Batcher] = {}
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for name, stage in self._stages.items():
                 share_ms = self.slo_ms * (1.0 - self._reserves[name])
                 batcher = open_stage(stage, share_ms, tables[name], expired=expired, **options)
-                self._batchers[name] = opened.enter_context(batcher)
+                self.batchers[name] = opened.enter_context(batcher)
             opened.pop_all()
 
     def _try(self, sample: Any) -> None:
@@ -332,7 +336,7 @@ class Pipeline(ClosedOnExit):
         for index, one in enumerate(inputs):
             if trip.ended:
                 return
-            future = self._batchers[name].submit(one, left, min_accuracy=stage.min_accuracy)
+            future = self.batchers[name].submit(one, left, min_accuracy=stage.min_accuracy)
             trip.waiting.append(future)
             future.add_done_callback(partial(answered, index))
             if trip.ended:  # then `_end` may not have seen this one
@@ -393,7 +397,7 @@ class Pipeline(ClosedOnExit):
 
     def stats(self) -> PipelineStats:
         """Return a snapshot of the counters, with those of every stage."""
-        stages = {name: batcher.stats() for name, batcher in self._batchers.items()}
+        stages = {name: batcher.stats() for name, batcher in self.batchers.items()}
         with self._lock:
             counts = {name: self._counts[name] for name in ("submitted", *_OUTCOMES, "refused")}
             return PipelineStats(
@@ -412,7 +416,7 @@ class Pipeline(ClosedOnExit):
         with self._lock:
             self._closing = True
         thread = threading.get_ident()
-        if thread in self._closers or close_elsewhere(self._batchers.values(), partial(self.close, drain)):
+        if thread in self._closers or close_elsewhere(self.batchers.values(), partial(self.close, drain)):
             return
         self._closers.add(thread)
         try:
@@ -420,6 +424,6 @@ class Pipeline(ClosedOnExit):
                 with self._lock:
                     self._ended.wait_for(lambda: not self._open)
             for name in self.graph.order:
-                self._batchers[name].close(drain=drain)
+                self.batchers[name].close(drain=drain)
         finally:
             self._closers.discard(thread)

@@ -8,7 +8,7 @@ from decimal import ROUND_CEILING, Context
 from numbers import Real
 from typing import Any
 
-from subnetact.errors import InvalidRequest, PolicyError, TableError
+from subnetact.errors import InvalidRequest, PolicyError, ProfileMismatch, TableError
 from subnetact.latency.table import LatencyTable
 
 EXPIRED_RULES = ("serve", "drop", "defer")
@@ -49,6 +49,12 @@ def check_accuracy(table: LatencyTable) -> LatencyTable:
         )
     table.known_accuracy()
     return table
+
+
+def check_fits(policy: Any, table: LatencyTable) -> None:
+    """Refuse a policy that was made from a table of other subnets or batch sizes."""
+    if (policy.table.subnets, policy.table.batch_sizes) != (table.subnets, table.batch_sizes):
+        raise ProfileMismatch("policy: made for other subnets or batch sizes; make it from this table")
 
 
 def check_policy(policy: object) -> None:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.errors import PolicyError, ProfileMismatch, SubnetActError, TraceError
+from subnetact.errors import PolicyError, SubnetActError, TraceError
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_count, check_margin, check_policy, too_short
+from subnetact.serving.scheduling.checks import check_count, check_fits, check_margin, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
@@ -113,10 +113,7 @@ def checked(given: Scenario) -> Scenario:
     arrivals = checked_arrivals(arrivals)
     count = len(arrivals)
     check_policy(policy)
-    if policy.table.subnets != table.subnets or policy.table.batch_sizes != table.batch_sizes:
-        raise ProfileMismatch(
-            "policy: made for another table (its subnets or batch sizes differ); make it from this one"
-        )
+    check_fits(policy, table)
     if check_count(workers, "workers") > MOST_WORKERS:
         raise PolicyError(f"workers: {workers:.3g} are more than {MOST_WORKERS}")
     check_count(given.blocks, "blocks")

@@ -6,11 +6,10 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -133,6 +132,7 @@ class TenantBatcher(ClosedOnExit):
             `Batcher`.
 
     Attributes:
+        batchers: the batcher of every tenant, by name.
         plans: (time in s since the start, grouping) of the last 1,000 plans that were applied.
 
     Raises:
@@ -182,7 +182,7 @@ class TenantBatcher(ClosedOnExit):
         if period_ms is not None:
             check_positive(period_ms, "period_ms")
             self._grouping(*2 * [dict.fromkeys(self.tenants, 0.0)])  # refuse what cannot be planned at once
-        self._batchers: dict[str, Batcher] = {}
+        self.batchers: dict[str, Batcher] = {}
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for tenant in given:
                 batcher = _Sharing(
@@ -194,7 +194,7 @@ class TenantBatcher(ClosedOnExit):
                     max_queue=tenant.max_queue,
                     **{"clock_ms": self._clock_ms, **tenant.options},
                 )
-                self._batchers[tenant.name] = opened.enter_context(batcher)
+                self.batchers[tenant.name] = opened.enter_context(batcher)
             self._started_ms = self._planned_ms = self._clock_ms()
             opened.pop_all()
         self._planner: threading.Thread | None = None
@@ -236,7 +236,7 @@ class TenantBatcher(ClosedOnExit):
         used_ms, errors = self._shared.turns.used_ms, self._planning_errors
         return {
             name: TenantStats(batcher.stats(), tuple(sorted(self._serves[name])), used_ms[name], errors)
-            for name, batcher in self._batchers.items()
+            for name, batcher in self.batchers.items()
         }
 
     def prometheus(self) -> str:
@@ -249,20 +249,15 @@ class TenantBatcher(ClosedOnExit):
         """
         return Collector(self.batchers, label="tenant").text()
 
-    @property
-    def batchers(self) -> Mapping[str, Batcher]:
-        """The batcher of every tenant, by name."""
-        return MappingProxyType(self._batchers)
-
     def batcher(self, tenant: str) -> Batcher:
         """Return the batcher of a `tenant`, for its metrics and corrections.
 
         Raises:
             PolicyError: There is no such tenant.
         """
-        if tenant not in self._batchers:
+        if tenant not in self.batchers:
             raise PolicyError(f"tenant: {tenant!r} is none; choose from {', '.join(map(repr, self.tenants))}")
-        return self._batchers[tenant]
+        return self.batchers[tenant]
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -277,7 +272,7 @@ class TenantBatcher(ClosedOnExit):
             now, since_ms = self._clock_ms(), self._planned_ms
             took_s, self._planned_ms = max((now - since_ms) / 1e3, 1e-6), now
             rates, spread = {}, dict.fromkeys(self.tenants, 1.0)
-            for name, batcher in self._batchers.items():
+            for name, batcher in self.batchers.items():
                 before, self._planned[name] = self._planned[name], batcher.stats().submitted
                 rates[name] = (self._planned[name] - before) / took_s
                 recent = batcher._driver.scheduler.dispatcher.arrivals
@@ -320,7 +315,7 @@ class TenantBatcher(ClosedOnExit):
             chosen = wanted or range(self._workers)  # no group stays without a worker
             for name in names:
                 self._serves[name] = frozenset(chosen)
-        for name, batcher in self._batchers.items():
+        for name, batcher in self.batchers.items():
             batcher.assign(self._serves[name])
 
     def close(self, drain: bool = True) -> None:
@@ -331,12 +326,12 @@ class TenantBatcher(ClosedOnExit):
         Args:
             drain: whether to serve the requests that wait.
         """
-        for batcher in self._batchers.values():
+        for batcher in self.batchers.values():
             batcher.drain(0.0)
-        if close_elsewhere(self._batchers.values(), partial(self.close, drain)):
+        if close_elsewhere(self.batchers.values(), partial(self.close, drain)):
             return
         self._stopped.set()
         if self._planner is not None:
             self._planner.join()
-        for batcher in self._batchers.values():
+        for batcher in self.batchers.values():
             batcher.close(drain)
