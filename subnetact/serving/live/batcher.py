@@ -25,13 +25,7 @@ from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import (
-    check_count,
-    check_fits,
-    check_policy,
-    check_positive,
-    check_time,
-)
+from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
@@ -155,7 +149,7 @@ class Batcher(ClosedOnExit):
             if not tables or slo_ms is None:
                 raise PolicyError("policy: none given; give a policy, or a table and slo_ms to make one from")
             policy = HullFit(tables[-1], slo_ms=slo_ms)
-        check_policy(policy)
+        check_policy(policy, *tables)
         slo_ms = getattr(policy, "slo_ms", None) if slo_ms is None else slo_ms
         if slo_ms is None:
             raise PolicyError(
@@ -164,8 +158,6 @@ class Batcher(ClosedOnExit):
         slo_ms = check_time(slo_ms, "slo_ms")
         tables = tables or [policy.table]
         table = tables[-1]
-        for one in tables:
-            check_fits(policy, one)
         check_count(max_queue, "max_queue")
         runners = runner_per_worker(engine, workers)
         threads = None if in_processes else threads_per_worker
@@ -183,8 +175,7 @@ class Batcher(ClosedOnExit):
         check: Any = runners[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self._accuracy = dict(enumerate(table.accuracy))
-        self.subnets = table.subnets
-        self.fingerprint = str(getattr(runners[0], "fingerprint", ""))
+        self.subnets, self.fingerprint = table.subnets, str(getattr(runners[0], "fingerprint", ""))
         self._floors = Floors(table)
         clock_ms = clock_ms or monotonic_ms
         now: Any = clock_ms()

@@ -58,9 +58,7 @@ class BatcherStats:
     correction: float = _field("Gauge", "latency of the typical batch divided by that in the table.", 1.0)
     served_by: Mapping[int, int] = _field("Counter", "answered requests per subnet id.", dict, "served")
     batch_sizes: Mapping[int, int] = _field("", "answered batches per planned (padded) batch size.", dict)
-    batch_limits: Mapping[int, int] = _field(
-        "Gauge", "largest batch that fits in memory.", dict, "batch_limit"
-    )
+    batch_limits: Mapping[int, int] = _field("Gauge", "largest batch within memory.", dict, "batch_limit")
     drifted: Mapping[int, float] = _field("Gauge", "corrections beyond their threshold.", dict, "drifted")
     histograms: Mapping[str, Histogram] = _field("", _HISTOGRAMS, dict)
 

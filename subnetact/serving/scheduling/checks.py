@@ -51,14 +51,8 @@ def check_accuracy(table: LatencyTable) -> LatencyTable:
     return table
 
 
-def check_fits(policy: Any, table: LatencyTable) -> None:
-    """Refuse a policy that was made from a table of other subnets or batch sizes."""
-    if (policy.table.subnets, policy.table.batch_sizes) != (table.subnets, table.batch_sizes):
-        raise ProfileMismatch("policy: made for other subnets or batch sizes; make it from this table")
-
-
-def check_policy(policy: object) -> None:
-    """Refuse an object that is not a policy."""
+def check_policy(policy: Any, *tables: LatencyTable) -> None:
+    """Refuse an object that is not a policy, or one of other subnets or batch sizes than the tables."""
     way = 'make one from a table, for example HullFit(table, slo_ms) or make_policy("hullfit", table, slo_ms)'
     if isinstance(policy, str | type):
         raise PolicyError(f"policy: {policy!r} is no policy object; {way}")
@@ -69,6 +63,9 @@ def check_policy(policy: object) -> None:
             f"policy: {type(policy).__name__} has no attribute 'table'; set self.table to the LatencyTable "
             "that it decides by"
         )
+    for table in tables:
+        if (policy.table.subnets, policy.table.batch_sizes) != (table.subnets, table.batch_sizes):
+            raise ProfileMismatch("policy: made for other subnets or batch sizes; make it from this table")
 
 
 def check_slo(slo_ms: float, table: LatencyTable) -> float:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from subnetact.errors import PolicyError, SubnetActError, TraceError
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_count, check_fits, check_margin, check_policy, too_short
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
@@ -112,8 +112,7 @@ def checked(given: Scenario) -> Scenario:
     arrivals, table, policy, workers = given.arrivals_ms, given.table, given.policy, given.workers
     arrivals = checked_arrivals(arrivals)
     count = len(arrivals)
-    check_policy(policy)
-    check_fits(policy, table)
+    check_policy(policy, table)
     if check_count(workers, "workers") > MOST_WORKERS:
         raise PolicyError(f"workers: {workers:.3g} are more than {MOST_WORKERS}")
     check_count(given.blocks, "blocks")
