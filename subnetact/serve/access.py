@@ -8,6 +8,7 @@ import hmac
 from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
+from typing import Any
 
 from subnetact.errors import MissingFile, ServeError
 from subnetact.files.atomic import read_regular
@@ -28,6 +29,10 @@ class Access:
         # Digests have equal lengths, so that comparing reveals none.
         digests = [hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest() for token in tokens]
         self._names = list(zip(digests, tokens.values(), strict=True))
+
+    def schemes(self) -> dict[str, Any]:
+        """Return how to show a token, as OpenAPI has it; nothing if none is needed."""
+        return {kind: {"type": "http", "scheme": kind} for kind in ("bearer", "basic") if self._names}
 
     def client(self, authorization: str | None, address: str, open_: bool = False) -> str:
         """Return the client's name, or its address if no token is needed; `open_` addresses need none."""

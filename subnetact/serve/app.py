@@ -4,31 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
-from subnetact.serve.base_app import UNREADY, Address, BaseApp, Exchange, Reply
-from subnetact.serve.exchange import Raw, Refusal, Terms
-from subnetact.serve.inference import Ask, Asked, Decoded
-from subnetact.serve.limits import Limits
+from subnetact.serve.base_app import BaseApp, exchange_of
+from subnetact.serve.exchange import CommonModel, Refusal, Terms, reply
+from subnetact.serve.inference import Model, PlainTerms
+from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import Images, Signature, named_tensors
 from subnetact.serving import Answer
 from subnetact.serving.live.batcher import monotonic_ms
+from subnetact.serving.live.stats import BatcherStats
 
 SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
-OWN_SCRIPTS = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-SAFE_HEADERS = (
-    (b"content-security-policy", OWN_SCRIPTS),
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-    (b"cache-control", b"no-store"),
-)
+OWN_SCRIPTS = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+SAFE_HEADERS = {
+    "content-security-policy": OWN_SCRIPTS,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cache-control": "no-store",
+}
+
+
+class Service(Protocol):
+    """What answers requests: a `Batcher`, or the client of a cluster, which takes all rows at once."""
+
+    @property
+    def accuracy(self) -> Mapping[int, float]:
+        """Accuracy per subnet, in percent."""
+
+    def stats(self) -> BatcherStats:
+        """Return the counts of the requests."""
+
+    def prometheus(self) -> str:
+        """Return the counts in Prometheus' text format."""
+
+    def close(self, drain: bool = True) -> None:
+        """Refuse new requests, and finish those that wait or drop them."""
 
 
 async def infer_rows(batcher: Any, xs: Sequence[Any], deadline_ms: float, **ask: Any) -> Sequence[Answer]:
@@ -75,7 +96,7 @@ class ServeApp(BaseApp):
 
     def __init__(
         self,
-        batcher: Any,
+        batcher: Service,
         engine: Any,
         *,
         slo_ms: float,
@@ -86,33 +107,40 @@ class ServeApp(BaseApp):
         image_std: tuple[float, ...] = (1.0,),
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
-        self.signature = Signature(engine.sample)
-        values = sum(part.size for part in self.signature.parts)
+        signature = Signature(engine.sample)
+        values = sum(part.size for part in signature.parts)
         super().__init__(limits, tokens, allowed_hosts, values, batcher.close)
-        self.batcher, self.name, self.slo_ms = batcher, name, slo_ms
-        self.version = str(getattr(engine, "fingerprint", None) or "1")
+        self.batcher, self.slo_ms = batcher, slo_ms
         # The client of a cluster answers all rows of a request at once.
-        self._rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
+        self._infer_rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
         [output] = engine.run(0, [engine.sample], 1)
-        self.outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
-        self.images = Images(self.signature, image_mean, image_std)
-        model = f"/v2/models/{name}"
-        version = f"{model}/versions/{self.version}"
-        plain = Address("POST", partial(inference.infer_plain, self), inference.plain_document(self))
-        tensors = Address("POST", partial(inference.infer_tensors, self), inference.tensor_document(self))
-        self.addresses |= {"/infer": plain, f"{model}/infer": tensors, f"{version}/infer": tensors}
-        for path in (model, version):
-            self.get(path, "Metadata of the model", lambda: (200, inference.model_metadata(self)))
-        for path, what in (("/v2/health", "server"), (model, "model"), (version, "model")):
-            summary, open_ = f"Whether the {what} should get requests", path == "/v2/health"
-            self.get(f"{path}/ready", summary, self._ready, UNREADY, open_)
-        self.get("/v2/health/live", "Whether the server answers", lambda: (200, {"live": True}), open_=True)
-        self.get("/v2", "Metadata of the server", lambda: (200, SERVER))
-        self.get("/v2/models", "Names of the models", lambda: (200, {"models": [name]}))
-        own, kind = files("subnetact.serve"), b"text/html; charset=utf-8"
-        page = (own / "status.html").read_bytes().replace(b"PALETTE", (own / "palette.css").read_bytes())
-        self.get("/", "The status page", lambda: (200, page, SAFE_HEADERS, kind))
-        self.get("/status", "What the status page shows", lambda: (200, self.status(), SAFE_HEADERS))
+        outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
+        images = Images(signature, image_mean, image_std)
+        rows = min(self.limits.rows, getattr(batcher, "max_queue", self.limits.rows))  # more could never wait
+        version = str(getattr(engine, "fingerprint", None) or "1")
+        self.model = Model(name, version, signature, images, outputs, rows)
+        whole = min(MEGABYTE + BYTES_PER_VALUE * values * rows, self.limits.bodies_bytes)
+        self.tensor_bytes = self.limits.body_bytes or max(whole, self.body_bytes)
+        page = (files("subnetact.serve") / "status.html").read_text("utf-8")
+        page = page.replace("PALETTE", (files("subnetact.serve") / "palette.css").read_text("utf-8"))
+        self.get("/", "The status page", lambda: HTMLResponse(page, headers=SAFE_HEADERS), kind="text/html")
+        status = {"model": "", "slo_ms": 0.0, "accuracy": {}, "time_s": 0.0, "served_by": {}}
+        shown = lambda: reply(self.status(), headers=SAFE_HEADERS)  # noqa: E731
+        self.get("/status", "What the status page shows", shown, status)
+        self.get("/v2", "Metadata of the server", lambda: reply(SERVER), SERVER)
+        models = {"models": [name]}
+        self.get("/v2/models", "Names of the models", lambda: reply(models), models)
+        ready = "Whether the {} should get requests"
+        self.probe("/v2/health/ready", ready.format("server"), self.unready, lambda why: {"ready": not why})
+        self.probe("/v2/health/live", "Whether the server answers", lambda: "", lambda _: {"live": True})
+        metadata = self.model.metadata()
+        for path in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{version}"):
+            self.get(path, "Metadata of the model", lambda: reply(metadata), metadata)
+            told = lambda why: {"name": name, "ready": not why}  # noqa: E731
+            self.probe(f"{path}/ready", ready.format("model"), self.unready, told, open_=False)
+            document = inference.tensor_document(self, self.model)
+            self.add("POST", f"{path}/infer", self.infer_tensors, document)
+        self.add("POST", "/infer", self.infer_plain, inference.plain_document(self, self.model))
 
     def unready(self) -> str:
         """Return why the server should get no requests, or an empty text."""
@@ -120,7 +148,7 @@ class ServeApp(BaseApp):
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""
-        return str(self.batcher.prometheus())
+        return str(self.batcher.prometheus()) + super().prometheus()
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:
         """Return in JSON what a client of the address `path` is told of a `refusal`."""
@@ -128,51 +156,63 @@ class ServeApp(BaseApp):
             return {"error": f"{refusal.kind}: {refusal}"}
         return super().error_document(refusal, path)
 
-    def _ready(self) -> Reply:
-        return (503, {"ready": False}) if self.unready() else (200, {"ready": True})
-
     def status(self) -> dict[str, Any]:
         """Return the counts of the batcher and the time in s; the page shows the differences of two."""
         stats = self.batcher.stats()
         served_by = {str(subnet): count for subnet, count in stats.served_by.items()}
         accuracy = {str(subnet): round(percent, 2) for subnet, percent in self.batcher.accuracy.items()}
         counts = {name: count for name, count in vars(stats).items() if isinstance(count, (int, float))}
-        facts = {"model": self.name, "slo_ms": self.slo_ms, "accuracy": accuracy}
+        facts = {"model": self.model.name, "slo_ms": self.slo_ms, "accuracy": accuracy}
         return {**facts, "time_s": time.monotonic(), **counts, "served_by": served_by}
 
-    async def infer(
-        self, exchange: Exchange, decode: Callable[[Raw], Decoded[Asked]]
-    ) -> tuple[Asked, Sequence[Answer], dict[str, Any]]:
-        """Answer one request of an `exchange`, whose time counts from its arrival.
+    async def infer_plain(self, request: Request) -> Response:
+        """Answer one input of `/infer`."""
+        async with self.body(request, self.body_bytes) as raw:
+            body, x = await self.decoded(partial(inference.read_plain, self.model), raw)
+            terms = self._terms(request, body, PlainTerms)
+            answers, facts = await self._answers(request, [x], terms)
+            return inference.plain_reply(terms.output, answers[0], facts)
 
-        Returns:
-            What `decode` made of the body, the answers, and facts for the reply.
+    async def infer_tensors(self, request: Request) -> Response:
+        """Answer tensors of the Open Inference Protocol, row by row."""
+        read = partial(inference.read_tensors, self.model, exchange_of(request).headers)
+        async with self.body(request, self.tensor_bytes) as raw:
+            asked, parameters, rows = await self.decoded(read, raw)
+            answers, facts = await self._answers(request, rows, self._terms(request, parameters, Terms))
+            all_binary = bool(parameters.binary_data_output)
+            return inference.tensor_reply(self.model, asked, all_binary, answers, facts)
 
-        Raises:
-            InvalidRequest: the query cannot be read.
-            DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
-        """
-
-        asked, rows, ask = await exchange.read(decode)
-        texts = Terms.header_values(exchange.headers)
-        if query := exchange.scope["query_string"]:
+    def _terms(self, request: Request, body: Terms, kind: type[CommonModel]) -> CommonModel:
+        """Return what a request asks for in its body, its query or its headers, the first of which counts."""
+        texts = Terms.header_values(exchange_of(request).headers)
+        if query := request.scope["query_string"]:
             try:
                 texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
             except ValueError:
                 raise InvalidRequest("query: not readable; give name=value pairs") from None
-        ask.complete(Ask, texts, self.limits.deadline_ms)
-        deadline_ms = float(self.slo_ms if ask.deadline_ms is None else ask.deadline_ms)
+        return body.completed(kind, texts, self.limits.deadline_ms)
+
+    async def _answers(
+        self, request: Request, rows: Sequence[Any], terms: Terms
+    ) -> tuple[Sequence[Answer], dict[str, Any]]:
+        """Return the answers to all rows, and facts for the reply; the time counts from the arrival.
+
+        Raises:
+            DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
+        """
+        exchange = exchange_of(request)
+        deadline_ms = float(self.slo_ms if terms.deadline_ms is None else terms.deadline_ms)
         left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
         if left_ms <= 0.0:
             raise DeadlinePassed(
                 f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
             )
-        wishes = {"min_accuracy": ask.min_accuracy, "priority": ask.priority, "client": exchange.client}
-        answers: Sequence[Answer] = await self._rows(rows, left_ms, **wishes)
+        wishes = {"min_accuracy": terms.min_accuracy, "priority": terms.priority, "client": exchange.client}
+        answers: Sequence[Answer] = await self._infer_rows(rows, left_ms, **wishes)
         latency_ms = monotonic_ms() - exchange.arrived_ms
-        accuracy = round(min([one.accuracy for one in answers]), 2)
-        met = latency_ms <= deadline_ms
-        return asked, answers, {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
+        accuracy, met = round(min([one.accuracy for one in answers]), 2), latency_ms <= deadline_ms
+        exchange.outcome = "met" if met else "late"  # the metrics count what the client is told
+        return answers, {"accuracy": accuracy, "latency_ms": round(latency_ms, 3), "met": met}
 
 
 build_app = ServeApp

@@ -1,22 +1,27 @@
-"""The base of all applications: names, tokens, limits and addresses, and errors that tell no secrets."""
+"""The base of all applications: names, tokens, limits and addresses, errors without secrets, and counts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily
 from pydantic import BaseModel
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.routing import Router
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from subnetact import __version__
 from subnetact.errors import InvalidRequest, ServeError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import LATER, Raw, Refusal, refusal_of, send_reply
+from subnetact.serve.exchange import GONE, JSON, LATER, Raw, Refusal, refusal_of, reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
@@ -25,30 +30,51 @@ CLOSES = (400, 401, 408, 413, 415, 431)  # the connection, as part of the body m
 SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and longer ones on a thread
 WATCH_AFTER_S = 0.02  # before the server watches whether a client leaves: most requests end earlier
 DECODERS = 2  # threads
-GONE = 499, "ClientGone", "the client closed its connection before the answer"
 Asked = TypeVar("Asked")
-Reply = tuple[Any, ...]
-"""What `send_reply` takes: status, body, headers and type."""
-UNREADY = {"503": "The server is closing, or it computes nothing."}
+Contents = Mapping[str, Any]
+"""The schema of a body by its content type."""
+UNREADY = "The server is closing, or it computes nothing."
 ERRORS = {
-    "400": "The request is malformed.",
+    "400": "The request is malformed, or can never be answered.",
     "401": "The token is missing or unknown.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
     "415": "The body is compressed, or an image that this server cannot decode.",
     "429": "The queue is full; retry after the time in Retry-After.",
+    "500": "The network or the server failed.",
     "503": "The server is closing or overloaded.",
     "504": "The deadline passed.",
 }
 
 
-class Address(NamedTuple):
-    """What an address does: `operation` describes it in OpenAPI, and `open` needs no token."""
+class Exchange:
+    """What an application knows of a request: its headers, client and arrival, and whether it was in time."""
 
-    method: str
-    answer: Callable[[Exchange], Awaitable[None]]
-    operation: dict[str, Any]
-    open: bool = False
+    def __init__(self, app: BaseApp, path: str, send: Send) -> None:
+        self.arrived_ms = monotonic_ms()
+        self.headers: Mapping[str, str] = {}
+        self.client, self.outcome, self.begun = "", "", False  # whether the answer has begun
+        self._app, self._path, self._send = app, path, send
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Send a part of the answer; its beginning is counted."""
+        if message["type"] == "http.response.start":
+            self.begun = True
+            self.count(message["status"])
+            if self._app.closing or message["status"] in CLOSES:
+                message["headers"].append((b"connection", b"close"))
+        await self._send(message)
+
+    def count(self, status: int) -> None:
+        """Count the answer. All addresses that do not exist have one label, so that labels stay few."""
+        route = self._path if self._path in self._app.documents else ""
+        self._app.responses[route, str(status), self.outcome] += 1
+
+
+def exchange_of(request: Request) -> Exchange:
+    """Return what the application knows of a request."""
+    exchange: Exchange = request.scope["exchange"]
+    return exchange
 
 
 class BaseApp:
@@ -58,7 +84,7 @@ class BaseApp:
     begun already: then the server closes the connection. `allowed_hosts` are names without ports: a page of
     another site can make a browser send requests to this machine (DNS rebinding), but the browser then names
     that site. One input has `values` values. `close` ends what answers, and finishes accepted requests if its
-    argument says so. While `closing`, `/healthz` and `/readyz` return 503.
+    argument says so. While `closing`, `/readyz` returns 503, and every answer ends its connection.
     """
 
     def __init__(
@@ -76,52 +102,106 @@ class BaseApp:
 
         self.limits = limits or Limits()
         self.access = Access(tokens or {})
+        self.hosts = ["*"] if allowed_hosts is None else [_host(name) for name in allowed_hosts]
         self.held_bytes = 0  # of all bodies
         self.closing, self._close = False, close
-        self.addresses: dict[str, Address] = {}
+        self.responses: Counter[tuple[str, str, str]] = Counter()
+        self.documents: dict[str, Any] = {}
         self.schemas: dict[str, Any] = {}
-        self.router = Router(lifespan=lifespan)
+        self.router = Router(redirect_slashes=False, lifespan=lifespan)
         self.body_bytes = self.limits.body_bytes or MEGABYTE + BYTES_PER_VALUE * values
         self.threads = ThreadPoolExecutor(DECODERS, "subnetact-serve")
-        self._entry: Any = self._exchange
-        if allowed_hosts is not None:
-            names = [f"[{name}]" if ":" in name.strip("[]") else name for name in allowed_hosts]
-            try:
-                self._entry = TrustedHostMiddleware(self._exchange, names, www_redirect=False)
-            except AssertionError as error:
-                raise ServeError(f"allowed_hosts: got {names}. {error}") from None
+        self._open: set[str] = set()  # paths that need no token
+        self.get(
+            "/openapi.json", "This document", lambda: reply(self.openapi()), {"openapi": "", "paths": {}}
+        )
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        metrics = lambda: Response(self.prometheus(), media_type=kind)  # noqa: E731
+        self.get("/metrics", "Metrics in Prometheus' text format", metrics, kind="text/plain")
+        self.probe("/livez", "Whether the process answers", lambda: "")
         for path in ("/healthz", "/readyz"):
-            summary = "Whether the server should get requests"
-            self.get(path, summary, self._healthz, UNREADY, open_=True)
-        kind, summary = b"text/plain; version=0.0.4; charset=utf-8", "Metrics in Prometheus' text format"
-        self.get("/metrics", summary, lambda: (200, self.prometheus().encode(), (), kind))
-        self.get("/openapi.json", "This document", lambda: (200, self.openapi()))
+            self.probe(path, "Whether the server should get requests", self.unready)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one exchange as ASGI 3 has it: `scope`, `receive` and `send` are its own."""
-        await (self._entry if scope["type"] == "http" else self.router)(scope, receive, send)
+        if scope["type"] != "http":
+            return await self.router(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        exchange = Exchange(self, path, send)
+        try:
+            headers = exchange.headers = _headers(scope["headers"], self.limits.header_bytes)
+            self._check_host(headers.get("host", ""))
+            sender, open_ = scope.get("client") or [""], path in self._open
+            exchange.client = self.access.client(headers.get("authorization"), sender[0], open_)
+            await self.router({**scope, "app": self, "exchange": exchange}, receive, exchange.send)
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal.status == GONE[0] and not exchange.begun:
+                exchange.count(GONE[0])
+            elif (
+                not exchange.begun
+            ):  # Otherwise the server closes the connection in the middle of the answer.
+                answer = reply(self.error_document(refusal, path), refusal.status, refusal.headers)
+                await answer(scope, receive, exchange.send)
+
+    def add(self, method: str, path: str, answer: Any, document: dict[str, Any], open_: bool = False) -> None:
+        """Let `answer` answer the requests for a path, which without a token only an `open_` one does."""
+        # What is added last is found first.
+        self.router.routes.insert(0, Route(path, answer, methods=[method]))
+        error = {JSON: {"schema": schema_of(self.error_document(Refusal(400, "InvalidRequest", ""), path))}}
+        for status, described in document["responses"].items():
+            if status != "200":
+                described.setdefault("content", error)
+        if open_:
+            self._open.add(path)
+            document["security"] = []
+        self.documents[path] = {method.lower(): document}
 
     def get(
-        self, path: str, summary: str, make: Callable[[], Reply], responses: Any = None, open_: bool = False
+        self, path: str, summary: str, make: Callable[[], Response], example: Any = None, kind: str = JSON
     ) -> None:
-        """Answer GET requests; `responses` describes other statuses than 200, `open_` needs no token."""
+        """Answer GET and HEAD; the document has the form of an `example` of the answer in JSON."""
 
-        async def answer(exchange: Exchange) -> None:
-            await send_reply(exchange.send, *make())
+        async def answer(_: Request) -> Response:
+            return make()
 
-        self.addresses[path] = Address("GET", answer, operation(summary, responses=responses or {}), open_)
+        schema = {"type": "string"} if example is None else schema_of(example)
+        self.add("GET", path, answer, operation(summary, {kind: schema}, responses={}))
+
+    def probe(
+        self,
+        path: str,
+        summary: str,
+        failing: Callable[[], str],
+        told: Callable[[str], dict[str, Any]] = lambda reason: {"status": reason or "ok"},
+        open_: bool = True,
+    ) -> None:
+        """Answer what is `told` of the reason for failing, with status 503 if there is one."""
+
+        async def answer(_: Request) -> Response:
+            reason = failing()
+            return reply(told(reason), 503 if reason else 200)
+
+        contents = {JSON: schema_of(told(""))}
+        document = operation(summary, contents, responses={"503": UNREADY})
+        document["responses"]["503"] |= {"content": _content(contents)}
+        self.add("GET", path, answer, document, open_)
 
     def unready(self) -> str:
         """Return why the server should get no requests, or an empty text."""
         return "closing" if self.closing else ""
 
-    def _healthz(self) -> Reply:
-        reason = self.unready()
-        return 503 if reason else 200, {"status": reason or "ok"}
+    def collect(self) -> Iterator[Any]:
+        """Yield metrics as families of `prometheus_client`."""
+        text = "HTTP answers by route, status and outcome (met or late); 499: the client left before it."
+        family = CounterMetricFamily("subnetact_http_responses", text, labels=["route", "status", "outcome"])
+        for labels, count in self.responses.items():
+            family.add_metric(labels, count)
+        yield family
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""
-        raise NotImplementedError
+        return generate_latest(self).decode()
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
         """Return in JSON what a client of the address `path` is told of a `refusal`."""
@@ -135,11 +215,13 @@ class BaseApp:
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
+        schemes = self.access.schemes()
         return {
             "openapi": "3.1.0",
             "info": {"title": "subnetact", "version": __version__},
-            "paths": {path: {one.method.lower(): one.operation} for path, one in self.addresses.items()},
-            "components": {"schemas": self.schemas},
+            "paths": self.documents,
+            "components": {"schemas": self.schemas, "securitySchemes": schemes},
+            "security": [{name: []} for name in schemes],
         }
 
     def model_schema(self, model: type[BaseModel]) -> dict[str, Any]:
@@ -148,110 +230,80 @@ class BaseApp:
         self.schemas |= schema.pop("$defs", {})
         return schema
 
-    async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self, scope, receive, send)
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    @asynccontextmanager
+    async def body(self, request: Request, most: int) -> AsyncIterator[bytearray]:
+        """Read the body of a request, of at most `most` bytes, and watch its client while the block runs.
+
+        Raises:
+            Refusal: the body is too long or too slow, or the client has left, even within the block.
+        """
+        loop, task, limit_s = asyncio.get_running_loop(), asyncio.current_task(), self.limits.body_s
+        refusals: list[Refusal] = []
+        raw = bytearray()
+
+        def end(*why: Any) -> None:
+            refusals.append(Refusal(*why))
+            if task is not None:
+                task.cancel()
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            end(*GONE)
+
+        slow = 408, "TooSlow", f"body: not complete after {limit_s:g} s; send it faster"
+        # anyio.fail_after takes 14 us more.
+        pending: list[asyncio.TimerHandle | asyncio.Task[None]] = [loop.call_later(limit_s, end, *slow)]
         try:
-            exchange.headers = _headers(scope["headers"], self.limits.header_bytes)
-            address = self.addresses.get(path)
-            sender, open_ = scope.get("client") or [""], address is not None and address.open
-            exchange.client = self.access.client(exchange.headers.get("authorization"), sender[0], open_)
-            if address is None:
-                raise Refusal(404, "NotFound", "there is no such address; /openapi.json lists all")
-            if scope["method"] != address.method:
-                message = f"this address takes {address.method}; /openapi.json lists all"
-                raise Refusal(405, "MethodNotAllowed", message, {"Allow": address.method})
-            await address.answer(exchange)
-            return
+            await self._read(request, raw, most)
+            pending[0].cancel()
+            begin = lambda: pending.append(loop.create_task(watch()))  # noqa: E731
+            pending.append(loop.call_later(WATCH_AFTER_S, begin))
+            yield raw
         except asyncio.CancelledError:
-            if exchange.refusal is None:
+            if not refusals:
                 raise
-            if hasattr(exchange.task, "uncancel"):  # Python 3.11
-                exchange.task.uncancel()
-            refusal = exchange.refusal
-        except Exception as error:
-            refusal = refusal_of(error)
+            if task is not None and hasattr(task, "uncancel"):  # Python 3.11
+                task.uncancel()
+            raise refusals[0] from None
         finally:
-            exchange.close()
-        # The server closes the connection in the middle of an answer that has begun.
-        if not exchange.begun and refusal.status != GONE[0]:
-            more = [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
-            if refusal.status in CLOSES:
-                more.append((b"connection", b"close"))
-            await send_reply(send, refusal.status, self.error_document(refusal, path), more)
+            self.held_bytes -= len(raw)
+            for one in pending:
+                one.cancel()
 
+    async def decoded(self, decode: Callable[[Raw], Asked], raw: Raw) -> Asked:
+        """Return what `decode` makes of a body; on a thread if that may take long."""
+        if len(raw) <= SHORT and not is_image(raw):
+            return decode(raw)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, decode, raw)
 
-class Exchange:
-    """One request as an address gets it, with the name or address of its client and when it arrived.
-
-    If its body comes too slowly or its client leaves, its task is cancelled, and `refusal` says why.
-    """
-
-    def __init__(self, app: BaseApp, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope, self.arrived_ms = scope, monotonic_ms()
-        self.headers: Mapping[str, str] = {}
-        self.client, self.begun = "", False  # whether the answer has begun
-        self.task: Any = asyncio.current_task()
-        self.refusal: Refusal | None = None
-        self._app, self._receive, self._send = app, receive, send
-        self._body = bytearray()
-        self._pending: list[asyncio.TimerHandle | asyncio.Task[None]] = []
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send a part of the answer."""
-        self.begun = True
-        await self._send(message)
-
-    async def read(self, decode: Callable[[Raw], Asked]) -> Asked:
-        """Return what `decode` makes of the body, which is read within the limits."""
-        loop, limit_s = asyncio.get_running_loop(), self._app.limits.body_s
-        why = 408, "TooSlow", f"body: not complete after {limit_s:g} s; send it faster"
-        timer = loop.call_later(limit_s, self._end, *why)  # anyio.fail_after takes 14 us more
-        self._pending.append(timer)
-        await self._read_body()
-        timer.cancel()
-        watch = lambda: self._pending.append(loop.create_task(self._watch()))  # noqa: E731
-        self._pending.append(loop.call_later(WATCH_AFTER_S, watch))
-        if len(self._body) <= SHORT and not is_image(self._body):
-            return decode(self._body)
-        return await loop.run_in_executor(self._app.threads, decode, self._body)
-
-    def close(self) -> None:
-        """Free the memory of the body, and watch the client no more."""
-        self._app.held_bytes -= len(self._body)
-        for one in self._pending:
-            one.cancel()
-
-    async def _read_body(self) -> None:
-        app, body, more = self._app, self._body, True
-        most, length = app.body_bytes, int(self.headers.get("content-length", 0))
-        if self.headers.get("content-encoding", "") not in ("", "identity"):
+    async def _read(self, request: Request, raw: bytearray, most: int) -> None:
+        headers, too_large = exchange_of(request).headers, f"body: more than {most} bytes; send a smaller one"
+        if headers.get("content-encoding", "") not in ("", "identity"):
             message = "content-encoding: bodies are not decompressed; send them as they are"
             raise Refusal(415, "Unsupported", message)
-        while True:
-            if max(length, len(body)) > most:
-                raise Refusal(413, "TooLarge", f"body: more than {most} bytes; send a smaller one")
-            if not more:
-                return
-            event = await self._receive()
-            if event["type"] == "http.disconnect":
-                raise Refusal(*GONE)
-            chunk, more = event.get("body", b""), event.get("more_body", False)
-            free = max(most, app.limits.bodies_bytes) - app.held_bytes
-            if free < len(chunk) <= most - len(body):
+        if int(headers.get("content-length", 0)) > most:
+            raise Refusal(413, "TooLarge", too_large)
+        async for chunk in request.stream():
+            if len(raw) + len(chunk) > most:
+                raise Refusal(413, "TooLarge", too_large)
+            if self.held_bytes + len(chunk) > max(most, self.limits.bodies_bytes):
                 message = "the server holds as many request bodies as it may; retry later"
                 raise Refusal(503, "Overloaded", message, LATER)
-            body += chunk
-            app.held_bytes += len(chunk)
+            raw += chunk
+            self.held_bytes += len(chunk)
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._end(*GONE)
+    def _check_host(self, host: str) -> None:
+        name = re.sub(r":\d*$", "", host).lower()
+        if not any(name == one or (one[0] == "*" and name.endswith(one[1:])) for one in self.hosts):
+            raise Refusal(400, "InvalidHost", "host: not a name of this server; use one of its names")
 
-    def _end(self, *why: Any) -> None:
-        self.refusal = Refusal(*why)
-        self.task.cancel()
+
+def _host(name: str) -> str:
+    """Return a name as the header Host has it: an IPv6 address in brackets."""
+    if "*" in name.removeprefix("*.") and name != "*":
+        raise ServeError(f"allowed_hosts: got {name!r}; give a name, '*.example.com' or '*'")
+    return f"[{name}]" if ":" in name.strip("[]") else name.lower()
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str, str]:
@@ -274,26 +326,41 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str, st
     return values
 
 
+def _content(contents: Contents) -> dict[str, Any]:
+    return {kind: {"schema": schema} for kind, schema in contents.items()}
+
+
 def operation(
     summary: str,
-    contents: Mapping[str, Any] | None = None,
+    answers: Contents,
+    contents: Contents | None = None,
     terms: type[BaseModel] | None = None,
     responses: Mapping[str, str] = ERRORS,
 ) -> dict[str, Any]:
-    """Describe an address: the types of its body, the model of its headers, and what statuses mean."""
-    statuses = {"200": "The answer.", **responses}
-    described = {status: {"description": text} for status, text in statuses.items()}
-    found: dict[str, Any] = {"summary": summary, "responses": described}
+    """Describe an address: its answers, its body, the model of its headers, and what statuses mean."""
+    described: dict[str, Any] = {status: {"description": text} for status, text in responses.items()}
+    described["200"] = {"description": "The answer.", "content": _content(answers)}
+    document: dict[str, Any] = {"summary": summary, "responses": described}
     if contents:
-        content = {kind: {"schema": schema} for kind, schema in contents.items()}
-        found["requestBody"] = {"required": True, "content": content}
+        document["requestBody"] = {"required": True, "content": _content(contents)}
     if terms:
         headers = {f"x-{name.replace('_', '-')}": schema for name, schema in properties(terms).items()}
-        found["parameters"] = [{"name": n, "in": "header", "schema": s} for n, s in headers.items()]
-    return found
+        document["parameters"] = [{"name": n, "in": "header", "schema": s} for n, s in headers.items()]
+    return document
 
 
 def properties(model: type[BaseModel]) -> dict[str, Any]:
     """Return the schemas of a model's fields; null is what is absent, and no query or header has it."""
     fields: dict[str, Any] = model.model_json_schema()["properties"]
     return {name: {**one["anyOf"][0], "description": one["description"]} for name, one in fields.items()}
+
+
+def schema_of(example: Any) -> dict[str, Any]:
+    """Return the schema of documents like an example; what it has, all have. None stands for anything."""
+    if isinstance(example, dict):
+        fields = {name: schema_of(one) for name, one in example.items()}
+        return {"type": "object", "required": list(fields), "properties": fields}
+    if isinstance(example, list):
+        return {"type": "array", "items": schema_of(example[0]) if example else {}}
+    names = {bool: "boolean", int: "integer", float: "number", str: "string"}
+    return {"type": names[type(example)]} if type(example) in names else {}

@@ -1,25 +1,29 @@
-"""What a client asks for besides its input, what it is told of errors, and how a reply is sent."""
+"""What a client asks for besides its input, what it is told of errors, and replies in JSON."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.types import Send
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from subnetact import errors
 from subnetact.errors import InvalidRequest
 from subnetact.serving.live.rate_limited_log import RateLimitedLog
 
 Model = TypeVar("Model", bound=BaseModel)
+CommonModel = TypeVar("CommonModel", bound="CommonTerms")
 Raw = bytes | bytearray
 
 LATER = {"Retry-After": "1"}
-JSON = b"application/json"
+JSON = "application/json"
+GONE = 499, "ClientGone", "the client closed its connection before the answer"
 _repeated = RateLimitedLog(logging.getLogger(__name__))
 STATUSES: Mapping[type[errors.SubnetActError], int] = {
     InvalidRequest: 400,
@@ -45,7 +49,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
-    def read(cls: type[Model], text: Raw) -> Model:
+    def read(cls: type[Model], text: Raw | memoryview) -> Model:
         """Return what JSON says, or raise InvalidRequest."""
         return _validated(cls.model_validate, read_json(text))
 
@@ -63,15 +67,15 @@ class CommonTerms(Strict):
         """Return the fields that are given as headers."""
         return {name: headers[header] for name, header in _header_names(cls) if header in headers}
 
-    def complete(self, kind: type[CommonTerms], texts: Mapping[str, str], most_ms: float) -> None:
-        """Fill what the body leaves out from texts, and refuse times beyond the limit."""
-        given = vars(self)  # pydantic's setattr takes 20 us
-        if texts:
-            found = vars(_validated(kind.model_validate_strings, dict(texts)))
-            given |= {name: found[name] for name in texts if given.get(name, name) is None}
+    def completed(self, kind: type[CommonModel], texts: Mapping[str, str], most_ms: float) -> CommonModel:
+        """Return terms with what the body leaves out from texts; times beyond the limit are refused."""
+        terms = _validated(kind.model_validate_strings, dict(texts)) if texts else kind.model_construct()
+        values = vars(terms)  # pydantic's setattr takes 20 us
+        values |= {name: one for name, one in vars(self).items() if name in values and one is not None}
         for name in ("deadline_ms", "slo_ttft_ms"):
-            if (given.get(name) or 0.0) > most_ms:
-                raise InvalidRequest(f"{name}: got {_shortened(given[name])}, the most is {most_ms:g} ms")
+            if (values.get(name) or 0.0) > most_ms:
+                raise InvalidRequest(f"{name}: got {_shortened(values[name])}, the most is {most_ms:g} ms")
+        return terms
 
 
 class Terms(CommonTerms):
@@ -87,7 +91,7 @@ def _header_names(model: type[BaseModel]) -> list[tuple[str, str]]:
     return [(name, f"x-{name.replace('_', '-')}") for name in model.model_fields]
 
 
-def read_json(text: Raw) -> Any:
+def read_json(text: Raw | memoryview) -> Any:
     """Read JSON as RFC 8259 has it; of a name given twice, the last value counts."""
     try:
         return orjson.loads(text)
@@ -119,6 +123,12 @@ def refusal_of(error: BaseException) -> Refusal:
     """Return what a client is told about an error. Nothing of the server's code or files is in it."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, ClientDisconnect):
+        return Refusal(*GONE)
+    if isinstance(error, HTTPException):  # of Starlette's routes
+        kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(error.status_code, "HTTPException")
+        message = "there is no such address, or not with this method; /openapi.json lists all"
+        return Refusal(error.status_code, kind, message, error.headers)
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
     if status is None:
         _repeated.log(logging.ERROR, "a request raised an unexpected error", error=error)
@@ -130,15 +140,8 @@ def refusal_of(error: BaseException) -> Refusal:
     return Refusal(status, type(error).__name__, message, LATER if status in (429, 503) else None)
 
 
-async def send_reply(
-    send: Send,
-    status: int,
-    body: bytes | Mapping[str, Any],
-    headers: Iterable[tuple[bytes, bytes]] = (),
-    content_type: bytes = JSON,
-) -> None:
-    """Send a whole reply, of which an object travels as JSON; numbers that JSON has not become null."""
-    data = body if isinstance(body, bytes) else orjson.dumps(body)
-    fixed = [(b"content-type", content_type), (b"content-length", b"%d" % len(data))]
-    await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
-    await send({"type": "http.response.body", "body": data})
+def reply(
+    document: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return an answer in JSON; numbers that JSON has not become null."""
+    return Response(orjson.dumps(document), status, headers, JSON)

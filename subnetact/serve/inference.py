@@ -5,29 +5,52 @@ Every row of the tensors of the protocol becomes a request of its own to the bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import orjson
 import torch
 from pydantic import ConfigDict, Field
+from starlette.responses import Response
 from torch import Tensor
 
 from subnetact.engine.inputs import DATATYPES
 from subnetact.errors import InvalidRequest
-from subnetact.serve.base_app import Exchange, operation, properties
-from subnetact.serve.exchange import Raw, Strict, Terms, send_reply
-from subnetact.serve.payloads import NUMPY_MAGIC, is_image, named_tensors, write_numpy
+from subnetact.serve.base_app import BaseApp, operation, properties, schema_of
+from subnetact.serve.exchange import JSON, Raw, Strict, Terms, reply
+from subnetact.serve.payloads import NUMPY_MAGIC, Images, Signature, is_image, named_tensors, write_numpy
+from subnetact.serving import Answer
 
-Asked = TypeVar("Asked")
-Decoded = tuple[Asked, Sequence[Any], Terms]
-"""What a request asks for, the inputs of the engine, and their time."""
+FILE = {"type": "string", "format": "binary"}
+NUMPY, BINARY = "application/x-npy", "application/octet-stream"
+FACTS = {"accuracy": 0.0, "latency_ms": 0.0, "met": True}
+"""What every answer says besides its output and its subnet, by an example."""
 HEADER_LENGTH = "inference-header-content-length"
 TORCH = {name: dtype for dtype, name in DATATYPES.items()} | {"UINT16": torch.uint16, "UINT32": torch.uint32}
 """What clients may send, by its name on the wire."""
 
 
-class Ask(Terms):
+class Model(NamedTuple):
+    """A network as clients see it, of whose inputs one request may have up to `rows`."""
+
+    name: str
+    version: str
+    signature: Signature
+    images: Images
+    outputs: Sequence[tuple[str, list[int], torch.dtype]]
+    rows: int
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what the protocol tells of the model."""
+        inputs, outputs = (
+            [{"name": name, "datatype": DATATYPES.get(t, "FP32"), "shape": [-1, *s]} for name, s, t in parts]
+            for parts in (self.signature.parts, self.outputs)
+        )
+        facts = {"name": self.name, "versions": [self.version], "platform": "subnetact"}
+        return {**facts, "inputs": inputs, "outputs": outputs}
+
+
+class PlainTerms(Terms):
     """What a request of `/infer` asks for besides its input."""
 
     output: Literal["class", "values", "npy"] | None = Field(
@@ -37,7 +60,7 @@ class Ask(Terms):
     )
 
 
-class PlainBody(Ask):
+class PlainBody(PlainTerms):
     """The JSON of one request: its input, nested like the engine's or flat, beside the parameters."""
 
     input: Any
@@ -88,22 +111,20 @@ class InferRequest(Strict):
     outputs: list[RequestedOutput] | None = None
 
 
-async def infer_plain(app: Any, exchange: Exchange) -> None:
-    """Answer one request of `/infer`."""
+def read_plain(model: Model, raw: Raw) -> tuple[PlainTerms, Any]:
+    """Return what a body of `/infer` asks for, and its input."""
+    if raw.startswith(NUMPY_MAGIC):
+        return PlainTerms(), model.signature.from_numpy(raw)
+    if is_image(raw):
+        return PlainTerms(), model.images.decode(raw)
+    body = PlainBody.read(raw)
+    return body, model.signature.from_values(body.input)
 
-    def decode(body: Raw) -> Decoded[Ask]:
-        if body.startswith(NUMPY_MAGIC):
-            ask, x = Ask(), app.signature.from_numpy(body)
-        elif is_image(body):
-            ask, x = Ask(), app.images.decode(body)
-        else:
-            ask = given = PlainBody.read(body)
-            x = app.signature.from_values(given.input)
-        return ask, [x], ask
 
-    ask, [answer], facts = await app.infer(exchange, decode)
+def plain_reply(kind: str | None, answer: Answer, facts: Mapping[str, Any]) -> Response:
+    """Return the answer of `/infer` as the client wants it."""
     facts = {"subnet": answer.subnet, **facts}
-    output, kind, single = answer.output, ask.output, isinstance(answer.output, Tensor)
+    output, single = answer.output, isinstance(answer.output, Tensor)
     if kind is None:
         kind = "class" if single and output.dim() == 1 and output.is_floating_point() else "values"
     if kind != "values" and not (single and output.numel()):
@@ -111,95 +132,91 @@ async def infer_plain(app: Any, exchange: Exchange) -> None:
             f"output: {kind} is of one tensor, and this network returns several; ask for values"
         )
     if kind == "npy":
-        headers = [(f"x-{name.replace('_', '-')}".encode(), orjson.dumps(one)) for name, one in facts.items()]
-        return await send_reply(exchange.send, 200, write_numpy(output), headers, b"application/x-npy")
+        headers = {f"x-{name.replace('_', '-')}": orjson.dumps(one).decode() for name, one in facts.items()}
+        return Response(write_numpy(output), 200, headers, NUMPY)
     if kind == "class":
         best, index = output.flatten().max(0)  # NaN, which is not comparable, counts as the largest
-        found: dict[str, Any] = {"class": int(index) if best == best else None}
-    else:
-        lists = {name: tensor.tolist() for name, tensor in named_tensors(output, "output")}
-        found = {"output": lists["output"] if single else lists}
-    return await send_reply(exchange.send, 200, {**found, **facts})
+        return reply({"class": int(index) if best == best else None, **facts})
+    lists = {name: tensor.tolist() for name, tensor in named_tensors(output, "output")}
+    return reply({"output": lists["output"] if single else lists, **facts})
 
 
-def plain_document(app: Any) -> dict[str, Any]:
+def plain_document(app: BaseApp, model: Model) -> dict[str, Any]:
     """Describe `/infer`."""
-    single, body = app.signature.single, app.model_schema(PlainBody)
-    named = {part.name: part.schema() for part in app.signature.parts}
+    single, body = model.signature.single, app.model_schema(PlainBody)
+    named = {part.name: part.schema() for part in model.signature.parts}
     several = {"type": "object", "required": list(named), "properties": named}
     body["properties"]["input"] = named["input"] if single else several
-    kinds = ["application/x-npy"] * single + ["image/png", "image/jpeg"] * app.images.served
-    files = {kind: {"type": "string", "format": "binary"} for kind in kinds}
-    found = operation("Answer one input", {"application/json": body, **files}, Terms)
-    asked = properties(Ask).items()
-    found["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in asked]
-    return found
+    kinds = [NUMPY] * single + ["image/png", "image/jpeg"] * model.images.served
+    answer = schema_of({"subnet": 0, **FACTS})
+    answer["properties"] |= {"class": {"type": ["integer", "null"]}, "output": {}}
+    bodies = {JSON: body, **dict.fromkeys(kinds, FILE)}
+    document = operation("Answer one input", {JSON: answer, NUMPY: FILE}, bodies, Terms)
+    fields = properties(PlainTerms).items()
+    document["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in fields]
+    return document
 
 
-def model_metadata(app: Any) -> dict[str, Any]:
-    """Return the protocol's metadata of the model."""
-    inputs, outputs = (
-        [{"name": name, "datatype": DATATYPES.get(t, "FP32"), "shape": [-1, *s]} for name, s, t in parts]
-        for parts in (app.signature.parts, app.outputs)
-    )
-    facts = {"name": app.name, "versions": [app.version], "platform": "subnetact"}
-    return {**facts, "inputs": inputs, "outputs": outputs}
-
-
-def tensor_document(app: Any) -> dict[str, Any]:
+def tensor_document(app: BaseApp, model: Model) -> dict[str, Any]:
     """Describe the inference of the protocol."""
     schema = app.model_schema(InferRequest)
-    shapes = [f"{part.name} of shape {['N', *part.shape]}" for part in app.signature.parts]
+    shapes = [f"{part.name} of shape {['N', *part.shape]}" for part in model.signature.parts]
     schema["properties"]["inputs"]["description"] = ", ".join(shapes)
-    return operation("Answer tensors (Open Inference Protocol)", {"application/json": schema}, Terms)
+    output = {"name": "", "datatype": "", "shape": [0]}
+    names = {"model_name": "", "model_version": ""}
+    answer = schema_of({**names, "parameters": {"subnet": "", **FACTS}, "outputs": [output]})
+    answers, bodies = {JSON: answer, BINARY: FILE}, {JSON: schema, BINARY: FILE}
+    return operation("Answer tensors (Open Inference Protocol)", answers, bodies, Terms)
 
 
-async def infer_tensors(app: Any, exchange: Exchange) -> None:
-    """Answer one request of the protocol, row by row."""
+def read_tensors(
+    model: Model, headers: Mapping[str, str], raw: Raw
+) -> tuple[InferRequest, RequestParameters, list[Any]]:
+    """Return a request of the protocol, what it asks for, and one input of the engine per row."""
+    length = headers.get(HEADER_LENGTH, str(len(raw)))
+    if not (length.isdecimal() and len(length) < 20 and int(length) <= len(raw)):
+        raise InvalidRequest(f"{HEADER_LENGTH}: not the number of bytes of the JSON that begins the body")
+    whole = memoryview(raw)
+    request = InferRequest.read(whole[: int(length)])
+    if request.model_name not in (None, model.name):
+        raise InvalidRequest(f"model_name: not the model of this address, {model.name}")
+    if any(one.parameters and one.parameters.classification for one in request.outputs or ()):
+        raise InvalidRequest("outputs: the classification extension is not served; read the scores")
+    rows = _rows(model, request.inputs, whole[int(length) :])
+    return request, request.parameters or RequestParameters(), rows
 
-    def decode(body: Raw) -> Decoded[tuple[InferRequest, RequestParameters]]:
-        length = exchange.headers.get(HEADER_LENGTH, str(len(body)))
-        if not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
-            raise InvalidRequest(f"{HEADER_LENGTH}: not the number of bytes of the JSON that begins the body")
-        text, raw = body[: int(length)], body[int(length) :]
-        request = InferRequest.read(text)
-        if request.model_name not in (None, app.name):
-            raise InvalidRequest(f"model_name: not the model of this address, {app.name}")
-        if any(one.parameters and one.parameters.classification for one in request.outputs or ()):
-            raise InvalidRequest("outputs: the classification extension is not served; read the scores")
-        ask = request.parameters or RequestParameters()
-        return (request, ask), _rows(app, request.inputs, raw), ask
 
-    (request, ask), answers, facts = await app.infer(exchange, decode)
-    outputs, raw = _outputs(request, bool(ask.binary_data_output), [one.output for one in answers])
-    document = {
-        "model_name": app.name,
-        "model_version": app.version,
+def tensor_reply(
+    model: Model, request: InferRequest, all_binary: bool, answers: Sequence[Answer], facts: Mapping[str, Any]
+) -> Response:
+    """Return the answer of the protocol, the raw bytes of outputs behind its JSON."""
+    outputs, raw = _outputs(request, all_binary, [one.output for one in answers])
+    document: dict[str, Any] = {
+        "model_name": model.name,
+        "model_version": model.version,
         **({} if request.id is None else {"id": request.id}),
         "parameters": {"subnet": ",".join(str(one.subnet) for one in answers), **facts},
         "outputs": outputs,
     }
-    head = orjson.dumps(document)
     if not raw:
-        return await send_reply(exchange.send, 200, head)
-    headers = [(HEADER_LENGTH.encode(), b"%d" % len(head))]
-    return await send_reply(exchange.send, 200, b"".join([head, *raw]), headers, b"application/octet-stream")
+        return reply(document)
+    head = orjson.dumps(document)
+    return Response(b"".join([head, *raw]), 200, {HEADER_LENGTH: str(len(head))}, BINARY)
 
 
-def _rows(app: Any, inputs: Sequence[RequestTensor], raw: Raw) -> list[Any]:
+def _rows(model: Model, inputs: Sequence[RequestTensor], raw: memoryview) -> list[Any]:
     """Return one input of the engine per row."""
-    parts = {part.name: part for part in app.signature.parts}
+    parts = {part.name: part for part in model.signature.parts}
     if sorted(entry.name for entry in inputs) != sorted(parts):
         raise InvalidRequest(f"inputs: give one tensor for each of {', '.join(parts)}")
-    most = min(app.limits.rows, getattr(app.batcher, "max_queue", app.limits.rows))  # more could never wait
     rows = inputs[0].shape[0] if inputs[0].shape else 0
     tensors: dict[str, Tensor] = {}
     for entry in inputs:
         part, dtype = parts[entry.name], TORCH[entry.datatype]
-        if entry.shape != [rows, *part.shape] or not 1 <= rows <= most:
+        if entry.shape != [rows, *part.shape] or not 1 <= rows <= model.rows:
             sizes = ", ".join(map(str, part.shape))
             raise InvalidRequest(
-                f"{part.name}: shape must be [N, {sizes}], with one N from 1 to {most} for all tensors"
+                f"{part.name}: shape must be [N, {sizes}], with one N from 1 to {model.rows} for all tensors"
             )
         size = entry.parameters.binary_data_size if entry.parameters else None
         if (size is None) == (entry.data is None):
@@ -215,7 +232,7 @@ def _rows(app: Any, inputs: Sequence[RequestTensor], raw: Raw) -> list[Any]:
         raw = raw[size:]
     if len(raw):
         raise InvalidRequest(f"body: {len(raw)} bytes more than the tensors have; correct binary_data_size")
-    join = app.signature.join
+    join = model.signature.join
     return [join({name: tensor[row] for name, tensor in tensors.items()}) for row in range(rows)]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import signal
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.server import HANDLED_SIGNALS
 
 from subnetact.errors import ServeError
 from subnetact.serve.base_app import BaseApp
@@ -17,7 +19,7 @@ GRACEFUL_S = 30
 
 
 class Server(uvicorn.Server):
-    """A server that, on SIGTERM, keeps serving for a grace period in s while `/healthz` returns 503."""
+    """A server that, on SIGTERM, keeps serving for a grace period in s while `/readyz` returns 503."""
 
     def __init__(self, config: uvicorn.Config, app: BaseApp, grace_s: float) -> None:
         super().__init__(config)
@@ -32,22 +34,27 @@ class Server(uvicorn.Server):
             host, port = listening.getsockname()[:2]
             print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the grace period at the first signal; shut down at once at the second."""
-        again, self._app.closing = self._app.closing, True
-        if again or not self._grace_s or self._loop is None:
-            super().handle_exit(sig, frame)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Begin the grace period at the first signal; the system ends the process at the second."""
+        for handled in HANDLED_SIGNALS:
+            signal.signal(handled, signal.SIG_DFL)
+        self._app.closing = True
+        if self._grace_s and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, self._leave)
         else:
-            exit_ = super().handle_exit
-            self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, exit_, sig, frame)
+            self._leave()
+
+    def _leave(self) -> None:
+        self.should_exit = True
 
 
 def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float = 0.0) -> None:
     """Serve an application until SIGTERM or SIGINT, with its limits on connections.
 
-    After the first signal `/healthz` and `/readyz` return 503 for `grace_s` seconds while the server keeps
-    serving, so that load balancers can drain it. Then the server takes no new requests, and answers those
-    that it has already taken, for up to 30 s. Put a proxy before it where clients may be slow or hostile:
+    After the first signal `/readyz` returns 503 for `grace_s` seconds while the server keeps serving, so that
+    load balancers can drain it, and every answer ends its connection. Then the server takes no new requests,
+    answers those that it has already taken, for up to 30 s, and the function returns. A second signal ends
+    the process at once. Put a proxy before it where clients may be slow or hostile:
     `examples/proxy` says why.
 
     Args:

@@ -7,22 +7,36 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from subnetact.errors import RequestError
-from subnetact.generation import Completion
+from subnetact.generation import Completion, Generator
 from subnetact.serve.exchange import refusal_of
-from subnetact.serve.text_bodies import ChatBody, TextBody
+from subnetact.serve.text_bodies import ChatBody, TextBody, error_document
+from subnetact.serve.text_codec import TextCodec
+
+EVENTS = "text/event-stream"
+
+
+class TextService(NamedTuple):
+    """A generator, the texts of its tokens, its name, and the tokens that end every answer."""
+
+    generator: Generator
+    codec: TextCodec
+    name: str
+    stop: tuple[int, ...]
 
 
 class Choice:
     """One of the answers to a request; what has come of it and was not taken yet is in its attributes."""
 
-    def __init__(self, index: int, completion: Completion, app: Any, body: TextBody) -> None:
+    def __init__(self, index: int, completion: Completion, service: TextService, body: TextBody) -> None:
         self.index, self.completion = index, completion
-        self._write, self._ends = app.codec.writer(), app.stop
+        self._write, self._ends = service.codec.writer(), service.stop
         self._stops = [body.stop] if isinstance(body.stop, str) else body.stop
         self.tells, self._phased = body.likely() is not None, body.phases is not None
         self.read = 0  # tokens
@@ -67,8 +81,10 @@ class Choice:
 class TextAnswer:
     """The answer to one request, whose `n` choices are requests of their own to the generator."""
 
-    def __init__(self, app: Any, body: TextBody, prompt: list[int], options: dict[str, Any]) -> None:
-        self._app, self._body, self._prompt = app, body, len(prompt)
+    def __init__(
+        self, service: TextService, body: TextBody, prompt: list[int], options: dict[str, Any]
+    ) -> None:
+        self.body, self._service, self._prompt = body, service, len(prompt)
         self._chat = isinstance(body, ChatBody)
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         kind = "chat.completion" if self._chat else "text_completion"
@@ -76,13 +92,13 @@ class TextAnswer:
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": f"{kind}.chunk" if self._chat and body.stream else kind,
             "created": int(time.time()),
-            "model": app.name,
+            "model": service.name,
         }
         self._choices: list[Choice] = []
         try:
             for index in range(body.n):
-                completion = app.generator.submit(prompt, **options)
-                self._choices.append(Choice(index, completion, app, body))
+                completion = service.generator.submit(prompt, **options)
+                self._choices.append(Choice(index, completion, service, body))
                 completion.listen(self._tell)
         except BaseException:
             self.cancel()
@@ -123,12 +139,12 @@ class TextAnswer:
                 role = {} if choice.index in begun else {"role": "assistant"}
                 begun.add(choice.index)
                 yield _event({**self._facts, "choices": [self._taken(choice, "delta", role)]})
-            if self._body.stream_options.include_usage:
+            if self.body.stream_options.include_usage:
                 yield _event({**self._facts, "choices": [], **self._usage()})
         except RequestError as error:
             if not begun:
                 raise
-            yield _event(self._app.error_document(refusal_of(error), ""))
+            yield _event(error_document(refusal_of(error)))
         yield b"data: [DONE]\n\n"
 
     def _taken(self, choice: Choice, name: str, role: dict[str, str]) -> dict[str, Any]:
@@ -144,7 +160,7 @@ class TextAnswer:
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:
-            text = self._app.codec.text([token])
+            text = self._service.codec.text([token])
             return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
         tokens = [
@@ -166,6 +182,28 @@ class TextAnswer:
     def _usage(self) -> dict[str, Any]:
         read, count = self._prompt, sum(choice.read for choice in self._choices)
         return {"usage": {"prompt_tokens": read, "completion_tokens": count, "total_tokens": read + count}}
+
+
+class EventStream(StreamingResponse):
+    """The events of an answer, the first of which is there; a client that leaves ends the answer."""
+
+    def __init__(self, answer: TextAnswer, first: bytes, later: AsyncIterator[bytes]) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in later:
+                yield piece
+
+        # nginx passes events on at once.
+        headers = {"x-accel-buffering": "no", "cache-control": "no-cache"}
+        super().__init__(pieces(), headers=headers, media_type=EVENTS)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.cancel()
 
 
 def _event(document: dict[str, Any]) -> bytes:

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.requests import Request
+from starlette.responses import Response
 
 from subnetact.generation import Generator
 from subnetact.generation.step_scheduler import COUNTS
-from subnetact.serve.base_app import Address, BaseApp, Exchange, operation
-from subnetact.serve.exchange import Raw, Refusal, send_reply
+from subnetact.serve.base_app import BaseApp, exchange_of, operation, schema_of
+from subnetact.serve.exchange import JSON, Raw, Refusal, reply
 from subnetact.serve.limits import Limits
-from subnetact.serve.text_answer import TextAnswer
-from subnetact.serve.text_bodies import NEUTRAL, ChatBody, CompletionBody, TextBody, TextTerms
+from subnetact.serve.text_answer import EVENTS, EventStream, TextAnswer, TextService
+from subnetact.serve.text_bodies import ChatBody, CompletionBody, TextBody, TextTerms, error_document
 from subnetact.serve.text_codec import TextCodec
 
-EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]  # nginx passes them on
 Asked = tuple[TextBody, list[int], dict[str, Any]]
 
 
@@ -64,27 +64,29 @@ class TextApp(BaseApp):
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
         super().__init__(limits, tokens, allowed_hosts, close=generator.close)
-        self.generator, self.codec, self.name = generator, TextCodec(tokenizer), name
-        self.stop = tuple(stop)
+        self.generator = generator
+        self.service = TextService(generator, TextCodec(tokenizer), name, tuple(stop))
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
+        models = {"object": "list", "data": [model]}
+        self.get("/v1/models", "Names of the models", lambda: reply(models), models)
+        usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
+        choice = {"index": 0, "finish_reason": None, "logprobs": None}
+        answer = {"id": "", "object": "", "created": 0, "model": "", "choices": [choice], "usage": usage}
+        answers = {JSON: schema_of(answer), EVENTS: {"type": "string"}}
         for path, summary, body in (
             ("/v1/completions", "Continue a text", CompletionBody),
             ("/v1/chat/completions", "Continue a chat", ChatBody),
         ):
-            document = operation(summary, {"application/json": self.model_schema(body)}, TextTerms)
-            self.addresses[path] = Address("POST", partial(self._complete, body), document)
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
-        self.get("/v1/models", "Names of the models", lambda: (200, {"object": "list", "data": [model]}))
+            document = operation(summary, answers, {JSON: self.model_schema(body)}, TextTerms)
+            self.add("POST", path, partial(self._complete, body), document)
 
     def unready(self) -> str:
         """Return why the server should get no requests: a step that hangs is one reason."""
         return super().unready() or ("" if self.generator.stats().up else "no step is computed")
 
-    def prometheus(self) -> str:
-        """Return the counts of the generator in Prometheus' text format."""
-        return generate_latest(self).decode()
-
     def collect(self) -> Iterator[Any]:
-        """Yield the counts of the generator as families of `prometheus_client`."""
+        """Yield metrics as families of `prometheus_client`."""
+        yield from super().collect()
         stats, prefix = self.generator.stats(), "subnetact_generation_"
         for name in COUNTS:
             yield CounterMetricFamily(prefix + name, f"GeneratorStats.{name}", getattr(stats, name))
@@ -97,41 +99,35 @@ class TextApp(BaseApp):
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
         """Return what a client of the address `path` is told of a `refusal`, as OpenAI's interface has it."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-        name = str(refusal).partition(":")[0].partition(".")[0]
-        known = name in {*CompletionBody.model_fields, *ChatBody.model_fields, *NEUTRAL}
-        error = {"message": str(refusal), "type": kinds.get(refusal.status, kind)}
-        return {"error": {**error, "param": name if known else None, "code": refusal.kind}}
+        return error_document(refusal)
 
-    async def _complete(self, body: type[TextBody], exchange: Exchange) -> None:
-        asked = await exchange.read(partial(self._read, body, exchange.headers))
-        send, answer = exchange.send, TextAnswer(self, *asked)
-        try:
-            if not asked[0].stream:
-                return await send_reply(send, 200, await answer.whole())
-            events = answer.events()
-            piece = await anext(events)  # A refusal before the first token has a status of its own.
-            await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-            while piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                piece = await anext(events, b"")
-            return await send({"type": "http.response.body", "body": b""})
-        finally:
-            answer.cancel()
+    async def _complete(self, kind: type[TextBody], request: Request) -> Response:
+        read = partial(self._asked, kind, exchange_of(request).headers)
+        async with self.body(request, self.body_bytes) as raw:
+            answer = TextAnswer(self.service, *await self.decoded(read, raw))
+            try:
+                if not answer.body.stream:
+                    return reply(await answer.whole())
+                events = answer.events()
+                return EventStream(
+                    answer, await anext(events), events
+                )  # An early refusal has its own status.
+            except BaseException:
+                answer.cancel()
+                raise
 
-    def _read(self, body: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
+    def _asked(self, kind: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
-        ask = body.read(raw)
-        ask.complete(TextTerms, TextTerms.header_values(headers), self.limits.deadline_ms)
-        if ask.model not in (None, self.name):
-            raise Refusal(404, "model_not_found", f"model: this server has {self.name!r}")
-        names = ("temperature", "top_p", "top_k", "deadline_ms", "min_accuracy")
-        wishes = {name: getattr(ask, name) for name in names}
-        wishes |= {"max_new_tokens": ask.max_completion_tokens or ask.max_tokens, "stop": self.stop}
-        wishes |= {"first_ms": ask.slo_ttft_ms, "logprobs": ask.likely(), "phases": ask.planned()}
+        body, service = kind.read(raw), self.service
+        terms = body.completed(TextTerms, TextTerms.header_values(headers), self.limits.deadline_ms)
+        if body.model not in (None, service.name):
+            raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")
+        wishes = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
+        wishes |= {"deadline_ms": terms.deadline_ms, "min_accuracy": terms.min_accuracy}
+        wishes |= {"max_new_tokens": body.max_completion_tokens or body.max_tokens, "stop": service.stop}
+        wishes |= {"first_ms": terms.slo_ttft_ms, "logprobs": body.likely(), "phases": body.planned()}
         options = {name: value for name, value in wishes.items() if value is not None}
-        return ask, ask.tokens(self.codec), options
+        return body, body.tokens(service.codec), options
 
 
 build_text_app = TextApp

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from subnetact.errors import InvalidRequest
 from subnetact.generation import Phase
-from subnetact.serve.exchange import CommonTerms, Strict
+from subnetact.serve.exchange import CommonTerms, Refusal, Strict
 from subnetact.serve.text_codec import TextCodec
 
 MOST_ANSWERS = 16
@@ -153,3 +153,13 @@ class ChatBody(_Body):
 
 
 TextBody = CompletionBody | ChatBody
+
+
+def error_document(refusal: Refusal) -> dict[str, Any]:
+    """Return what a client is told of a `refusal`, as OpenAI's interface has it."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    name = str(refusal).partition(":")[0].partition(".")[0]
+    known = name in {*CompletionBody.model_fields, *ChatBody.model_fields, *NEUTRAL}
+    error = {"message": str(refusal), "type": kinds.get(refusal.status, kind)}
+    return {"error": {**error, "param": name if known else None, "code": refusal.kind}}

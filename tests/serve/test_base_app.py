@@ -10,8 +10,10 @@ import pytest
 pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
+from starlette.responses import StreamingResponse
+
 from subnetact.serve import build_text_app
-from subnetact.serve.base_app import Address, BaseApp
+from subnetact.serve.base_app import BaseApp
 
 TOKEN = "a-token-of-the-tests"
 KNOWN = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"host", b"tiny.example:80")]
@@ -28,7 +30,7 @@ def guarded(request, gated):
     if request.param == "network":
         with gated(**GUARDS) as (app, _, batcher):
             batcher.prometheus = batcher.submit = broken
-            app._rows = broken
+            app._infer_rows = broken
             yield app, "/infer"
     else:
         generator = SimpleNamespace(
@@ -79,17 +81,23 @@ def test_an_error_in_the_middle_of_an_answer_begins_no_second_answer(post, caplo
     app = BaseApp()
     sent = []
 
-    async def begin(exchange):
-        await exchange.send({"type": "http.response.start", "status": 200, "headers": []})
+    async def pieces():
+        yield b"a"
         raise KeyError("/etc/passwd")
+
+    async def begin(_):
+        return StreamingResponse(pieces())
+
+    async def receive():
+        await asyncio.Event().wait()
 
     async def send(message):
         sent.append(message["type"])
 
-    app.addresses["/infer"] = Address("POST", begin, {})
+    app.add("POST", "/infer", begin, {"responses": {}})
     scope = {"type": "http", "method": "POST", "path": "/infer", "headers": []}
-    asyncio.run(app(scope, None, send))
-    assert sent == ["http.response.start"]
+    asyncio.run(app(scope, receive, send))
+    assert sent == ["http.response.start", "http.response.body"]
     assert len(caplog.records) == 1
 
 
