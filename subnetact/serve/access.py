@@ -8,7 +8,6 @@ import hmac
 from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
-from typing import Any
 
 from subnetact.errors import MissingFile, ServeError
 from subnetact.files.atomic import read_regular
@@ -29,14 +28,11 @@ class Access:
         # Digests have equal lengths, so that comparing reveals none.
         digests = [hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest() for token in tokens]
         self._names = list(zip(digests, tokens.values(), strict=True))
-
-    def schemes(self) -> dict[str, Any]:
-        """Return how to show a token, as OpenAPI has it; nothing if none is needed."""
-        return {kind: {"type": "http", "scheme": kind} for kind in ("bearer", "basic") if self._names}
+        self.needed = bool(tokens)
 
     def client(self, authorization: str | None, address: str, open_: bool = False) -> str:
         """Return the client's name, or its address if no token is needed; `open_` addresses need none."""
-        if not self._names:
+        if not self.needed:
             return address
         given = hashlib.sha256(_token_of(authorization or "")).digest()
         # Every token is compared, whichever fits.

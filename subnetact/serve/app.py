@@ -10,13 +10,12 @@ from importlib.resources import files
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve import inference
-from subnetact.serve.base_app import BaseApp, exchange_of
+from subnetact.serve.base_app import BaseApp, Exchange
 from subnetact.serve.exchange import CommonModel, Refusal, Terms, reply
 from subnetact.serve.inference import Model, PlainTerms
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
@@ -35,21 +34,14 @@ SAFE_HEADERS = {
 }
 
 
-class Service(Protocol):
+class _Service(Protocol):
     """What answers requests: a `Batcher`, or the client of a cluster, which takes all rows at once."""
 
     @property
-    def accuracy(self) -> Mapping[int, float]:
-        """Accuracy per subnet, in percent."""
-
-    def stats(self) -> BatcherStats:
-        """Return the counts of the requests."""
-
-    def prometheus(self) -> str:
-        """Return the counts in Prometheus' text format."""
-
-    def close(self, drain: bool = True) -> None:
-        """Refuse new requests, and finish those that wait or drop them."""
+    def accuracy(self) -> Mapping[int, float]: ...
+    def stats(self) -> BatcherStats: ...
+    def prometheus(self) -> str: ...
+    def close(self, drain: bool = True) -> None: ...
 
 
 async def infer_rows(batcher: Any, xs: Sequence[Any], deadline_ms: float, **ask: Any) -> Sequence[Answer]:
@@ -96,7 +88,7 @@ class ServeApp(BaseApp):
 
     def __init__(
         self,
-        batcher: Service,
+        batcher: _Service,
         engine: Any,
         *,
         slo_ms: float,
@@ -109,7 +101,9 @@ class ServeApp(BaseApp):
     ) -> None:
         signature = Signature(engine.sample)
         values = sum(part.size for part in signature.parts)
-        super().__init__(limits, tokens, allowed_hosts, values, batcher.close)
+        version = str(getattr(engine, "fingerprint", None) or "1")
+        names = {"name": name, "version": version}
+        super().__init__(limits, tokens, allowed_hosts, values, batcher.close, names)
         self.batcher, self.slo_ms = batcher, slo_ms
         # The client of a cluster answers all rows of a request at once.
         self._infer_rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
@@ -117,34 +111,31 @@ class ServeApp(BaseApp):
         outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
         images = Images(signature, image_mean, image_std)
         rows = min(self.limits.rows, getattr(batcher, "max_queue", self.limits.rows))  # more could never wait
-        version = str(getattr(engine, "fingerprint", None) or "1")
         self.model = Model(name, version, signature, images, outputs, rows)
         whole = min(MEGABYTE + BYTES_PER_VALUE * values * rows, self.limits.bodies_bytes)
         self.tensor_bytes = self.limits.body_bytes or max(whole, self.body_bytes)
         page = (files("subnetact.serve") / "status.html").read_text("utf-8")
         page = page.replace("PALETTE", (files("subnetact.serve") / "palette.css").read_text("utf-8"))
-        self.get("/", "The status page", lambda: HTMLResponse(page, headers=SAFE_HEADERS), kind="text/html")
-        status = {"model": "", "slo_ms": 0.0, "accuracy": {}, "time_s": 0.0, "served_by": {}}
-        shown = lambda: reply(self.status(), headers=SAFE_HEADERS)  # noqa: E731
-        self.get("/status", "What the status page shows", shown, status)
-        self.get("/v2", "Metadata of the server", lambda: reply(SERVER), SERVER)
-        models = {"models": [name]}
-        self.get("/v2/models", "Names of the models", lambda: reply(models), models)
-        ready = "Whether the {} should get requests"
-        self.probe("/v2/health/ready", ready.format("server"), self.unready, lambda why: {"ready": not why})
-        self.probe("/v2/health/live", "Whether the server answers", lambda: "", lambda _: {"live": True})
-        metadata = self.model.metadata()
-        for path in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{version}"):
-            self.get(path, "Metadata of the model", lambda: reply(metadata), metadata)
-            told = lambda why: {"name": name, "ready": not why}  # noqa: E731
-            self.probe(f"{path}/ready", ready.format("model"), self.unready, told, open_=False)
-            document = inference.tensor_document(self, self.model)
-            self.add("POST", f"{path}/infer", self.infer_tensors, document)
-        self.add("POST", "/infer", self.infer_plain, inference.plain_document(self, self.model))
+        self.get("/", lambda: HTMLResponse(page, headers=SAFE_HEADERS))
+        self.get("/status", lambda: reply(self.status(), headers=SAFE_HEADERS))
+        self.get("/v2", lambda: reply(SERVER))
+        self.get("/v2/models", lambda: reply({"models": [name]}))
+        self.get("/v2/health/live", lambda: reply({"live": True}), open_=True)
+        self.get("/v2/health/ready", self._ready, open_=True)
+        taken = inference.tensors_taken(self, self.model)
+        for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+            self.get(path, lambda: reply(self.model.metadata()))
+            self.get(f"{path}/ready", lambda: self._ready(name=name))
+            self.add("POST", f"{path}/infer", self.infer_tensors, **taken)
+        self.add("POST", "/infer", self.infer_plain, **inference.plain_taken(self, self.model))
 
     def unready(self) -> str:
         """Return why the server should get no requests, or an empty text."""
         return super().unready() or ("" if self.batcher.stats().workers_up else "no worker")
+
+    def _ready(self, **facts: str) -> Response:
+        reason = self.unready()
+        return reply({**facts, "ready": not reason}, 503 if reason else 200)
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""
@@ -165,27 +156,27 @@ class ServeApp(BaseApp):
         facts = {"model": self.model.name, "slo_ms": self.slo_ms, "accuracy": accuracy}
         return {**facts, "time_s": time.monotonic(), **counts, "served_by": served_by}
 
-    async def infer_plain(self, request: Request) -> Response:
+    async def infer_plain(self, exchange: Exchange) -> Response:
         """Answer one input of `/infer`."""
-        async with self.body(request, self.body_bytes) as raw:
+        async with self.body(exchange, self.body_bytes) as raw:
             body, x = await self.decoded(partial(inference.read_plain, self.model), raw)
-            terms = self._terms(request, body, PlainTerms)
-            answers, facts = await self._answers(request, [x], terms)
+            terms = self._terms(exchange, body, PlainTerms)
+            answers, facts = await self._answers(exchange, [x], terms)
             return inference.plain_reply(terms.output, answers[0], facts)
 
-    async def infer_tensors(self, request: Request) -> Response:
+    async def infer_tensors(self, exchange: Exchange) -> Response:
         """Answer tensors of the Open Inference Protocol, row by row."""
-        read = partial(inference.read_tensors, self.model, exchange_of(request).headers)
-        async with self.body(request, self.tensor_bytes) as raw:
+        read = partial(inference.read_tensors, self.model, exchange.fields)
+        async with self.body(exchange, self.tensor_bytes) as raw:
             asked, parameters, rows = await self.decoded(read, raw)
-            answers, facts = await self._answers(request, rows, self._terms(request, parameters, Terms))
+            answers, facts = await self._answers(exchange, rows, self._terms(exchange, parameters, Terms))
             all_binary = bool(parameters.binary_data_output)
             return inference.tensor_reply(self.model, asked, all_binary, answers, facts)
 
-    def _terms(self, request: Request, body: Terms, kind: type[CommonModel]) -> CommonModel:
+    def _terms(self, exchange: Exchange, body: Terms, kind: type[CommonModel]) -> CommonModel:
         """Return what a request asks for in its body, its query or its headers, the first of which counts."""
-        texts = Terms.header_values(exchange_of(request).headers)
-        if query := request.scope["query_string"]:
+        texts = Terms.header_values(exchange.fields)
+        if query := exchange.scope["query_string"]:
             try:
                 texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
             except ValueError:
@@ -193,21 +184,20 @@ class ServeApp(BaseApp):
         return body.completed(kind, texts, self.limits.deadline_ms)
 
     async def _answers(
-        self, request: Request, rows: Sequence[Any], terms: Terms
+        self, exchange: Exchange, rows: Sequence[Any], terms: Terms
     ) -> tuple[Sequence[Answer], dict[str, Any]]:
         """Return the answers to all rows, and facts for the reply; the time counts from the arrival.
 
         Raises:
             DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
         """
-        exchange = exchange_of(request)
         deadline_ms = float(self.slo_ms if terms.deadline_ms is None else terms.deadline_ms)
         left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
         if left_ms <= 0.0:
             raise DeadlinePassed(
                 f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
             )
-        wishes = {"min_accuracy": terms.min_accuracy, "priority": terms.priority, "client": exchange.client}
+        wishes = {"min_accuracy": terms.min_accuracy, "priority": terms.priority, "client": exchange.sender}
         answers: Sequence[Answer] = await self._infer_rows(rows, left_ms, **wishes)
         latency_ms = monotonic_ms() - exchange.arrived_ms
         accuracy, met = round(min([one.accuracy for one in answers]), 2), latency_ms <= deadline_ms

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from importlib.resources import files
+from typing import Any, NamedTuple, TypeVar
 
+import orjson
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily
 from pydantic import BaseModel
@@ -21,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from subnetact import __version__
 from subnetact.errors import InvalidRequest, ServeError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import GONE, JSON, LATER, Raw, Refusal, refusal_of, reply
+from subnetact.serve.exchange import GONE, LATER, Raw, Refusal, refusal_of, reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
@@ -31,50 +32,47 @@ SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and lo
 WATCH_AFTER_S = 0.02  # before the server watches whether a client leaves: most requests end earlier
 DECODERS = 2  # threads
 Asked = TypeVar("Asked")
-Contents = Mapping[str, Any]
-"""The schema of a body by its content type."""
-UNREADY = "The server is closing, or it computes nothing."
-ERRORS = {
-    "400": "The request is malformed, or can never be answered.",
-    "401": "The token is missing or unknown.",
-    "408": "The body came too slowly.",
-    "413": "The body is too large.",
-    "415": "The body is compressed, or an image that this server cannot decode.",
-    "429": "The queue is full; retry after the time in Retry-After.",
-    "500": "The network or the server failed.",
-    "503": "The server is closing or overloaded.",
-    "504": "The deadline passed.",
-}
+DOCUMENT: Mapping[str, Any] = orjson.loads((files("subnetact.serve") / "openapi.json").read_bytes())
+"""All addresses of all applications in OpenAPI, without what they take."""
 
 
-class Exchange:
-    """What an application knows of a request: its headers, client and arrival, and whether it was in time."""
+class Exchange(Request):
+    """A request with its checked `fields` (headers), the name of its `sender` and when it arrived.
 
-    def __init__(self, app: BaseApp, path: str, send: Send) -> None:
+    Its answer is counted as it begins; `outcome` says whether it was in time, if that was asked for.
+    """
+
+    def __init__(self, app: BaseApp, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__({**scope, "app": app, "exchange": self}, receive, send)
         self.arrived_ms = monotonic_ms()
-        self.headers: Mapping[str, str] = {}
-        self.client, self.outcome, self.begun = "", "", False  # whether the answer has begun
-        self._app, self._path, self._send = app, path, send
+        self.path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        self.fields: Mapping[str, str] = {}
+        self.sender, self.outcome, self.begun = "", "", False  # whether the answer has begun
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send a part of the answer; its beginning is counted."""
+        """Send a part of the answer."""
         if message["type"] == "http.response.start":
             self.begun = True
             self.count(message["status"])
-            if self._app.closing or message["status"] in CLOSES:
+            if self.app.closing or message["status"] in CLOSES:
                 message["headers"].append((b"connection", b"close"))
         await self._send(message)
 
     def count(self, status: int) -> None:
         """Count the answer. All addresses that do not exist have one label, so that labels stay few."""
-        route = self._path if self._path in self._app.documents else ""
-        self._app.responses[route, str(status), self.outcome] += 1
+        route = self.path if self.path in self.app.paths else ""
+        self.app.responses[route, str(status), self.outcome] += 1
 
 
-def exchange_of(request: Request) -> Exchange:
-    """Return what the application knows of a request."""
-    exchange: Exchange = request.scope["exchange"]
-    return exchange
+class Endpoint(NamedTuple):
+    """An address of the router; the application makes answers of its errors."""
+
+    answer: Callable[[Exchange], Awaitable[Response]]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        response = await self.answer(scope["exchange"])
+        await response(scope, receive, send)
 
 
 class BaseApp:
@@ -83,7 +81,8 @@ class BaseApp:
     Every exception becomes an answer without anything of the server's code or files, unless an answer has
     begun already: then the server closes the connection. `allowed_hosts` are names without ports: a page of
     another site can make a browser send requests to this machine (DNS rebinding), but the browser then names
-    that site. One input has `values` values. `close` ends what answers, and finishes accepted requests if its
+    that site. One input has `values` values, and `names` fill
+    the paths of openapi.json. `close` ends what answers, and finishes accepted requests if its
     argument says so. While `closing`, `/readyz` returns 503, and every answer ends its connection.
     """
 
@@ -94,6 +93,7 @@ class BaseApp:
         allowed_hosts: Iterable[str] | None = None,
         values: int = 0,
         close: Callable[[bool], object] = lambda _: None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -102,90 +102,68 @@ class BaseApp:
 
         self.limits = limits or Limits()
         self.access = Access(tokens or {})
-        self.hosts = ["*"] if allowed_hosts is None else [_host(name) for name in allowed_hosts]
+        self.hosts = {"*"} if allowed_hosts is None else set(map(_host, allowed_hosts))
         self.held_bytes = 0  # of all bodies
         self.closing, self._close = False, close
         self.responses: Counter[tuple[str, str, str]] = Counter()
-        self.documents: dict[str, Any] = {}
+        self.paths: dict[str, Any] = {}
+        self.names: Mapping[str, str] = names or {}
         self.schemas: dict[str, Any] = {}
         self.router = Router(redirect_slashes=False, lifespan=lifespan)
         self.body_bytes = self.limits.body_bytes or MEGABYTE + BYTES_PER_VALUE * values
         self.threads = ThreadPoolExecutor(DECODERS, "subnetact-serve")
         self._open: set[str] = set()  # paths that need no token
-        self.get(
-            "/openapi.json", "This document", lambda: reply(self.openapi()), {"openapi": "", "paths": {}}
-        )
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        metrics = lambda: Response(self.prometheus(), media_type=kind)  # noqa: E731
-        self.get("/metrics", "Metrics in Prometheus' text format", metrics, kind="text/plain")
-        self.probe("/livez", "Whether the process answers", lambda: "")
+        self.get("/openapi.json", lambda: reply(self.openapi()))
+        self.get("/metrics", lambda: Response(self.prometheus(), media_type=kind))
+        self.get("/livez", lambda: reply({"status": "ok"}), open_=True)
         for path in ("/healthz", "/readyz"):
-            self.probe(path, "Whether the server should get requests", self.unready)
+            self.get(path, self._health, open_=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one exchange as ASGI 3 has it: `scope`, `receive` and `send` are its own."""
         if scope["type"] != "http":
             return await self.router(scope, receive, send)
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        exchange = Exchange(self, path, send)
+        exchange = Exchange(self, scope, receive, send)
         try:
-            headers = exchange.headers = _headers(scope["headers"], self.limits.header_bytes)
-            self._check_host(headers.get("host", ""))
-            sender, open_ = scope.get("client") or [""], path in self._open
-            exchange.client = self.access.client(headers.get("authorization"), sender[0], open_)
-            await self.router({**scope, "app": self, "exchange": exchange}, receive, exchange.send)
+            exchange.fields = fields = _fields(scope["headers"], self.limits.header_bytes)
+            self._check_host(fields.get("host", ""))
+            sender, open_ = scope.get("client") or [""], exchange.path in self._open
+            exchange.sender = self.access.client(fields.get("authorization"), sender[0], open_)
+            await self.router(exchange.scope, receive, exchange.send)
         except Exception as error:
             refusal = refusal_of(error)
             if refusal.status == GONE[0] and not exchange.begun:
                 exchange.count(GONE[0])
-            elif (
-                not exchange.begun
-            ):  # Otherwise the server closes the connection in the middle of the answer.
-                answer = reply(self.error_document(refusal, path), refusal.status, refusal.headers)
-                await answer(scope, receive, exchange.send)
+            elif not exchange.begun:  # otherwise the server closes the connection
+                told = self.error_document(refusal, exchange.path)
+                await reply(told, refusal.status, refusal.headers)(scope, receive, exchange.send)
 
-    def add(self, method: str, path: str, answer: Any, document: dict[str, Any], open_: bool = False) -> None:
-        """Let `answer` answer the requests for a path, which without a token only an `open_` one does."""
+    def add(self, method: str, path: str, answer: Any, open_: bool = False, **taken: Any) -> None:
+        """Let `answer` answer the requests for a path of openapi.json; `open_` ones need no token.
+
+        The document says of it besides what `taken` has: the body and the parameters.
+        """
+        described = DOCUMENT["paths"].get(path, {}).get(method.lower(), {}) | taken
+        path = path.format_map(self.names)
         # What is added last is found first.
-        self.router.routes.insert(0, Route(path, answer, methods=[method]))
-        error = {JSON: {"schema": schema_of(self.error_document(Refusal(400, "InvalidRequest", ""), path))}}
-        for status, described in document["responses"].items():
-            if status != "200":
-                described.setdefault("content", error)
+        self.router.routes.insert(0, Route(path, Endpoint(answer), methods=[method]))  # type: ignore[arg-type]
         if open_:
             self._open.add(path)
-            document["security"] = []
-        self.documents[path] = {method.lower(): document}
+            described["security"] = []
+        self.paths[path] = {method.lower(): described}
 
-    def get(
-        self, path: str, summary: str, make: Callable[[], Response], example: Any = None, kind: str = JSON
-    ) -> None:
-        """Answer GET and HEAD; the document has the form of an `example` of the answer in JSON."""
+    def get(self, path: str, make: Callable[[], Response], open_: bool = False) -> None:
+        """Answer GET and HEAD."""
 
-        async def answer(_: Request) -> Response:
+        async def answer(_: Exchange) -> Response:
             return make()
 
-        schema = {"type": "string"} if example is None else schema_of(example)
-        self.add("GET", path, answer, operation(summary, {kind: schema}, responses={}))
+        self.add("GET", path, answer, open_)
 
-    def probe(
-        self,
-        path: str,
-        summary: str,
-        failing: Callable[[], str],
-        told: Callable[[str], dict[str, Any]] = lambda reason: {"status": reason or "ok"},
-        open_: bool = True,
-    ) -> None:
-        """Answer what is `told` of the reason for failing, with status 503 if there is one."""
-
-        async def answer(_: Request) -> Response:
-            reason = failing()
-            return reply(told(reason), 503 if reason else 200)
-
-        contents = {JSON: schema_of(told(""))}
-        document = operation(summary, contents, responses={"503": UNREADY})
-        document["responses"]["503"] |= {"content": _content(contents)}
-        self.add("GET", path, answer, document, open_)
+    def _health(self) -> Response:
+        reason = self.unready()
+        return reply({"status": reason or "ok"}, 503 if reason else 200)
 
     def unready(self) -> str:
         """Return why the server should get no requests, or an empty text."""
@@ -215,14 +193,13 @@ class BaseApp:
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
-        schemes = self.access.schemes()
-        return {
-            "openapi": "3.1.0",
-            "info": {"title": "subnetact", "version": __version__},
-            "paths": self.documents,
-            "components": {"schemas": self.schemas, "securitySchemes": schemes},
-            "security": [{name: []} for name in schemes],
-        }
+        parts, facts = DOCUMENT["components"], {**DOCUMENT["info"], "version": __version__}
+        parts = {**parts, "schemas": parts["schemas"] | self.schemas}
+        if not self.access.needed:
+            parts, security = {**parts, "securitySchemes": {}}, []
+        else:
+            security = DOCUMENT["security"]
+        return {**DOCUMENT, "info": facts, "paths": self.paths, "components": parts, "security": security}
 
     def model_schema(self, model: type[BaseModel]) -> dict[str, Any]:
         """Return the schema of a model, and put those that it refers to among the document's own."""
@@ -231,7 +208,7 @@ class BaseApp:
         return schema
 
     @asynccontextmanager
-    async def body(self, request: Request, most: int) -> AsyncIterator[bytearray]:
+    async def body(self, exchange: Exchange, most: int) -> AsyncIterator[bytearray]:
         """Read the body of a request, of at most `most` bytes, and watch its client while the block runs.
 
         Raises:
@@ -247,7 +224,7 @@ class BaseApp:
                 task.cancel()
 
         async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
+            while (await exchange.receive())["type"] != "http.disconnect":
                 pass
             end(*GONE)
 
@@ -255,7 +232,7 @@ class BaseApp:
         # anyio.fail_after takes 14 us more.
         pending: list[asyncio.TimerHandle | asyncio.Task[None]] = [loop.call_later(limit_s, end, *slow)]
         try:
-            await self._read(request, raw, most)
+            await self._read(exchange, raw, most)
             pending[0].cancel()
             begin = lambda: pending.append(loop.create_task(watch()))  # noqa: E731
             pending.append(loop.call_later(WATCH_AFTER_S, begin))
@@ -277,14 +254,19 @@ class BaseApp:
             return decode(raw)
         return await asyncio.get_running_loop().run_in_executor(self.threads, decode, raw)
 
-    async def _read(self, request: Request, raw: bytearray, most: int) -> None:
-        headers, too_large = exchange_of(request).headers, f"body: more than {most} bytes; send a smaller one"
+    async def _read(self, exchange: Exchange, raw: bytearray, most: int) -> None:
+        headers, too_large = exchange.fields, f"body: more than {most} bytes; send a smaller one"
         if headers.get("content-encoding", "") not in ("", "identity"):
             message = "content-encoding: bodies are not decompressed; send them as they are"
             raise Refusal(415, "Unsupported", message)
         if int(headers.get("content-length", 0)) > most:
             raise Refusal(413, "TooLarge", too_large)
-        async for chunk in request.stream():
+        more = True
+        while more:
+            event = await exchange.receive()
+            if event["type"] == "http.disconnect":
+                raise Refusal(*GONE)
+            chunk, more = event.get("body", b""), event.get("more_body", False)
             if len(raw) + len(chunk) > most:
                 raise Refusal(413, "TooLarge", too_large)
             if self.held_bytes + len(chunk) > max(most, self.limits.bodies_bytes):
@@ -294,8 +276,9 @@ class BaseApp:
             self.held_bytes += len(chunk)
 
     def _check_host(self, host: str) -> None:
-        name = re.sub(r":\d*$", "", host).lower()
-        if not any(name == one or (one[0] == "*" and name.endswith(one[1:])) for one in self.hosts):
+        front, _, port = host.lower().rpartition(":")
+        name = front if port.isdecimal() else host.lower()
+        if name not in self.hosts and not any(name.endswith(one[1:]) for one in self.hosts if one[0] == "*"):
             raise Refusal(400, "InvalidHost", "host: not a name of this server; use one of its names")
 
 
@@ -306,7 +289,7 @@ def _host(name: str) -> str:
     return f"[{name}]" if ":" in name.strip("[]") else name.lower()
 
 
-def _headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str, str]:
+def _fields(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str, str]:
     """Return headers by lower-case name, of at most `most` bytes and without contradictions."""
     values: dict[str, str] = {}
     for raw, value in pairs:
@@ -326,41 +309,18 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str, st
     return values
 
 
-def _content(contents: Contents) -> dict[str, Any]:
-    return {kind: {"schema": schema} for kind, schema in contents.items()}
-
-
-def operation(
-    summary: str,
-    answers: Contents,
-    contents: Contents | None = None,
-    terms: type[BaseModel] | None = None,
-    responses: Mapping[str, str] = ERRORS,
+def taking(
+    contents: Mapping[str, Any], headers: type[BaseModel], query: type[BaseModel] | None = None
 ) -> dict[str, Any]:
-    """Describe an address: its answers, its body, the model of its headers, and what statuses mean."""
-    described: dict[str, Any] = {status: {"description": text} for status, text in responses.items()}
-    described["200"] = {"description": "The answer.", "content": _content(answers)}
-    document: dict[str, Any] = {"summary": summary, "responses": described}
-    if contents:
-        document["requestBody"] = {"required": True, "content": _content(contents)}
-    if terms:
-        headers = {f"x-{name.replace('_', '-')}": schema for name, schema in properties(terms).items()}
-        document["parameters"] = [{"name": n, "in": "header", "schema": s} for n, s in headers.items()]
-    return document
+    """Describe what an address takes: schemas of bodies by content type, and models of headers and query."""
+    content = {kind: {"schema": schema} for kind, schema in contents.items()}
+    places = [("header", f"x-{name.replace('_', '-')}", one) for name, one in properties(headers).items()]
+    places += [("query", name, one) for name, one in properties(query).items()] if query else []
+    parameters = [{"name": name, "in": place, "schema": schema} for place, name, schema in places]
+    return {"requestBody": {"required": True, "content": content}, "parameters": parameters}
 
 
 def properties(model: type[BaseModel]) -> dict[str, Any]:
     """Return the schemas of a model's fields; null is what is absent, and no query or header has it."""
     fields: dict[str, Any] = model.model_json_schema()["properties"]
     return {name: {**one["anyOf"][0], "description": one["description"]} for name, one in fields.items()}
-
-
-def schema_of(example: Any) -> dict[str, Any]:
-    """Return the schema of documents like an example; what it has, all have. None stands for anything."""
-    if isinstance(example, dict):
-        fields = {name: schema_of(one) for name, one in example.items()}
-        return {"type": "object", "required": list(fields), "properties": fields}
-    if isinstance(example, list):
-        return {"type": "array", "items": schema_of(example[0]) if example else {}}
-    names = {bool: "boolean", int: "integer", float: "number", str: "string"}
-    return {"type": names[type(example)]} if type(example) in names else {}

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from subnetact.engine.inputs import DATATYPES
 from subnetact.errors import InvalidRequest
-from subnetact.serve.base_app import BaseApp, operation, properties, schema_of
+from subnetact.serve.base_app import BaseApp, taking
 from subnetact.serve.exchange import JSON, Raw, Strict, Terms, reply
 from subnetact.serve.payloads import NUMPY_MAGIC, Images, Signature, is_image, named_tensors, write_numpy
 from subnetact.serving import Answer
 
 FILE = {"type": "string", "format": "binary"}
 NUMPY, BINARY = "application/x-npy", "application/octet-stream"
-FACTS = {"accuracy": 0.0, "latency_ms": 0.0, "met": True}
-"""What every answer says besides its output and its subnet, by an example."""
 HEADER_LENGTH = "inference-header-content-length"
 TORCH = {name: dtype for dtype, name in DATATYPES.items()} | {"UINT16": torch.uint16, "UINT32": torch.uint32}
 """What clients may send, by its name on the wire."""
@@ -141,32 +139,22 @@ def plain_reply(kind: str | None, answer: Answer, facts: Mapping[str, Any]) -> R
     return reply({"output": lists["output"] if single else lists, **facts})
 
 
-def plain_document(app: BaseApp, model: Model) -> dict[str, Any]:
-    """Describe `/infer`."""
+def plain_taken(app: BaseApp, model: Model) -> dict[str, Any]:
+    """Describe what `/infer` takes."""
     single, body = model.signature.single, app.model_schema(PlainBody)
     named = {part.name: part.schema() for part in model.signature.parts}
     several = {"type": "object", "required": list(named), "properties": named}
     body["properties"]["input"] = named["input"] if single else several
     kinds = [NUMPY] * single + ["image/png", "image/jpeg"] * model.images.served
-    answer = schema_of({"subnet": 0, **FACTS})
-    answer["properties"] |= {"class": {"type": ["integer", "null"]}, "output": {}}
-    bodies = {JSON: body, **dict.fromkeys(kinds, FILE)}
-    document = operation("Answer one input", {JSON: answer, NUMPY: FILE}, bodies, Terms)
-    fields = properties(PlainTerms).items()
-    document["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in fields]
-    return document
+    return taking({JSON: body, **dict.fromkeys(kinds, FILE)}, Terms, PlainTerms)
 
 
-def tensor_document(app: BaseApp, model: Model) -> dict[str, Any]:
-    """Describe the inference of the protocol."""
+def tensors_taken(app: BaseApp, model: Model) -> dict[str, Any]:
+    """Describe what the inference of the protocol takes."""
     schema = app.model_schema(InferRequest)
     shapes = [f"{part.name} of shape {['N', *part.shape]}" for part in model.signature.parts]
     schema["properties"]["inputs"]["description"] = ", ".join(shapes)
-    output = {"name": "", "datatype": "", "shape": [0]}
-    names = {"model_name": "", "model_version": ""}
-    answer = schema_of({**names, "parameters": {"subnet": "", **FACTS}, "outputs": [output]})
-    answers, bodies = {JSON: answer, BINARY: FILE}, {JSON: schema, BINARY: FILE}
-    return operation("Answer tensors (Open Inference Protocol)", answers, bodies, Terms)
+    return taking({JSON: schema, BINARY: FILE}, Terms)
 
 
 def read_tensors(

@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from starlette.requests import Request
 from starlette.responses import Response
 
 from subnetact.generation import Generator
 from subnetact.generation.step_scheduler import COUNTS
-from subnetact.serve.base_app import BaseApp, exchange_of, operation, schema_of
+from subnetact.serve.base_app import BaseApp, Exchange, taking
 from subnetact.serve.exchange import JSON, Raw, Refusal, reply
 from subnetact.serve.limits import Limits
-from subnetact.serve.text_answer import EVENTS, EventStream, TextAnswer, TextService
+from subnetact.serve.text_answer import EventStream, TextAnswer, TextService
 from subnetact.serve.text_bodies import ChatBody, CompletionBody, TextBody, TextTerms, error_document
 from subnetact.serve.text_codec import TextCodec
 
@@ -67,18 +66,10 @@ class TextApp(BaseApp):
         self.generator = generator
         self.service = TextService(generator, TextCodec(tokenizer), name, tuple(stop))
         model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
-        models = {"object": "list", "data": [model]}
-        self.get("/v1/models", "Names of the models", lambda: reply(models), models)
-        usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
-        choice = {"index": 0, "finish_reason": None, "logprobs": None}
-        answer = {"id": "", "object": "", "created": 0, "model": "", "choices": [choice], "usage": usage}
-        answers = {JSON: schema_of(answer), EVENTS: {"type": "string"}}
-        for path, summary, body in (
-            ("/v1/completions", "Continue a text", CompletionBody),
-            ("/v1/chat/completions", "Continue a chat", ChatBody),
-        ):
-            document = operation(summary, answers, {JSON: self.model_schema(body)}, TextTerms)
-            self.add("POST", path, partial(self._complete, body), document)
+        self.get("/v1/models", lambda: reply({"object": "list", "data": [model]}))
+        for path, body in (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)):
+            taken = taking({JSON: self.model_schema(body)}, TextTerms)
+            self.add("POST", path, partial(self._complete, body), **taken)
 
     def unready(self) -> str:
         """Return why the server should get no requests: a step that hangs is one reason."""
@@ -101,9 +92,9 @@ class TextApp(BaseApp):
         """Return what a client of the address `path` is told of a `refusal`, as OpenAI's interface has it."""
         return error_document(refusal)
 
-    async def _complete(self, kind: type[TextBody], request: Request) -> Response:
-        read = partial(self._asked, kind, exchange_of(request).headers)
-        async with self.body(request, self.body_bytes) as raw:
+    async def _complete(self, kind: type[TextBody], exchange: Exchange) -> Response:
+        read = partial(self._asked, kind, exchange.fields)
+        async with self.body(exchange, self.body_bytes) as raw:
             answer = TextAnswer(self.service, *await self.decoded(read, raw))
             try:
                 if not answer.body.stream:

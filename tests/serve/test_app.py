@@ -358,7 +358,7 @@ def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(gated, post, monkey
                 )
             else:
                 long = b"\x89PNG\r\n\x1a\n"
-                monkeypatch.setattr(app.images, "decode", slow)
+                monkeypatch.setattr(app.model.images, "decode", slow)
             waiting = asyncio.create_task(post(app, None, raw=long))
             assert await asyncio.to_thread(begun.wait, 60)
             assert (await post(app, [0, 0, 1, 0]))[0] == 200

@@ -94,7 +94,7 @@ def test_an_error_in_the_middle_of_an_answer_begins_no_second_answer(post, caplo
     async def send(message):
         sent.append(message["type"])
 
-    app.add("POST", "/infer", begin, {"responses": {}})
+    app.add("POST", "/infer", begin)
     scope = {"type": "http", "method": "POST", "path": "/infer", "headers": []}
     asyncio.run(app(scope, receive, send))
     assert sent == ["http.response.start", "http.response.body"]
