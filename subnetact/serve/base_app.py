@@ -130,7 +130,7 @@ class BaseApp:
             self._check_host(fields.get("host", ""))
             sender, open_ = scope.get("client") or [""], exchange.path in self._open
             exchange.sender = self.access.client(fields.get("authorization"), sender[0], open_)
-            await self.router(exchange.scope, receive, exchange.send)
+            await self.router.app(exchange.scope, receive, exchange.send)
         except Exception as error:
             refusal = refusal_of(error)
             if refusal.status == GONE[0] and not exchange.begun:

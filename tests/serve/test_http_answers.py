@@ -1,0 +1,291 @@
+"""Every HTTP answer is counted as the client got it, and every address keeps the rules of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="serving needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
+
+from subnetact.errors import QueueFull
+from subnetact.serve import Limits
+from subnetact.serving import Answer
+
+TOKEN = "a-token-of-the-tests"
+KNOWN = [(b"authorization", f"Bearer {TOKEN}".encode())]
+LINE = re.compile(r"subnetact_http_responses_total\{([^}]*)\} (\S+)")
+
+
+async def counts(app, post):
+    """The counter by (route, status, outcome), as Prometheus reads it."""
+    text = (await post(app, None, path="/metrics", method="GET", headers=KNOWN))[2].decode()
+    found = {}
+    for labels, value in LINE.findall(text):
+        named = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        found[named["route"], named["status"], named["outcome"]] = float(value)
+    return {key: count for key, count in found.items() if key[0] != "/metrics"}
+
+
+def test_every_answer_is_counted_by_route_status_and_outcome(gated, post):
+    async def main():
+        with gated(limits=Limits(body_bytes=100), tokens={TOKEN: "tests"}, max_queue=9) as (app, runner, _):
+            runner.gate.set()
+            for _ in range(3):
+                await post(app, [0, 0, 0, 1], headers=KNOWN)
+            for _ in range(100):
+                late = [*KNOWN, (b"x-deadline-ms", b"1e-9")]
+                assert (await post(app, [0, 0, 0, 1], headers=late))[0] == 504
+            await post(app, [0, 0, 0, 1])
+            await post(app, None, raw=b"{", headers=KNOWN)
+            await post(app, None, raw=b" " * 101, headers=KNOWN)
+            await post(app, [-1, 0, 0, 0], headers=KNOWN)
+            await post(app, None, method="GET", headers=KNOWN)
+            await post(app, None, path="/any", headers=KNOWN)
+            await post(app, None, path="/other", headers=KNOWN)
+            app.closing = True
+            await post(app, None, path="/readyz", method="GET")
+            assert await counts(app, post) == {
+                ("/infer", "200", "met"): 3,
+                ("/infer", "504", ""): 100,
+                ("/infer", "401", ""): 1,
+                ("/infer", "400", ""): 1,
+                ("/infer", "413", ""): 1,
+                ("/infer", "500", ""): 1,
+                ("/infer", "405", ""): 1,
+                ("", "404", ""): 2,
+                ("/readyz", "503", ""): 1,
+            }
+
+    asyncio.run(main())
+
+
+def test_metrics_and_clients_agree_on_what_was_in_time(gated, post):
+    async def main():
+        with gated() as (app, _, batcher):
+
+            async def infer(*_, **__):
+                await asyncio.sleep(0.01)
+                return Answer(torch.tensor([0.0, 1.0]), 0, 70.0, 1.0, True, 1)  # in time, says the batcher
+
+            batcher.infer = infer
+            told = []
+            for deadline in (b"5", b"60000", b"5", b"60000", b"60000"):
+                answer = await post(app, [0, 0, 0, 1], headers=[(b"x-deadline-ms", deadline)])
+                told.append(json.loads(answer[2])["met"])
+            assert told == [False, True, False, True, True]
+            expected = {("/infer", "200", "met"): 3, ("/infer", "200", "late"): 2}
+            assert await counts(app, post) == expected
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_is_counted_and_gets_no_answer(gated, post):
+    async def main():
+        with gated() as (app, runner, _):
+            leave = asyncio.Event()
+            task = asyncio.create_task(post(app, [0, 0, 0, 1], leave))
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
+            leave.set()
+            assert (await task)[0] is None
+            assert await counts(app, post) == {("/infer", "499", ""): 1}
+
+    asyncio.run(main())
+
+
+def test_a_request_that_can_never_fit_is_told_so_and_is_one_request(gated, post):
+    tensor = {"name": "input", "shape": [5, 4], "datatype": "FP32", "data": [0.0] * 20}
+    path = "/v2/models/model/infer"
+
+    async def main():
+        with gated(max_queue=4) as (app, _, batcher):
+
+            async def full(*_, **__):
+                raise QueueFull("no request may enter")
+
+            batcher.infer = full
+            raw = json.dumps({"inputs": [tensor]}).encode()
+            status, _, body = await post(app, None, path=path, raw=raw)
+            assert (status, b"1 to 4" in body) == (400, True)
+            assert await counts(app, post) == {(path, "400", ""): 1}
+
+    asyncio.run(main())
+
+
+def test_the_default_limit_lets_all_rows_in(gated, post):
+    rows = 50_000
+    values = b"-0.12345678901234567890123456," * (rows * 4)
+    raw = b'{"inputs": [{"name": "input", "shape": [%d, 4], "datatype": "FP32", "data": [' % rows
+    raw += values[:-1] + b"]}]}"
+    limits = Limits(rows=rows)
+
+    async def main():
+        with gated(max_queue=rows, limits=limits) as (app, _, _):
+
+            async def all_rows(xs, *_, **__):
+                return [Answer(x, 0, 70.0, 1.0, True, 1) for x in xs]
+
+            app._infer_rows = all_rows
+            assert len(raw) > 2 * app.body_bytes
+            assert (await post(app, None, path="/v2/models/model/infer", raw=raw))[0] == 200
+            assert (await post(app, None, raw=raw))[0] == 413  # /infer takes one input
+
+    asyncio.run(main())
+
+
+def test_head_is_answered_wherever_get_is(gated, post):
+    async def main():
+        with gated() as (app, _, _):
+            for path, described in app.openapi()["paths"].items():
+                expected = 200 if "get" in described else 405
+                assert (await post(app, None, path=path, method="HEAD", raw=b""))[0] == expected
+
+    asyncio.run(main())
+
+
+def test_a_process_without_workers_lives_and_is_not_ready(gated, post):
+    async def main():
+        with gated(tokens={TOKEN: "tests"}) as (app, _, _):
+            app.unready = lambda: "no worker"
+            assert (await post(app, None, path="/livez", method="GET"))[0] == 200
+            assert (await post(app, None, path="/readyz", method="GET"))[0] == 503
+            for path in ("/v2/models/model/ready", "/v2/models/model/versions/1/ready"):
+                status, _, body = await post(app, None, path=path, method="GET", headers=KNOWN)
+                assert (status, json.loads(body)) == (503, {"name": "model", "ready": False})
+
+    asyncio.run(main())
+
+
+def test_answers_end_their_connections_while_the_server_drains(gated, post):
+    async def main():
+        with gated() as (app, runner, _):
+            runner.gate.set()
+            assert "connection" not in (await post(app, [0, 0, 0, 1]))[1]
+            app.closing = True
+            status, headers, _ = await post(app, [0, 0, 0, 1])
+            assert (status, headers["connection"]) == (200, "close")
+
+    asyncio.run(main())
+
+
+def test_a_foreign_name_is_refused_in_json(gated, post):
+    async def main():
+        with gated(allowed_hosts=["*.example.com"]) as (app, _, _):
+            for host, status in ((b"api.example.com:80", 200), (b"example.com.evil", 400)):
+                got = await post(app, None, path="/livez", method="GET", headers=[(b"host", host)])
+                assert got[0] == status
+                assert json.loads(got[2])["error" if status == 400 else "status"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("app", ["network", "text"])
+def test_the_document_has_the_schema_of_every_answer_and_of_tokens(gated, app):
+    from types import SimpleNamespace
+
+    from subnetact.serve import build_text_app
+
+    if app == "network":
+        with gated(tokens={TOKEN: "tests"}) as (served, _, _):
+            document = served.openapi()
+    else:
+        generator = SimpleNamespace(close=lambda wait=True: None)
+        document = build_text_app(generator, SimpleNamespace(encode=list), tokens={TOKEN: "t"}).openapi()
+    for path, described in document["paths"].items():
+        assert "{" not in path
+        for operation in described.values():
+            answers = {name: resolved(document, one) for name, one in operation["responses"].items()}
+            kinds = [kind for one in answers.values() for kind in one["content"].values()]
+            assert all(resolved(document, kind["schema"])["type"] for kind in kinds)
+    for part in re.findall(r'"\$ref": "#/([^"]*)"', json.dumps(document)):
+        resolved(document, {"$ref": f"#/{part}"})
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "basic"}
+    assert document["paths"]["/livez"]["get"]["security"] == []
+
+
+def resolved(document, part):
+    while "$ref" in part:
+        names = part["$ref"].removeprefix("#/").split("/")
+        part = document
+        for name in names:
+            part = part[name]
+    return part
+
+
+SLOW = """
+import sys, threading, time
+import torch
+from subnetact import Batcher, LatencyTable, SlackFit
+from subnetact.serve import build_app, run
+
+class Runner:
+    keys, sample = ("one",), torch.zeros(4)
+    def check(self, x, finite=False): pass
+    def run(self, subnet, inputs, batch_size):
+        if inputs[0].sum():
+            print("begun", flush=True)
+            time.sleep(float(sys.argv[1]))
+        return list(inputs)
+
+runner = Runner()
+batcher = Batcher(runner, policy=SlackFit(LatencyTable(["one"], [70.0], [1], [[1.0]]), slo_ms=60000.0))
+run(build_app(batcher, runner, slo_ms=60000.0), port=0)
+print("returned", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+@pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_clean_drain_exits_with_0_and_a_second_signal_ends_at_once(first, second):
+    import threading
+    import urllib.error
+    import urllib.request
+
+    seconds = "0.5" if second is None else "600"
+    command = [sys.executable, "-c", SLOW, seconds]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        url = process.stdout.readline().removeprefix("listening on ").strip()
+        seen = []
+
+        def ask():
+            body = json.dumps({"input": [1, 2, 3, 4]}).encode()
+            try:
+                seen.append(urllib.request.urlopen(f"{url}/infer", body, timeout=60).status)
+            except (urllib.error.URLError, ConnectionError) as error:
+                seen.append(type(error).__name__)
+
+        client = threading.Thread(target=ask)
+        client.start()
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(first)
+        if second is None:
+            assert process.wait(60) == 0
+            assert process.stdout.read() == "returned\n"
+        else:
+            while "closing" not in str(state(url)):
+                pass
+            process.send_signal(second)
+            assert process.wait(60) == -second
+        client.join()
+        assert (seen == [200]) == (second is None)
+
+
+def state(url):
+    """What the server says of itself, or that it does not listen any more: both follow the first signal."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        return urllib.request.urlopen(f"{url}/readyz", timeout=60).read()
+    except urllib.error.HTTPError as error:
+        return error.read()
+    except (urllib.error.URLError, ConnectionError):
+        return "closing"
