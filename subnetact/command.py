@@ -16,7 +16,6 @@ from subnetact.files.documents import parse_json
 __all__ = [
     "INTERRUPTED",
     "NOBODY_READS",
-    "TERMINATED",
     "OptionFormatter",
     "json_object",
     "reported",
@@ -25,8 +24,6 @@ __all__ = [
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 and the number of SIGINT."""
-TERMINATED = 143
-"""The exit status after SIGTERM, if there is something to clean up: 128 and the number of SIGTERM."""
 NOBODY_READS = 141
 """The exit status if the output goes to a program that has ended: 128 and the number of SIGPIPE."""
 

@@ -117,6 +117,7 @@ def test_archives_hold_what_they_should(archives: dict[str, Path]) -> None:
         "subnetact/data/text_supernet.md",
         "subnetact/data/text_tokenizer.json",
         "subnetact/data/traces/maf2019_per_minute.npz",
+        "subnetact/serve/openapi.json",
         "subnetact/serve/palette.css",
         "subnetact/serve/status.html",
     ):

@@ -8,15 +8,12 @@ addresses.
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from subnetact.cluster.autoscaler import Autoscaling
-from subnetact.command import TERMINATED
 from subnetact.errors import ServeError
 from subnetact.serve import cli
 from subnetact.serve.source import Source
@@ -47,10 +44,7 @@ class RayBackend(cli.Backend):
 
         floor, least = args.accuracy_floor, args.workers
         scaling = None if floor is None else Autoscaling(floor, least, args.most_workers)
-        opened = open_replicas(replace(source, workers=1), least, stack, scaling, args.ray_address)
-        # uvicorn raises the signal again after it has closed.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-        return opened
+        return open_replicas(replace(source, workers=1), least, stack, scaling, args.ray_address)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 * `POST /infer` takes JSON, a NumPy file or an image; `/v2` is the Open Inference Protocol.
 * `build_text_app` puts the addresses of OpenAI's interface in front of a `Generator`.
-* `/` shows what the server does now; `/metrics`, `/healthz`, `/readyz` and `/openapi.json` are for programs.
+* `/` shows what the server does now; `/metrics`, `/livez`, `/readyz` and `/openapi.json` are for programs.
 
 `Limits` says what the server accepts. Tokens, deadlines and the end of the server are explained by
 `python -m subnetact.serve --help`.

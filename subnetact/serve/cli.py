@@ -12,9 +12,10 @@ page, /openapi.json describes all addresses, and /metrics returns Prometheus tex
 /v1/completions and /v1/chat/completions, whole or streamed. Deadlines are the headers x-slo-ttft-ms (to the
 first token) and x-deadline-ms (to the last one).
 
-GET /healthz and /readyz return 503 while no worker is up. After SIGTERM they return 503 for --grace-s seconds
-while the server keeps serving, so that load balancers can drain it. Then it takes no new requests,
-and answers those that it has already taken, for up to 30 s.
+GET /livez returns 200 while the process answers; /readyz and /healthz return 503 while no worker is up. After
+SIGTERM or SIGINT they return 503 for --grace-s seconds while the server keeps serving, so that load balancers
+can drain it. Then it takes no new requests, answers those that it has already taken, for up to 30 s, and ends
+with status 0. A second signal ends it at once.
 
 The server listens on this machine only, unless --host says otherwise. Give it a token then: --token-file, or
 the environment variable SUBNETACT_TOKEN. It speaks plain HTTP, and waits for slow clients: put a proxy with
