@@ -195,10 +195,7 @@ class BaseApp:
         """Return the OpenAPI document."""
         parts, facts = DOCUMENT["components"], {**DOCUMENT["info"], "version": __version__}
         parts = {**parts, "schemas": parts["schemas"] | self.schemas}
-        if not self.access.needed:
-            parts, security = {**parts, "securitySchemes": {}}, []
-        else:
-            security = DOCUMENT["security"]
+        security = DOCUMENT["security"] if self.access.needed else []
         return {**DOCUMENT, "info": facts, "paths": self.paths, "components": parts, "security": security}
 
     def model_schema(self, model: type[BaseModel]) -> dict[str, Any]:

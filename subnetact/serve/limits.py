@@ -16,8 +16,8 @@ class Limits:
     """The limits of one server. A proxy in front of it holds those of slow clients: `examples/proxy`.
 
     Attributes:
-        body_bytes: largest body of a request. If None, 1 MiB plus 32 bytes for every value of one input, and in
-            the Open Inference Protocol of `rows` inputs, up to `bodies_bytes`.
+        body_bytes: largest body of a request. If None, 1 MiB plus 32 bytes for every value of one input, and
+            of `rows` inputs in the Open Inference Protocol, up to `bodies_bytes`.
         bodies_bytes: largest sum of all bodies that the server holds at one time; beyond it, requests are
             refused with status 503.
         header_bytes: largest head of a request: names and values of its headers.

@@ -19,8 +19,6 @@ from subnetact.serve.exchange import refusal_of
 from subnetact.serve.text_bodies import ChatBody, TextBody, error_document
 from subnetact.serve.text_codec import TextCodec
 
-EVENTS = "text/event-stream"
-
 
 class TextService(NamedTuple):
     """A generator, the texts of its tokens, its name, and the tokens that end every answer."""
@@ -195,7 +193,7 @@ class EventStream(StreamingResponse):
 
         # nginx passes events on at once.
         headers = {"x-accel-buffering": "no", "cache-control": "no-cache"}
-        super().__init__(pieces(), headers=headers, media_type=EVENTS)
+        super().__init__(pieces(), headers=headers, media_type="text/event-stream")
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -100,9 +100,8 @@ class TextApp(BaseApp):
                 if not answer.body.stream:
                     return reply(await answer.whole())
                 events = answer.events()
-                return EventStream(
-                    answer, await anext(events), events
-                )  # An early refusal has its own status.
+                first = await anext(events)  # A refusal before the first token has a status of its own.
+                return EventStream(answer, first, events)
             except BaseException:
                 answer.cancel()
                 raise
