@@ -49,7 +49,7 @@ class ReplicaClient:
         self.accuracy = dict(accuracy)
         self._call, self._check, self._replicas = call, check, replicas
         self._died, self._full = died, full
-        self._max_per_replica = max_per_replica
+        self._max_per_replica = self.max_queue = max_per_replica  # one replica gets all rows of a request
         self._outstanding, self._closed, self._counters = 0, False, Counters()
         self._counts: Counter[str] = Counter()
 
