@@ -126,8 +126,8 @@ class ServeApp(BaseApp):
         for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
             self.get(path, lambda: reply(self.model.metadata()))
             self.get(f"{path}/ready", lambda: self._ready(name=name))
-            self.add("POST", f"{path}/infer", self.infer_tensors, **taken)
-        self.add("POST", "/infer", self.infer_plain, **inference.plain_taken(self, self.model))
+            self.add("POST", f"{path}/infer", self._infer_tensors, **taken)
+        self.add("POST", "/infer", self._infer_plain, **inference.plain_taken(self, self.model))
 
     def unready(self) -> str:
         """Return why the server should get no requests, or an empty text."""
@@ -156,7 +156,7 @@ class ServeApp(BaseApp):
         facts = {"model": self.model.name, "slo_ms": self.slo_ms, "accuracy": accuracy}
         return {**facts, "time_s": time.monotonic(), **counts, "served_by": served_by}
 
-    async def infer_plain(self, exchange: Exchange) -> Response:
+    async def _infer_plain(self, exchange: Exchange) -> Response:
         """Answer one input of `/infer`."""
         async with self.body(exchange, self.body_bytes) as raw:
             body, x = await self.decoded(partial(inference.read_plain, self.model), raw)
@@ -164,7 +164,7 @@ class ServeApp(BaseApp):
             answers, facts = await self._answers(exchange, [x], terms)
             return inference.plain_reply(terms.output, answers[0], facts)
 
-    async def infer_tensors(self, exchange: Exchange) -> Response:
+    async def _infer_tensors(self, exchange: Exchange) -> Response:
         """Answer tensors of the Open Inference Protocol, row by row."""
         read = partial(inference.read_tensors, self.model, exchange.fields)
         async with self.body(exchange, self.tensor_bytes) as raw:
