@@ -123,7 +123,7 @@ class ServeApp(BaseApp):
         self.get("/v2/health/live", lambda: reply({"live": True}), open_=True)
         self.get("/v2/health/ready", self._ready, open_=True)
         taken = inference.tensors_taken(self, self.model)
-        for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        for path in ("/v2/models/{name}/versions/{version}", "/v2/models/{name}"):
             self.get(path, lambda: reply(self.model.metadata()))
             self.get(f"{path}/ready", lambda: self._ready(name=name))
             self.add("POST", f"{path}/infer", self._infer_tensors, **taken)
