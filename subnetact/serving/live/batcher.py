@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from math import isfinite
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from subnetact.errors import BatcherClosed, PolicyError
 from subnetact.files.documents import StrPath
@@ -29,11 +29,8 @@ from subnetact.serving.scheduling.checks import check_count, check_policy, check
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.scheduling.request import Ask, AskOptions
+from subnetact.serving.scheduling.request import Ask
 from subnetact.serving.scheduling.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Batcher(ClosedOnExit):
@@ -80,8 +77,8 @@ class Batcher(ClosedOnExit):
             process has to start first, which takes seconds.
         expired: what becomes of a request that has expired: `drop` (answered at once with
             `DeadlinePassed`), `defer` (served when nothing else waits) or `serve` (kept at the head).
-        slo_ms: the usual time that a request is given, in ms; policies that plan ahead use it. If None, the
-            policy's own; a policy without one needs this argument.
+        slo_ms: the time that a request is given, in ms, if it names none; policies that plan ahead use it. If
+            None, the policy's own; a policy without one needs this argument.
         on_decision: called with a `Decided` before each batch runs, on the worker's thread; keep it short.
         clock_ms: a monotonic clock, in ms. If None, `time.perf_counter_ns`.
         threads_per_worker: number of CPU threads of each worker, set by `engine.enter_worker(threads)`. If
@@ -155,7 +152,7 @@ class Batcher(ClosedOnExit):
             raise PolicyError(
                 f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
             )
-        slo_ms = check_time(slo_ms, "slo_ms")
+        self.slo_ms = slo_ms = check_time(slo_ms, "slo_ms")
         tables = tables or [policy.table]
         table = tables[-1]
         check_count(max_queue, "max_queue")
@@ -223,7 +220,15 @@ class Batcher(ClosedOnExit):
         hear_of_forks(self)
         self._driver.start()
 
-    def submit(self, x: Any, deadline_ms: float, **options: Unpack[AskOptions]) -> AnswerFuture:
+    def submit(
+        self,
+        x: Any,
+        deadline_ms: float | None = None,
+        *,
+        min_accuracy: float | None = None,
+        priority: int | None = None,
+        client: str = "",
+    ) -> AnswerFuture:
         """Queue one input, from any thread.
 
         Cancelling the future withdraws the request: it leaves the queue, or its answer is discarded if it
@@ -234,9 +239,13 @@ class Batcher(ClosedOnExit):
                 if its memory is overwritten before the answer arrives, the answer is to the new values. Give
                 `x.clone()` of a buffer that is filled again and again.
             deadline_ms: time that the request is given from now, in ms; 1e12 ms at most, more counts as that.
-            options: `min_accuracy`, the minimum profiled accuracy, in percent, of the subnet that answers;
-                `priority`, a whole number, the higher the more important; `client`, a name that matters if
-                the batcher was opened with `shares`. See `AskOptions`.
+                If None, `slo_ms`.
+            min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any
+                subnet may answer.
+            priority: a whole number, the higher the more important; 0 if None. The queue is ordered by
+                deadline alone. Only if not all deadlines can be met, requests of lower priority expire first
+                (with `expired="serve"`, priority has no effect).
+            client: name of the client; only matters if the batcher was opened with `shares`.
 
         Returns:
             A future of the `Answer`. Its exception is `DeadlinePassed` if the request expired, `BatchFailed`
@@ -249,19 +258,29 @@ class Batcher(ClosedOnExit):
             QueueFull: `max_queue` requests wait already, or the client has its share of them.
             BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
-        ask = self._checked(x, deadline_ms, options)
+        ask = self._checked(x, deadline_ms, min_accuracy, priority, client)
         future = AnswerFuture()
         request = self._driver.admit(x, ask, future, None)
         future.on_cancel(partial(self._driver.withdraw, request))
         return future
 
-    async def infer(self, x: Any, deadline_ms: float, **options: Unpack[AskOptions]) -> Answer:
+    async def infer(
+        self,
+        x: Any,
+        deadline_ms: float | None = None,
+        *,
+        min_accuracy: float | None = None,
+        priority: int | None = None,
+        client: str = "",
+    ) -> Answer:
         """Queue one input and wait for its answer. Cancelling the call withdraws the request.
 
         Args:
             x: one input, as in `submit`.
-            deadline_ms: time that the request is given from now, in ms.
-            options: as in `submit`.
+            deadline_ms: time that the request is given from now, in ms. If None, `slo_ms`.
+            min_accuracy: as in `submit`.
+            priority: as in `submit`.
+            client: as in `submit`.
 
         Returns:
             The answer.
@@ -270,7 +289,7 @@ class Batcher(ClosedOnExit):
             RequestError: What `submit` raises, or what the exception of its future would be.
         """
         loop = asyncio.get_running_loop()
-        ask = self._checked(x, deadline_ms, options)
+        ask = self._checked(x, deadline_ms, min_accuracy, priority, client)
         future: asyncio.Future[Answer] = loop.create_future()
         request = self._driver.admit(x, ask, future, loop)
         try:
@@ -405,10 +424,10 @@ class Batcher(ClosedOnExit):
         self._forked = True
         self.__dict__["_checked"] = self._check_process  # `submit` and `infer` call it first
 
-    def _checked(self, x: Any, deadline_ms: float, options: AskOptions) -> Ask:
+    def _checked(self, x: Any, deadline_ms: float | None, *terms: Any) -> Ask:
         """Return what a request that can be accepted asks for; refuse the others."""
         try:
-            ask = Ask.checked(self._floors, deadline_ms, **options)
+            ask = Ask.checked(self._floors, self.slo_ms if deadline_ms is None else deadline_ms, *terms)
             self._check(x)
         except BaseException:
             self._driver.count_refused()

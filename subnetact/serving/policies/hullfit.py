@@ -157,14 +157,14 @@ class HullFit:
         others = [max(free, now) for worker, free in times if worker != context.worker and free < math.inf]
         workers = self._workers = len(others) + 1
         hull = self._hull(workers)
-        rate = context.arrivals.rate_per_ms(now, RATE_WINDOW * self.slo_ms)
-        tau_ms = self._time_per_request(hull, context.queued, workers, rate)
-        tau_ms -= self._floors_ms.beyond
+        horizons = self._horizons(context)
+        load, rate = max([self._load(context, hull, *one) for one in horizons])
+        tau_ms = (workers / load if load > 0.0 else math.inf) - self._floors_ms.beyond
         least_ms = hull.taus[0] + self._floors_ms.least
         point = bisect_right(hull.taus, tau_ms) - 1
         overload = self._losing(context, hull) or point < 0 or rate * least_ms > workers
         if overload:
-            self._shed(context, hull, workers)
+            self._shed(context, hull, horizons)
         batch = self._requests(context, hull, tau_ms, most=overload)
         if overload:
             price = hull.values[0] / hull.taus[0]
@@ -196,19 +196,35 @@ class HullFit:
         """Return the longest profiled latency, ms, that meets a deadline `slack_ms` away."""
         return (slack_ms - self._reserve_ms) / (1.0 + self.margin)
 
-    def _time_per_request(self, hull: _Hull, queued: int, workers: int, rate: float) -> float:
-        """Return the worker time, ms, that the load leaves for a request.
+    def _horizons(self, context: Context) -> list[tuple[float, int]]:
+        """Return (time in ms, how many of the waiting requests are due by then), from one SLO on.
+
+        Where requests have more time than the SLO, their deadlines are further horizons, each about twice as
+        far as the one before.
+        """
+        queue, now, queued = context.queue, context.now_ms, context.queued
+        horizon_ms, due, horizons = self.slo_ms, 0, []
+        if queue.deadline(queued - 1) <= now + horizon_ms:
+            return [(horizon_ms, queued)]
+        while due < queued:
+            before, due = due, bisect_right(range(queued), now + horizon_ms, lo=due, key=queue.deadline)
+            if due > before:
+                horizons.append((max(self.slo_ms, queue.deadline(due - 1) - now), due))
+            horizon_ms *= 2.0
+        return horizons
+
+    def _load(self, context: Context, hull: _Hull, horizon_ms: float, due: int) -> tuple[float, float]:
+        """Return (load, arrival rate), requests per ms, if `due` requests are to be settled in a time.
 
         The most urgent request is about to be served and does not count to the backlog.
         """
-        accepted = 0.0
+        accepted, rate = 0.0, context.arrivals.rate_per_ms(context.now_ms, RATE_WINDOW * horizon_ms)
         if rate > 0.0:
-            cycle_ms = hull.cycle_ms(max(workers / rate, hull.taus[0]))
-            behind_ms = self.slo_ms - (1.0 + self.margin) * cycle_ms - self._reserve_ms
+            cycle_ms = hull.cycle_ms(max(hull.workers / rate, hull.taus[0]))
+            behind_ms = horizon_ms - (1.0 + self.margin) * cycle_ms - self._reserve_ms
             backlog = BACKLOG_WITH_FLOORS if self._floors_ms.least > 0.0 else BACKLOG
             accepted = backlog * rate * max(0.0, behind_ms)
-        load = rate + (queued - 1 - accepted) / (SETTLING_TIME * self.slo_ms)
-        return workers / load if load > 0.0 else math.inf
+        return rate + (due - 1 - accepted) / (SETTLING_TIME * horizon_ms), rate
 
     def _learn_floors(self, hull: _Hull, batch: _Requests, k: int, option: Option, tau_ms: float) -> None:
         """Learn how much time per request batches with a floor take beyond others."""
@@ -312,13 +328,14 @@ class HullFit:
         limits = (due - context.now_ms - missing)[missing > 0.0]
         return float(limits.min()) if len(limits) else math.inf
 
-    def _shed(self, context: Context, hull: _Hull, workers: int) -> None:
+    def _shed(self, context: Context, hull: _Hull, horizons: Sequence[tuple[float, int]]) -> None:
         """Let requests expire that stand in the way of a full batch, if the queue cannot leave in time."""
         full, queued = hull.of_floor(context.floor), context.queued
         if not context.may_expire or queued <= full.size or context.slack_ms >= full.full_ms:
             return
         pace, _ = self._fastest_pace(context.floor, queued, context.slack_ms)
-        if pace * full.full_ms < full.size and queued > UNDRAINABLE * pace * workers * self.slo_ms:
+        leaving = UNDRAINABLE * pace * hull.workers
+        if pace * full.full_ms < full.size and any(due > leaving * ms for ms, due in horizons):
             end_ms, spare = context.now_ms + full.full_ms, range(queued - full.size)
             context.expire(bisect_left(spare, end_ms, key=context.queue.deadline))
 
@@ -385,6 +402,7 @@ class _Hull:
     answered in time by another one: without the margins if none fits with them, or else the fastest ones.
 
     Attributes:
+        workers: their number.
         taus: time per request of each vertex of the hull, ms, ascending.
         values: accuracy of each vertex, percent.
         slopes: the price of time from each vertex on, percent per ms.
@@ -393,6 +411,7 @@ class _Hull:
     """
 
     def __init__(self, policy: HullFit, fronts: Fronts, workers: int) -> None:
+        self.workers = workers
         table, sizes = policy.table, policy.table.batch_sizes
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         waits = 1.0 + WAITS_BEHIND / workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,18 @@ Choice = tuple[int, int]
 
 
 class ArrivalMeter:
-    """Counts the arrivals within recent windows of time, of at most `horizon_ms`; older ones are forgotten.
+    """Counts the arrivals within recent windows of time; many that are older than `horizon_ms` are forgotten.
 
     `start_ms` is the time of the first arrival, or None before it; `total` counts all arrivals so far.
     """
 
-    __slots__ = ("_horizon_ms", "_limit", "_times", "start_ms", "total")
+    __slots__ = ("_forgotten_ms", "_horizon_ms", "_limit", "_times", "start_ms", "total")
 
     def __init__(self, horizon_ms: float = 2000.0) -> None:
         self._times: list[float] = []
         self._horizon_ms = horizon_ms
         self._limit = 8192
+        self._forgotten_ms = -math.inf
         self.start_ms: float | None = None
         self.total = 0
 
@@ -35,7 +37,8 @@ class ArrivalMeter:
         self._times.extend(times_ms)
         self.total += len(times_ms)
         if len(self._times) > self._limit:
-            del self._times[: bisect_left(self._times, self._times[-1] - self._horizon_ms)]
+            self._forgotten_ms = self._times[-1] - self._horizon_ms
+            del self._times[: bisect_left(self._times, self._forgotten_ms)]
             self._limit = max(8192, 2 * len(self._times))
 
     def count(self, since_ms: float, until_ms: float) -> int:
@@ -44,10 +47,11 @@ class ArrivalMeter:
         return bisect_right(times, until_ms) - bisect_right(times, since_ms)
 
     def rate_per_ms(self, now_ms: float, window_ms: float) -> float:
-        """Return the arrival rate of a window that ends now."""
+        """Return the arrival rate of a window that ends now, as far back as arrivals are remembered."""
         if self.start_ms is None:
             return 0.0
         seen_ms = max(now_ms - self.start_ms, window_ms / 400.0)
+        window_ms = min(window_ms, now_ms - self._forgotten_ms)
         return self.count(now_ms - window_ms, now_ms) / min(window_ms, seen_ms)
 
 

@@ -1,12 +1,12 @@
 """What a client asks for (`Ask`), an accepted request (`Request`), and the requests on a worker (`Job`).
 
-A new field of requests is three edits: in `AskOptions`, in `Ask` with its check, and where it is used.
+A new field of requests is three edits: in `Batcher.submit`, in `Ask` with its check, and where it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias
 
 from subnetact.errors import InvalidRequest
 from subnetact.serving.scheduling.checks import check_deadline, check_request_number
@@ -14,23 +14,6 @@ from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
-
-
-class AskOptions(TypedDict, total=False):
-    """What a request may ask for besides its deadline, as keyword arguments.
-
-    Attributes:
-        min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any subnet
-            may answer.
-        priority: a whole number, the higher the more important; 0 if None. The queue is ordered by deadline
-            alone. Only if not all deadlines can be met, requests of lower priority expire first (with
-            `expired="serve"`, priority has no effect).
-        client: name of the client; only matters if the batcher was opened with `shares`.
-    """
-
-    min_accuracy: float | None
-    priority: int | None
-    client: str
 
 
 class Ask(NamedTuple):
@@ -53,12 +36,11 @@ class Ask(NamedTuple):
         cls,
         floors: Floors,
         deadline_ms: object,
-        *,
         min_accuracy: float | None = None,
         priority: int | None = None,
         client: str = "",
     ) -> Ask:
-        """Return what a client asks for, see `AskOptions`; InvalidRequest if a value cannot be."""
+        """Return what a client asks for, see `Batcher.submit`; InvalidRequest if a value cannot be."""
         time_ms, floor = check_deadline(deadline_ms), NO_FLOOR
         if min_accuracy is not None:
             asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")

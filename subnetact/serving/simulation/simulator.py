@@ -66,7 +66,7 @@ def simulate(
         min_accuracy: minimum accuracy, percent, one number or shape (n,). If None or 0, requests accept any
             subnet.
         seed: seed of the noise.
-        priority: as in `AskOptions`, one number or shape (n,).
+        priority: as in `Batcher.submit`, one number or shape (n,).
         clients: name of the client of every request. If None, they have none.
         shares: how clients share the workers' time. If None, they do not.
         switch_ms: time added, ms, when a worker changes its subnet. If `policy.switch_ms` is longer, that is

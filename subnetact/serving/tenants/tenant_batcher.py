@@ -42,7 +42,7 @@ class Tenant:
     Attributes:
         name: the name; every tenant has its own.
         engine: the runner of its subnets.
-        slo_ms: the usual time that its requests are given, ms.
+        slo_ms: the time that its requests are given, ms, if they name none.
         table: its latency table; if None, the policy's.
         policy: chooses its subnets and batch sizes; if None, `HullFit` over the table.
         share: its weight when tenants compete for the workers; one of 2 gets twice the time of one of 1; > 0.
@@ -204,13 +204,13 @@ class TenantBatcher(ClosedOnExit):
             )
             self._planner.start()
 
-    def submit(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> AnswerFuture:
+    def submit(self, tenant: str, x: Any, deadline_ms: float | None = None, **options: Any) -> AnswerFuture:
         """Queue one input for a tenant, from any thread.
 
         Args:
             tenant: the name of the tenant.
             x: one input, as its engine's `check` accepts it.
-            deadline_ms: time that the request is given from now, ms.
+            deadline_ms: time that the request is given from now, ms. If None, the tenant's `slo_ms`.
             options: further arguments of `Batcher.submit`.
 
         Returns:
@@ -222,7 +222,7 @@ class TenantBatcher(ClosedOnExit):
         """
         return self.batcher(tenant).submit(x, deadline_ms, **options)
 
-    async def infer(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> Answer:
+    async def infer(self, tenant: str, x: Any, deadline_ms: float | None = None, **options: Any) -> Answer:
         """Queue one input `x` for a `tenant` with `deadline_ms` and `options`, and return its answer.
 
         Raises:
