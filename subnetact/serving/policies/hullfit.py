@@ -133,7 +133,7 @@ class HullFit:
 
     def reset(self) -> None:
         """Forget everything learned from earlier requests."""
-        self._banked_ms = 0.0
+        self._banked_ms, self._urgent_ms = 0.0, -math.inf
         self._expired_share = 0.0
         self._counted: tuple[int, int] | None = None
         self._floors_ms = _FloorTimes(0.0, 0.0)
@@ -144,7 +144,7 @@ class HullFit:
         Another thread may call `decide` meanwhile: nothing is iterated here that a decision changes.
         """
         made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve)
-        made._banked_ms, made._floors_ms = self._banked_ms, self._floors_ms
+        made._banked_ms, made._urgent_ms, made._floors_ms = self._banked_ms, self._urgent_ms, self._floors_ms
         made._expired_share, made._counted = self._expired_share, self._counted
         if self._workers:  # made here rather than at the next decision, which is urgent
             made._hull(self._workers)
@@ -158,6 +158,9 @@ class HullFit:
         workers = self._workers = len(others) + 1
         hull = self._hull(workers)
         horizons = self._horizons(context)
+        last_ms, _ = horizons[-1]
+        if context.slack_ms <= self.slo_ms:
+            self._urgent_ms = now
         load, rate = max([self._load(context, hull, *one) for one in horizons])
         tau_ms = (workers / load if load > 0.0 else math.inf) - self._floors_ms.beyond
         least_ms = hull.taus[0] + self._floors_ms.least
@@ -175,6 +178,8 @@ class HullFit:
             value = hull.values[point] - price * hull.taus[point]
             choosing = price if point < len(hull.taus) - 1 else 0.0
             limit_ms = self._time_limit(batch.slack_ms)
+            if self.slo_ms < last_ms and now - self._urgent_ms < RATE_WINDOW * last_ms:
+                limit_ms = min(limit_ms, hull.limit_ms)  # further urgent requests will wait behind this batch
             terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, value, choosing, limit_ms, least_ms)
         found = self._best_offer(context, others, hull, batch, terms)
         if found is None:
@@ -417,6 +422,7 @@ class _Hull:
         waits = 1.0 + WAITS_BEHIND / workers
         limit_ms = policy._time_limit(policy.slo_ms) / waits
         fits = cells <= limit_ms
+        self.limit_ms = limit_ms
         if not fits.any():
             fits = cells <= max(policy.slo_ms / waits, float(cells.min()))
         per_request = cells / np.array(sizes, dtype=np.float64)
