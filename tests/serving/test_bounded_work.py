@@ -144,7 +144,7 @@ def test_hullfit_gets_other_latencies_while_another_thread_decides(monkeypatch: 
 
     policy = HullFit(SMALL, 100.0)
     for workers in (1, 2, 3):
-        policy._hull(workers)
+        policy._hull(workers, 0)
     asks = iter(range(4, 100))
 
     class Meanwhile(hullfit._Hull):

@@ -9,7 +9,9 @@ The method, of which `benchmarks/policy_grid.py --ablate` measures every part:
 2. **Load.** The load is the arrival rate, corrected by the backlog beyond the accepted one. Workers / load is
    the time that may be spent per request. The most accurate subnet that the workers sustain at a time per
    request has a cycle: the latency of its smallest batch that keeps up. The accepted backlog is one behind
-   which the cycle at the arrival rate still meets its deadlines.
+   which the cycle at the arrival rate still meets its deadlines. It is brought to that over one SLO, or over
+   the time until the deadlines that wait, if they are further away: of these horizons, the one with the
+   greatest load counts. While requests with one SLO or less come, no batch is longer than they can wait for.
 3. **Time of a batch.** A batch of the whole queue may take the cycle at the load, because a larger batch
    makes up for it afterwards; another batch may take the time per request times its size. Time left unspent
    is banked for later batches, so that neighbours on the hull alternate.
@@ -37,7 +39,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,7 +84,7 @@ NEAR = 64
 FORGOTTEN = 1e-3
 """Floors are forgotten if they take less than this share of the cheapest subnet's time per request."""
 KEPT_HULLS = 8
-"""Hulls are kept for so many numbers of workers."""
+"""Hulls are kept for so many numbers of workers and times of requests."""
 
 
 class HullFit:
@@ -93,7 +96,8 @@ class HullFit:
 
     Args:
         table: the latency table.
-        slo_ms: the usual time from arrival to deadline, ms.
+        slo_ms: the usual time from arrival to deadline, ms; of several usual ones the shortest. Requests that
+            have more time get the accuracy that it permits.
         margin: share by which latencies are assumed to be longer than profiled; 0.1 is 10 percent.
         reserve: further reserve before the most urgent deadline, as a share of the SLO.
         drain_reserve: reserve before the deadlines of the rest of the queue, as a share of the SLO.
@@ -126,9 +130,10 @@ class HullFit:
             )
         self._reserve_ms, self._drain_ms = self.reserve * self.slo_ms, self.drain_reserve * self.slo_ms
         self._fronts = Fronts(table)
-        self._hull = lru_cache(KEPT_HULLS)(partial(_Hull, self, self._fronts))  # of a number of workers
+        self._hull = lru_cache(KEPT_HULLS)(partial(_Hull, self, self._fronts))  # of (workers, doublings)
         self._fastest_ms = table.fastest_ms
-        self._workers = 0
+        self._longest_ms = max(self.slo_ms, 4.0 * (1.0 + self.margin) * float(np.nanmax(table.latency_ms)))
+        self._planned: tuple[int, int] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -146,8 +151,8 @@ class HullFit:
         made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve)
         made._banked_ms, made._urgent_ms, made._floors_ms = self._banked_ms, self._urgent_ms, self._floors_ms
         made._expired_share, made._counted = self._expired_share, self._counted
-        if self._workers:  # made here rather than at the next decision, which is urgent
-            made._hull(self._workers)
+        if self._planned:  # made here rather than at the next decision, which is urgent
+            made._hull(*self._planned)
         return made
 
     def decide(self, context: Context) -> tuple[int, int]:
@@ -155,12 +160,15 @@ class HullFit:
         now = context.now_ms
         times = enumerate(context.free_at_ms)
         others = [max(free, now) for worker, free in times if worker != context.worker and free < math.inf]
-        workers = self._workers = len(others) + 1
-        hull = self._hull(workers)
+        workers = len(others) + 1
         horizons = self._horizons(context)
-        last_ms, _ = horizons[-1]
+        (nearest_ms, _), (farthest_ms, _) = horizons[0], horizons[-1]
         if context.slack_ms <= self.slo_ms:
             self._urgent_ms = now
+        urgent = now - self._urgent_ms < RATE_WINDOW * farthest_ms  # more such requests are to be expected
+        doublings = 0 if urgent else int(math.log2(min(nearest_ms, self._longest_ms) / self.slo_ms))
+        self._planned = workers, doublings
+        hull = self._hull(workers, doublings)
         load, rate = max([self._load(context, hull, *one) for one in horizons])
         tau_ms = (workers / load if load > 0.0 else math.inf) - self._floors_ms.beyond
         least_ms = hull.taus[0] + self._floors_ms.least
@@ -178,17 +186,15 @@ class HullFit:
             value = hull.values[point] - price * hull.taus[point]
             choosing = price if point < len(hull.taus) - 1 else 0.0
             limit_ms = self._time_limit(batch.slack_ms)
-            if self.slo_ms < last_ms and now - self._urgent_ms < RATE_WINDOW * last_ms:
-                limit_ms = min(limit_ms, hull.limit_ms)  # further urgent requests will wait behind this batch
+            if urgent and farthest_ms > self.slo_ms:
+                limit_ms = min(limit_ms, hull.limit_ms)
             terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, value, choosing, limit_ms, least_ms)
         found = self._best_offer(context, others, hull, batch, terms)
         if found is None:
             batch = self._requests(context, hull, tau_ms, most=True)
             _, option = self._fastest_pace(batch.floor, batch.eligible, batch.slack_ms)
-            if option is None:
-                _, _, size, subnet = hull.of_floor(batch.floor)
-                return subnet, size
-            return option.subnet, option.batch_size
+            last: Any = option or hull.of_floor(batch.floor)
+            return last.subnet, last.batch_size
         k, option = found
         if not overload:
             cycle_ms = terms.cycle_ms if k == context.queued else 0.0
@@ -336,30 +342,29 @@ class HullFit:
     def _shed(self, context: Context, hull: _Hull, horizons: Sequence[tuple[float, int]]) -> None:
         """Let requests expire that stand in the way of a full batch, if the queue cannot leave in time."""
         full, queued = hull.of_floor(context.floor), context.queued
-        if not context.may_expire or queued <= full.size or context.slack_ms >= full.full_ms:
+        if not context.may_expire or queued <= full.batch_size or context.slack_ms >= full.full_ms:
             return
         pace, _ = self._fastest_pace(context.floor, queued, context.slack_ms)
         leaving = UNDRAINABLE * pace * hull.workers
-        if pace * full.full_ms < full.size and any(due > leaving * ms for ms, due in horizons):
-            end_ms, spare = context.now_ms + full.full_ms, range(queued - full.size)
+        if pace * full.full_ms < full.batch_size and any(due > leaving * ms for ms, due in horizons):
+            end_ms, spare = context.now_ms + full.full_ms, range(queued - full.batch_size)
             context.expire(bisect_left(spare, end_ms, key=context.queue.deadline))
 
     def _fastest_pace(self, floor: float, eligible: int, within_ms: float) -> tuple[float, Option | None]:
         """Return (requests per ms, option) of the batch that answers the most requests per ms in time."""
-        pace, best = 0.0, None
-        for column in range(self._fronts.column_for(eligible) + 1):
-            option = self._fronts.fastest(column, floor)
-            if option is not None and option.latency_ms <= within_ms:
-                k = min(option.batch_size, eligible)
-                if k > pace * option.latency_ms:
-                    pace, best = k / option.latency_ms, option
-        return pace, best
+        columns = range(self._fronts.column_for(eligible) + 1)
+        options = [
+            option for column in columns if (option := self._fronts.fastest(column, floor)) is not None
+        ]
+        timely = [option for option in options if option.latency_ms <= within_ms]
+        paces = [min(option.batch_size, eligible) / option.latency_ms for option in timely]
+        return max(zip(paces, timely, strict=True), key=itemgetter(0), default=(0.0, None))
 
 
 def _use(hull: _Hull, floors: Sequence[float], floor: float) -> float:
     """Return the share of a batch's time that its requests need, if each ran on its cheapest subnet."""
     full = hull.of_floor(floor)
-    members = [other for other in floors if other <= floor][: full.size]
+    members = [other for other in floors if other <= floor][: full.batch_size]
     return sum([hull.of_floor(other).tau_ms for other in members]) / full.full_ms
 
 
@@ -396,12 +401,12 @@ class _Cheapest(NamedTuple):
 
     tau_ms: float
     full_ms: float
-    size: int
+    batch_size: int
     subnet: int
 
 
 class _Hull:
-    """What a number of workers can sustain.
+    """What a number of workers can sustain for requests that have `2**doublings` SLOs.
 
     A cell of the table fits if a request that arrives when a worker has just begun such a batch can still be
     answered in time by another one: without the margins if none fits with them, or else the fastest ones.
@@ -413,18 +418,19 @@ class _Hull:
         slopes: the price of time from each vertex on, percent per ms.
         full_ms: latency of a full batch of the first vertex, the cheapest subnet.
         full_size: its batch size.
+        limit_ms: the longest latency, ms, of a cell that fits with the margins.
     """
 
-    def __init__(self, policy: HullFit, fronts: Fronts, workers: int) -> None:
+    def __init__(self, policy: HullFit, fronts: Fronts, workers: int, doublings: int) -> None:
         self.workers = workers
         table, sizes = policy.table, policy.table.batch_sizes
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         waits = 1.0 + WAITS_BEHIND / workers
-        limit_ms = policy._time_limit(policy.slo_ms) / waits
-        fits = cells <= limit_ms
-        self.limit_ms = limit_ms
+        slo_ms = policy.slo_ms * 2.0**doublings
+        self.limit_ms = policy._time_limit(slo_ms) / waits
+        fits = cells <= self.limit_ms
         if not fits.any():
-            fits = cells <= max(policy.slo_ms / waits, float(cells.min()))
+            fits = cells <= max(slo_ms / waits, float(cells.min()))
         per_request = cells / np.array(sizes, dtype=np.float64)
         best = np.where(fits | ~fits.any(axis=1, keepdims=True), per_request, math.inf).argmin(axis=1)
         best_of = enumerate(best.tolist())
@@ -437,8 +443,7 @@ class _Hull:
         last = LAST_PRICE * (max(table.accuracy) - min(table.accuracy)) / self.taus[-1]
         self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)] + [last]
         self._floors, accuracies = fronts.floors, fronts.floors.accuracies
-        by_floor = zip(accuracies, least_from(accuracies, table.accuracy, cheapest), strict=True)
-        self._by_floor = {floor: found for floor, found in by_floor if found is not None}
+        self._by_floor = dict(zip(accuracies, least_from(accuracies, table.accuracy, cheapest), strict=True))
         _, self.full_ms, self.full_size, _ = self._by_floor[NO_FLOOR] = cheapest[hull[0][2]]
         self._sustained_taus = [tau for tau, _, _ in front]
         self._sustained = [
@@ -448,8 +453,7 @@ class _Hull:
 
     def of_floor(self, floor: float) -> _Cheapest:
         """Return the cheapest batches of the subnets that meet a floor."""
-        found = self._by_floor.get(floor) or self._by_floor.get(self._floors(floor))
-        return found or self._by_floor[NO_FLOOR]
+        return self._by_floor.get(floor) or self._by_floor[self._floors(floor)]
 
     def cycle_ms(self, tau_ms: float) -> float:
         """Return the latency of the smallest batch that the most accurate sustained subnet keeps up with."""

@@ -10,7 +10,6 @@ Rules for expired requests, that is, requests whose deadline no subnet can meet 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from operator import attrgetter, index
 from typing import Any
@@ -19,9 +18,10 @@ import numpy as np
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_accuracy, expired_rule, unreachable
+from subnetact.serving.scheduling.checks import check_accuracy, expired_rule
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
+from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
@@ -34,8 +34,8 @@ _REMEMBERED_SLOS = 12.0
 class _Plan:
     """A policy, its optional members, and the latencies of one input shape, with what is derived from them.
 
-    `floor_cost` has for each accuracy, ascending, (least latency in ms, subnet) of the subnets that reach it;
-    `work` the least worker time per request, ms.
+    `floor_cost` has for each of `floors`, ascending, (least latency in ms, subnet) of the subnets that reach
+    it; `work` the least worker time per request, ms.
     """
 
     def __init__(self, policy: Policy, table: LatencyTable, percent: Sequence[float]) -> None:
@@ -53,9 +53,9 @@ class _Plan:
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
         per_request = [(ms,) for ms in (cells / table.batch_sizes).min(axis=1).tolist()]
-        accuracies = sorted(set(percent))
-        self.floor_cost = least_from(accuracies, percent, list(least))
-        self.work = [rank[0] for rank in least_from(accuracies, percent, per_request) if rank]
+        self.floors = Floors(table)
+        self.floor_cost = least_from(self.floors.accuracies, percent, list(least))
+        self.work: list[float] = [ms for (ms,) in least_from(self.floors.accuracies, percent, per_request)]
 
 
 class Dispatcher:
@@ -114,7 +114,6 @@ class Dispatcher:
         self._on_drop = on_drop
         self.taken: list[Request] = []
         self._accuracy = table.known_accuracy()
-        self._accuracies = sorted(set(self._accuracy))
         self._sizes = table.batch_sizes
         self._pad = table.pad_index
         retabled: Any = getattr(policy, "retabled", lambda _: policy)
@@ -134,8 +133,7 @@ class Dispatcher:
     def _least_work_ms(self, request: Request) -> float:
         """Return the least worker time of a request, ms, in a full batch of a subnet that meets its floor."""
         plan = self.plans[request.shape]
-        at = bisect_left(self._accuracies, request.ask.floor)
-        return plan.work[at] if at < len(plan.work) and plan.work[at] < math.inf else plan.fastest
+        return plan.work[plan.floors.at(min(request.ask.floor, plan.floors.best))]
 
     def expected_ms(self, subnet: int, k: int, shape: int = -1) -> float:
         """Return the latency, ms, of k requests of a shape on a subnet; NaN if they cannot run there."""
@@ -159,7 +157,7 @@ class Dispatcher:
     def least_ms(self, floor: float, shape: int = -1) -> float:
         """Return the least latency, ms, of the subnets whose accuracy is at least `floor` percent."""
         plan = self.plans[shape]
-        return plan.fastest if floor <= NO_FLOOR else self._cost_of(plan, floor)[0]
+        return plan.fastest if floor <= NO_FLOOR else plan.floor_cost[plan.floors.at(floor)][0]
 
     def __len__(self) -> int:
         held = 0 if self.gate is None else len(self.gate)
@@ -244,7 +242,7 @@ class Dispatcher:
         alike = (lambda request: request.shape == shape) if self._shaped else None
         items = queue.take_satisfied(size, self._accuracy[subnet], alike)
         if not items:
-            _, subnet = self._cost_of(plan, queue.floor())
+            _, subnet = plan.floor_cost[plan.floors.at(queue.floor())]
             size = min(size, plan.largest[subnet], self.limits.get(subnet, size))
             items = queue.take_satisfied(size, self._accuracy[subnet], alike)
         if alike is None:
@@ -283,11 +281,3 @@ class Dispatcher:
         else:
             for request in requests:
                 self.deferred.push(request.deadline_ms, request, request.ask.floor)
-
-    def _cost_of(self, plan: _Plan, floor: float) -> tuple[float, int]:
-        """Return (least latency in ms, subnet) among the subnets that meet `floor`."""
-        at = bisect_left(self._accuracies, floor)
-        found = plan.floor_cost[at] if at < len(plan.floor_cost) else None
-        if found is None or found[0] == math.inf:
-            raise unreachable(floor, max(self._accuracy))
-        return found

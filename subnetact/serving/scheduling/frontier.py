@@ -40,23 +40,22 @@ def time_per_request(table: LatencyTable) -> list[tuple[float, int]]:
     return list(zip(per_request.min(axis=1).tolist(), sizes[best].tolist(), strict=True))
 
 
-def least_from(floors: Sequence[float], percent: Sequence[float], ranks: Sequence[Rank]) -> list[Rank | None]:
-    """Return, for each of `accuracies` (ascending), the least rank of the subnets that reach it, if any."""
-    found: list[Rank | None] = []
-    least: Rank | None = None
+def least_from(floors: Sequence[float], percent: Sequence[float], ranks: Sequence[Rank]) -> list[Rank]:
+    """Return, for each of `floors` (ascending), the least rank of the subnets that reach it; one must."""
+    found: list[Rank] = []
+    least: list[Rank] = []
     waiting = sorted(zip(percent, ranks, strict=True), key=lambda pair: pair[0])
     for floor in reversed(floors):
         while waiting and waiting[-1][0] >= floor:
-            _, rank = waiting.pop()
-            least = rank if least is None or rank < least else least
-        found.append(least)
+            least = [min([*least, waiting.pop()[1]])]
+        found += least
     return found[::-1]
 
 
 def cheapest_from(table: LatencyTable, accuracies: Sequence[float]) -> list[int]:
     """Return, for each of `accuracies` (ascending), the subnet with the least time per request from it on."""
     ranks = [(tau, -table.accuracy[i], i) for i, (tau, _) in enumerate(time_per_request(table))]
-    return [rank[2] for rank in least_from(accuracies, table.accuracy, ranks) if rank is not None]
+    return [subnet for _, _, subnet in least_from(accuracies, table.accuracy, ranks)]
 
 
 def largest_batches(table: LatencyTable) -> list[int]:
