@@ -3,7 +3,7 @@
     python benchmarks/policy_grid.py             # continues what an earlier run began; 30 minutes on one core
     python benchmarks/policy_grid.py --report    # write results/policy_grid.md and stop
     python benchmarks/policy_grid.py --ablate    # take mechanisms out of HullFit; 10 minutes on one core
-    python benchmarks/policy_grid.py --deadlines # requests with deadlines of their own; 10 minutes on one core
+    python benchmarks/policy_grid.py --deadlines  # mixes of deadlines; 10 minutes on one core
 
 Every cell is one setting: a latency table, a number of workers, a load, the burstiness of the arrivals, and
 an SLO. All policies of a cell see the same arrivals. SlackFit (K = 4 and 8) has the margins of HullFit. The
@@ -19,7 +19,7 @@ percentage point, or HullFit falls 0.1 points further behind in the worst regula
 is plentiful stays for another reason: without it, two requests of the reference suite of `scheduling.py` are
 late, and none with it.
 
---deadlines gives each request a deadline of its own, of one SLO or of 20, in the regular cells and in 40 random
+--deadlines gives each request a deadline of its own, of one SLO or of 20, in the regular cells and 40 random
 ones of each seed, into results/policy_deadlines.json. HullFit plans with the deadlines that wait, or, for
 comparison, as if all had one SLO. Traces last 400 SLOs, or 24,000 requests if that is less.
 """
@@ -202,7 +202,7 @@ class Trial:
 
     Args:
         cell: the cell.
-        requests: least number of requests; a trace lasts `slos` SLOs if that takes more, up to 8 times as many.
+        requests: least number of requests; a trace lasts `slos` SLOs if that takes more, up to 8 times that.
         repeat: number of the trace.
         slos: how many SLOs a trace lasts at least.
     """

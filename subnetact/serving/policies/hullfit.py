@@ -215,7 +215,7 @@ class HullFit:
         """
         queue, now, queued = context.queue, context.now_ms, context.queued
         horizon_ms, due, horizons = self.slo_ms, 0, []
-        if queue.deadline(queued - 1) <= now + horizon_ms:
+        if queue.deadline(queued - 1) <= now + horizon_ms * (1.0 + 1e-9):
             return [(horizon_ms, queued)]
         while due < queued:
             before, due = due, bisect_right(range(queued), now + horizon_ms, lo=due, key=queue.deadline)
