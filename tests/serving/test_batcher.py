@@ -207,6 +207,15 @@ def test_bad_deadlines_are_refused_before_they_are_queued(a40, engine, deadline)
         assert batcher.stats().submitted == 0
 
 
+def test_a_request_without_a_deadline_gets_the_usual_time(a40, engine):
+    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), slo_ms=FOREVER) as batcher:
+        assert batcher._checked(1, None).deadline_ms == FOREVER
+        assert batcher.submit(1).result(20).met
+        assert asyncio.run(batcher.infer(1)).met
+        with pytest.raises(TypeError, match=r"submit\(\) got an unexpected keyword argument 'foo'"):
+            batcher.submit(1, foo=1)
+
+
 def test_bad_inputs_and_floors_are_refused_before_they_are_queued(a40, engine):
     with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
         with pytest.raises(InvalidRequest, match="not an int"):

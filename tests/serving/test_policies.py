@@ -209,6 +209,20 @@ def test_hullfit_spends_idle_time_on_accuracy_and_busy_time_on_speed(a40):
     assert (subnet, size) == (0, 16)
 
 
+def test_hullfit_spends_the_time_that_requests_have(a40):
+    """A burst of long deadlines runs on the best subnet, beside urgent requests, none of which is late."""
+    rng = np.random.default_rng(0)
+    times = np.sort(rng.uniform(0.0, 2400.0, 2000))
+    urgent = rng.random(2000) < 0.1
+    runs = {}
+    for name, slos in (("usual", 36.0), ("mixed", np.where(urgent, 36.0, 20 * 36.0)), ("long", 20 * 36.0)):
+        runs[name] = simulate(times, a40, HullFit(a40, 36.0), slos, 1, progress=False)
+    burst = simulate([1000.0] * 256, a40, HullFit(a40, 36.0), 30_000.0, 1, progress=False)
+    assert burst.served_by[-1] == burst.met == 256
+    assert runs["mixed"].missed == runs["long"].missed == 0
+    assert runs["mixed"].mean_accuracy > runs["usual"].mean_accuracy + 0.3
+
+
 def test_hullfit_lets_requests_expire_only_if_it_must(a40):
     expired = []
     asked(HullFit(a40, slo_ms=36.0), 4.0, 1000, expire=expired.append)

@@ -173,7 +173,8 @@ class HullFit:
         tau_ms = (workers / load if load > 0.0 else math.inf) - self._floors_ms.beyond
         least_ms = hull.taus[0] + self._floors_ms.least
         point = bisect_right(hull.taus, tau_ms) - 1
-        overload = self._losing(context, hull) or point < 0 or rate * least_ms > workers
+        losing = self._losing(context, hull) and nearest_ms <= self.slo_ms  # others have time
+        overload = losing or point < 0 or rate * least_ms > workers
         if overload:
             self._shed(context, hull, horizons)
         batch = self._requests(context, hull, tau_ms, most=overload)
