@@ -519,9 +519,9 @@ def main() -> None:
     if args.deadlines:
         groups = {f"regular, {workers} workers": regular_cells(workers) for workers in (1, 4)}
         groups |= {f"random, seed {seed}": random_cells(DEADLINE_CELLS, seed) for seed in args.seeds}
-        cells = {name: deadline_rows(found, name, args.requests) for name, found in groups.items()}
+        mixed = {name: deadline_rows(found, name, args.requests) for name, found in groups.items()}
         setting = {"requests": args.requests, "margin": MARGIN, "reserve": RESERVE, "longer": LONGER}
-        text = json.dumps({"setting": setting, "stamp": stamp, "cells": cells}, separators=(",", ":"))
+        text = json.dumps({"setting": setting, "stamp": stamp, "cells": mixed}, separators=(",", ":"))
         DEADLINES.write_text(text + "\n", encoding="utf-8")
         return None
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
