@@ -277,7 +277,8 @@ def waiting(table: StepTable) -> list[dict[str, Any]]:
         times = []
         for now in range(400):
             begun = time.perf_counter()
-            step = scheduler.next_step(float(now))
+            scheduler.candidates().take_all()
+            step = scheduler.begin(float(now))
             chosen = time.perf_counter()
             assert step is not None
             scheduler.step_done([0] * len(step.answered), now + 0.5)

@@ -7,15 +7,14 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.files.fork import hear_of_forks, new_lock
-from subnetact.generation.completion import Completion, TokenDeadlines
+from subnetact.generation.completion import Completion, TokenDeadlines, TokenLogprobs
 from subnetact.generation.phases import Phase, checked, checked_phases
 from subnetact.generation.step_policy import StepPolicy
-from subnetact.generation.step_scheduler import Fits, Step, StepRequest, StepScheduler
+from subnetact.generation.step_scheduler import StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.interpreter_exit import computing
@@ -23,6 +22,7 @@ from subnetact.serving.scheduling.checks import check_count, check_deadline
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
+P = ParamSpec("P")
 logger = logging.getLogger("subnetact.generation")
 COLDEST = 1e-6  # at lower temperatures the most likely token is taken; quotients could be infinite
 MOST_LOGPROBS = 20  # that are told of the most likely tokens
@@ -159,8 +159,7 @@ class Generator:
         self._vocabulary = decoder.vocabulary
         self._loop = StepLoop(
             decoder,
-            plan=self._plan,
-            pushed_out=partial(self._do, self._scheduler.push_out),
+            pushed_out=lambda request: self._do(self._scheduler.push_out, request),
             sequences=max_sequences,
             cache_tokens=check_count(cache_tokens, "cache_tokens"),
             step_tokens=step_tokens,
@@ -302,10 +301,9 @@ class Generator:
                 scheduler.prepare(self._now_ms())
                 self._do(scheduler.tick, self._now_ms())
                 try:
-                    with computing():
-                        made = self._loop.step()
+                    made = self._compute()
                 except Exception as error:
-                    if scheduler.step is None:
+                    if scheduler.step is None or not scheduler.step.parts:
                         raise
                     logger.warning("a step failed, and with it its requests: %s", error)
                     self._do(scheduler.failed, error, self._now_ms())
@@ -327,9 +325,18 @@ class Generator:
         finally:
             self._loop.tear_down()
 
-    def _plan(self, fits: Fits) -> Step | None:
-        with self._lock:
-            return self._scheduler.next_step(self._now_ms(), fits)
+    def _compute(self) -> tuple[list[int], list[TokenLogprobs | None]] | None:
+        """Compute the next step, and return what its answered requests get; None if nobody is in it."""
+        loop, scheduler, reserved = self._loop, self._scheduler, False
+        with computing():
+            loop.refresh()
+            while not reserved:
+                with self._lock:
+                    step = scheduler.candidates()
+                reserved = loop.reserve(step)
+            with self._lock:
+                begun = scheduler.begin(self._now_ms())
+            return None if begun is None else loop.compute(begun)
 
     def _watch(self) -> None:
         """Look for a step that hangs, on a thread that computes nothing and runs no callbacks."""
@@ -340,10 +347,10 @@ class Generator:
                 threading.Thread(target=_tell, args=(ended,), daemon=True).start()
             self._thread.join(TICK_S)
 
-    def _do(self, act: Callable[..., Iterable[StepRequest] | None], *given: Any) -> None:
+    def _do(self, act: Callable[P, Iterable[StepRequest] | None], *given: P.args, **named: P.kwargs) -> None:
         """Let the scheduler do something, and tell clients what follows."""
         with self._lock:
-            changed = act(*given) or ()
+            changed = act(*given, **named) or ()
         _tell(changed)
 
 

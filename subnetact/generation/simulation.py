@@ -136,7 +136,8 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
             scheduler.submit(request, one.arrival_ms)
         scheduler.prepare(now)
         yield from zip(repeat(now), scheduler.tick(now), strict=False)
-        if step := scheduler.next_step(now):
+        scheduler.candidates().take_all()
+        if step := scheduler.begin(now):
             now += step.tabled_ms
             yield from zip(repeat(now), scheduler.step_done([0] * len(step.answered), now), strict=False)
 

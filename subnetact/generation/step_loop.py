@@ -1,8 +1,9 @@
 """The continuous batching of transformers with an elastic model in the model's place.
 
 Batches, pages of keys and values, and sampling are transformers' own; only this module knows its classes. Who
-is in a step, and with which subnet, a plan decides, so that transformers' scheduler only says for whom the
-cache has room. It keeps the sequences that have been in a step, and drops them when their requests end.
+may be in a step, and with which subnet it runs, is decided elsewhere, so that transformers' scheduler only
+takes those for whom the cache has room. It keeps the sequences that have been in a step, and drops them when
+their requests end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from subnetact.errors import CacheMismatch, InsertError, StaleWeights, extra_needed
 from subnetact.generation.completion import TokenLogprobs
 from subnetact.generation.phases import CacheKinds
-from subnetact.generation.step_scheduler import Fits, Step, StepRequest
+from subnetact.generation.step_scheduler import Step, StepRequest
 from subnetact.insertion.key_value_cache import cache_relation, empty_pages, switch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import Moment, is_counter
@@ -44,8 +45,6 @@ SCHEDULER = "subnetact_planned"
 PAGE = 16  # tokens of a page of the cache
 GREEDY = {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
 PLAIN = 1.0 - 1e-9  # a temperature and a share that change nothing; transformers does not skip them
-Plan = Callable[[Fits], Step | None]
-"""Begins the next step: asks for room for its requests in their order, and chooses the subnet."""
 
 
 class ElasticDecoder(nn.Module):
@@ -177,11 +176,11 @@ class ElasticDecoder(nn.Module):
 
 
 class _Planned(FIFOScheduler):
-    """Says whether the cache has room for those whom a plan wants in the next step."""
+    """Takes the candidates of a step for whom the cache has room."""
 
-    plan: Plan
+    step: Step
     pushed_out: Callable[[StepRequest], None]
-    step: Step | None = None
+    full = False  # nobody was taken, for want of pages
 
     def has_pending_requests(self) -> bool:
         return True
@@ -192,7 +191,35 @@ class _Planned(FIFOScheduler):
         self.pushed_out(state.request_id)
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:  # noqa: ARG002
-        """Return the sequences of the next step, or None if nobody has room."""
+        """Return the sequences of the next step."""
+        self._drop_ended()
+        roomy, limit = self._try_to_meet_safety_margin(), self.cache.read_cache_limit or math.inf
+        self.starved_requests = []
+        futures: list[Any] = []
+        read, denied = 0, False
+        for request, tokens in self.step.wanted():
+            if (state := self._state_of(request)) is None:
+                continue
+            decodes = not state.remaining_prefill_tokens
+            needed = min(state.current_len(), limit)
+            if read + needed > cache_budget or not (roomy or decodes or not futures):
+                continue
+            if not self.cache.can_store_request_tokens(state, tokens):
+                denied = True
+                if state.request_id in self.active_requests:
+                    self.starved_requests.append((state, tokens))
+                continue
+            self.step.take(request, tokens)
+            given = state.tokens_to_process if decodes else state.remaining_prefill_tokens
+            self._schedule_request(state, given, tokens, set())
+            self.waiting_requests.pop(state.request_id, None)
+            read += needed
+            futures.append(FutureRequestState(state, not state.remaining_prefill_tokens, {}, tokens))
+        self.full = denied and not futures
+        return futures, False, sum(one.query_length for one in futures), read
+
+    def _drop_ended(self) -> None:
+        """Free what ended requests hold, and what those hold whose cache begins again."""
         held: Any = [*self.active_requests, *self.waiting_requests]
         for request in held:
             if request.outcome is not None:
@@ -202,49 +229,24 @@ class _Planned(FIFOScheduler):
             elif (state := self.active_requests.get(request)) and request.begins_again:
                 self.finish_request(request)
                 self.waiting_requests[request] = state.create_equivalent_initial_request()
-        roomy, limit = self._try_to_meet_safety_margin(), self.cache.read_cache_limit or math.inf
-        self.starved_requests = []
-        futures: list[Any] = []
-        read, denied = 0, False
 
-        def fits(request: Any, tokens: int) -> bool:
-            nonlocal read, denied
-            state: Any = self.active_requests.get(request)
-            joins = state is None
-            if joins:
-                if self.block_new_requests and self.active_requests:
-                    return False
-                sampling = {**GREEDY, **(request.sampling or {})}
-                state = self.waiting_requests.get(request) or RequestState(  # The plan knows when it ends.
-                    request, list(request.prompt), max_new_tokens=None, logit_processor_kwargs=sampling
-                )
-            decodes = not state.remaining_prefill_tokens
-            needed = min(state.current_len(), limit)
-            if read + needed > cache_budget or not (roomy or decodes or not futures):
-                return False
-            if not self.cache.can_store_request_tokens(state, tokens):
-                denied = True
-                if not joins:
-                    self.starved_requests.append((state, tokens))
-                return False
-            given = state.tokens_to_process if decodes else state.remaining_prefill_tokens
-            self._schedule_request(state, given, tokens, set())
-            self.waiting_requests.pop(request, None)
-            read += needed
-            futures.append(FutureRequestState(state, not state.remaining_prefill_tokens, {}, tokens))
-            return True
-
-        self.step = self.plan(fits)
-        if denied and not futures:
-            return None, False, 0, 0
-        return futures, False, sum(one.query_length for one in futures), read
+    def _state_of(self, request: Any) -> Any:
+        """Return what transformers knows of a request, or None if nobody may join now."""
+        if state := self.active_requests.get(request):
+            return state
+        if self.block_new_requests and self.active_requests:
+            return None
+        sampling = {**GREEDY, **(request.sampling or {})}
+        return self.waiting_requests.get(request) or RequestState(  # Others know when it ends.
+            request, list(request.prompt), max_new_tokens=None, logit_processor_kwargs=sampling
+        )
 
 
 SCHEDULER_MAPPING[SCHEDULER] = _Planned
 
 
 class StepLoop(ContinuousBatchingManager):
-    """Computes step after step, as a plan decides; `longest` is how many tokens one sequence may have.
+    """Computes one step after the other; `longest` is how many tokens one sequence may have.
 
     `pushed_out` is called with a request whose keys and values had to leave the cache.
     """
@@ -253,7 +255,6 @@ class StepLoop(ContinuousBatchingManager):
         self,
         decoder: ElasticDecoder,
         *,
-        plan: Plan,
         pushed_out: Callable[[StepRequest], None],
         sequences: int,
         cache_tokens: int,
@@ -277,27 +278,38 @@ class StepLoop(ContinuousBatchingManager):
         super().__init__(model, settings(do_sample=True, eos_token_id=-1, max_new_tokens=1), batching)
         self._decoder = decoder
         self.batch_processor = processor = self._create_batch_processor()
-        scheduler: Any = processor.scheduler
-        scheduler.plan, scheduler.pushed_out = plan, pushed_out
+        self._planned = planned = cast(Any, processor.scheduler)
+        planned.pushed_out = pushed_out
         decoder.prepare(cache := processor.cache)
         kinds = cache.cache_allocators.values()  # of attention, each of which takes whole sectors
         needed = lambda tokens: sum(one.needs_new_sectors("", 0, tokens) for one in kinds)  # noqa: E731
         room = bisect_right(range(1, int(cache.max_tokens_read) + 1), cache.num_sectors, key=needed)
         self.longest = min(room, decoder.longest)
 
-    def step(self) -> tuple[list[int], list[TokenLogprobs | None]] | None:
-        """Compute one step and return what its answered requests get, or None if there is nothing to compute.
-
-        If the weights have changed, active sequences are computed again from their tokens.
-        """
+    def refresh(self) -> None:
+        """Push all sequences out if the weights have changed: they are computed again from their tokens."""
         processor: Any = self.batch_processor
         if self._decoder.follow(processor.cache):
-            for name, state in list(processor.scheduler.active_requests.items()):  # Their pages become free.
-                processor.scheduler.finish_request(name)
-                processor.scheduler.add_waiting_request(state.create_equivalent_initial_request())
-        if not processor.prepare_next_batch():
-            return None
-        step = processor.scheduler.step
+            for name, state in list(self._planned.active_requests.items()):  # Their pages become free.
+                self._planned.finish_request(name)
+                self._planned.add_waiting_request(state.create_equivalent_initial_request())
+
+    def reserve(self, step: Step) -> bool:
+        """Take those candidates of a step for whom there is memory; return False if others have to be found.
+
+        That is so if there was none for anybody, and a sequence was pushed out for that.
+        """
+        processor: Any = self.batch_processor
+        self._planned.step = step
+        if processor.prepare_next_batch() or not self._planned.full:
+            return True
+        if not processor.offloading_manager.offload_requests():
+            raise RuntimeError("the cache has no room for any sequence, and none can be pushed out")
+        return False
+
+    def compute(self, step: Step) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Compute a step whose memory is reserved, and return what its answered requests get."""
+        processor: Any = self.batch_processor
         states = [future.state for future in processor.inputs_and_outputs.requests_in_batch]
         sampled = any(state.logit_processor_kwargs["top_k"] != 1 for state in states)
         processor.model_runner.do_sample = processor.logit_processor.do_processing = sampled

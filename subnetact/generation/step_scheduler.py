@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from typing import Any
@@ -70,24 +70,51 @@ class StepRequest:
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes; its size are sequences, their mean context and tokens of prompts."""
+    """One step: candidates in their order, those of them that are `take`n, and what the step computes then.
 
-    parts: list[tuple[StepRequest, int]]  # and how many tokens of each
-    subnet: int = 0
+    Its size are sequences, their mean context and tokens of prompts.
+    """
+
+    candidates: Sequence[StepRequest]
+    joining: Set[StepRequest] = frozenset()  # those of them without a place
+    budget: float = math.inf  # tokens that it may still compute
+    among: frozenset[int] = frozenset()  # the subnets that all who were taken permit
     began_ms: float = 0.0
+    parts: list[tuple[StepRequest, int]] = field(default_factory=list)  # taken, and how many tokens of each
+    others: list[StepRequest] = field(default_factory=list)  # whose phases have no subnet in common with it
+    answered: list[StepRequest] = field(default_factory=list)  # those that get a token, in the same order
+    size: tuple[int, float, int] = (0, 1.0, 0)
+    subnet: int = 0
     tabled_ms: float = 0.0  # how long it takes by the table
-    answered: list[StepRequest] = field(init=False)  # those that get a token, in the same order
-    size: tuple[int, float, int] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def wanted(self) -> Iterator[tuple[StepRequest, int]]:
+        """Yield who may be in the step, with how many tokens; whoever has room is to be taken at once."""
+        full = False
+        for request in self.candidates:
+            joins, tokens = request in self.joining, int(min(request.left or 1, self.budget))
+            if not self.among & request.among:
+                self.others.append(request)
+            elif tokens and not (joins and full):
+                yield request, tokens
+            full |= joins and (request, tokens) not in self.parts[-1:]  # nobody overtakes who waits
+
+    def take(self, request: StepRequest, tokens: int) -> None:
+        """Put so many tokens of a request into the step."""
+        self.parts.append((request, tokens))
+        self.budget -= tokens
+        self.among &= request.among
+
+    def take_all(self) -> None:
+        """Take whoever is wanted, where there is room for all."""
+        for request, tokens in self.wanted():
+            self.take(request, tokens)
+
+    def measure(self) -> None:
+        """Note who gets a token, and the size."""
         self.answered = [one for one, tokens in self.parts if one.left <= tokens]
         held = [len(one.prompt) + len(one.tokens) for one, _ in self.parts if not one.left]
         prompts = sum([tokens for one, tokens in self.parts if one.left])
         self.size = len(held), sum(held) / len(held) if held else 1.0, prompts
-
-
-Fits = Callable[[StepRequest, int], bool]
-"""Takes memory for this number of tokens of a request, or returns False if there is none."""
 
 
 class StepScheduler:
@@ -164,48 +191,57 @@ class StepScheduler:
         """Take what runs from now on to hang after a while, although no step has begun; inf: never."""
         self._limit_ms = now_ms + (self._watchdog_ms or FIRST_PATIENCE_MS)
 
-    def next_step(self, now_ms: float, fits: Fits = lambda *_: True) -> Step | None:
-        """Begin the next step, with a subnet that all its requests permit; None if there is nobody.
+    def candidates(self) -> Step:
+        """Return the next step with those who may be in it, of whom the caller takes those with room."""
+        ready = self._ready()
+        joining = {one for one in ready if one.number not in self._active}
+        every = frozenset(range(len(self.steps)))
+        self.step = Step(ready, joining, self._step_tokens, every)
+        return self.step
+
+    def begin(self, now_ms: float) -> Step | None:
+        """Begin the step of those who were taken, with a subnet that all permit; None if there is nobody.
 
         If the policy raises, the step has begun nevertheless, and `failed` ends its requests.
         """
-        parts, budget = list[tuple[StepRequest, int]](), self._step_tokens
-        others, among, full = list[StepRequest](), frozenset(range(len(self.steps))), False
-        for request in self._ready():
-            joins, tokens = request.number not in self._active, min(request.left or 1, budget)
-            if not (common := among & request.among):
-                others.append(request)
-            elif tokens and not (joins and full) and fits(request, tokens):
-                if joins:
-                    self._leave_queue(request)
-                    self._active[request.number] = request
-                parts.append((request, tokens))
-                budget -= tokens
-                among, request.missed = common, 0
-                continue
-            full |= joins  # nobody overtakes who waits for a place
-        self.step = step = Step(parts, began_ms=now_ms) if parts else None
-        if not step:
+        step = self.step
+        if step is None or not step.parts:
+            self.step = None
             return None
-        policy, slack_ms = self.policy, min([request.due_ms for request, _ in parts]) - now_ms
-        for request in others:
+        for request, _ in step.parts:
+            request.missed = 0
+            if request in step.joining and request.outcome is None:
+                self._leave_queue(request)
+                self._active[request.number] = request
+        for request in step.others:
             request.missed += 1
-        slack_ms = min(slack_ms, policy.pace(now_ms, [0], sorted(request.due_ms for request in others)))
-        if self._waiting and len(self._active) >= self._places:
-            left = [one.answer - len(one.tokens) for one in self._active.values()]
-            due = [due for due, _, _ in self._waiting[: self._places]]
-            slack_ms = min(slack_ms, policy.pace(now_ms, left, due))
-        sequences, context, prompts = step.size
-        step.subnet = policy.choose(
-            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, among=among
-        )
-        step.tabled_ms = policy.tabled_ms
-        self.counts["lifted"] += policy.lifted and len({request.among for request, _ in parts}) > 1
+        step.began_ms = now_ms
+        step.measure()
+        self._choose(step, self._slack_ms(step, now_ms))
         least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
-        patience_ms = self._watchdog_ms or max(least, PATIENCE * policy.slowdown * step.tabled_ms)
-        self._limit_ms = now_ms + patience_ms
+        expected_ms = self.policy.slowdown * step.tabled_ms
+        self._limit_ms = now_ms + (self._watchdog_ms or max(least, PATIENCE * expected_ms))
         self.steps[step.subnet] += 1
         return step
+
+    def _slack_ms(self, step: Step, now_ms: float) -> float:
+        """Return how long a step may take for the tokens that it computes, and for those who wait."""
+        pace, due_ms = self.policy.pace, sorted(request.due_ms for request in step.others)
+        slack_ms = min([request.due_ms for request, _ in step.parts]) - now_ms
+        slack_ms = min(slack_ms, pace(now_ms, [0], due_ms))
+        if self._waiting and len(self._active) >= self._places:
+            left = [one.answer - len(one.tokens) for one in self._active.values()]
+            slack_ms = min(slack_ms, pace(now_ms, left, [due for due, _, _ in self._waiting[: self._places]]))
+        return slack_ms
+
+    def _choose(self, step: Step, slack_ms: float) -> None:
+        """Choose the subnet of a step."""
+        policy, (sequences, context, prompts) = self.policy, step.size
+        step.subnet = policy.choose(
+            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, among=step.among
+        )
+        step.tabled_ms = policy.tabled_ms
+        self.counts["lifted"] += policy.lifted and len({request.among for request, _ in step.parts}) > 1
 
     def step_done(
         self, tokens: Sequence[int], now_ms: float, logprobs: Iterable[TokenLogprobs | None] = repeat(None)

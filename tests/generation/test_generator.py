@@ -311,7 +311,7 @@ def test_closing_does_not_wait_for_a_step_that_hangs(
 def test_a_loop_that_dies_is_seen(make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = make()
     assert generator.stats().up
-    monkeypatch.setattr(generator._loop, "step", lambda: 1 / 0)
+    monkeypatch.setattr(generator._loop, "refresh", lambda: 1 / 0)
     generator._thread.join(60)
     assert not generator.stats().up
     with pytest.raises(BatcherClosed, match="ZeroDivisionError"):

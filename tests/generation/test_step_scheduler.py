@@ -16,7 +16,7 @@ from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, Invalid
 from subnetact.generation import Generated, Generator, Phase, Prompt, StepPolicy, StepTable, TokenDeadlines
 from subnetact.generation.phases import CacheKinds
 from subnetact.generation.simulation import replay
-from subnetact.generation.step_scheduler import StepRequest, StepScheduler
+from subnetact.generation.step_scheduler import Step, StepRequest, StepScheduler
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -28,6 +28,15 @@ def made(**options: Any) -> StepScheduler:
 
 def asked(prompt: int = 4, answer: int = 3, first_ms: float = 60.0, **facts: Any) -> StepRequest:
     return StepRequest(range(prompt), answer, TokenDeadlines(first_ms, 6.0), **facts)
+
+
+def begun(scheduler: StepScheduler, now_ms: float, held: StepRequest | None = None) -> Step | None:
+    """Begin the next step with all who are wanted, but for one who has no room."""
+    step = scheduler.candidates()
+    for request, tokens in step.wanted():
+        if request is not held:
+            step.take(request, tokens)
+    return scheduler.begin(now_ms)
 
 
 def trace(seed: int) -> list[Prompt]:
@@ -59,16 +68,15 @@ class Steps:
         self.longest = 10**6
 
     def __call__(self, _: Any, **facts: Any) -> Steps:
-        self.plan = facts["plan"]
         return self
 
     def tear_down(self) -> None:
         """Free nothing."""
 
-    def step(self) -> Any:
-        """Compute a step."""
+    def refresh(self) -> None:
+        """Submit the requests whose time has come."""
         if self.generator is None:
-            return None
+            return
         if self.left and not self.generator.stats().active:
             self.clock.now_ms = max(self.clock.now_ms, self.left[0].arrival_ms)
         now = self.clock.now_ms
@@ -77,9 +85,14 @@ class Steps:
             self._submit(self.generator, self.left.popleft())
             self.clock.now_ms = now
         self.generator._do(self.generator._scheduler.tick, now)
-        step = self.plan(lambda *_: True)
-        if step is None:
-            return None
+
+    def reserve(self, step: Step) -> bool:
+        """Take all, as there is room for all."""
+        step.take_all()
+        return True
+
+    def compute(self, step: Step) -> Any:
+        """Compute a step."""
         self.clock.now_ms += self.table.latency_ms(step.subnet, *step.size)
         return [0] * len(step.answered), [None] * len(step.answered)
 
@@ -184,7 +197,7 @@ def test_every_request_ends_once_and_steps_keep_to_their_limits(
         else:
             full = number % 7 == 0
             held = data.draw(st.sampled_from(all_requests)) if full and all_requests else None
-            step = scheduler.next_step(now, lambda one, _, held=held: one is not held)
+            step = begun(scheduler, now, held)
             if step is None:
                 continue
             assert 0 < len(step.parts) <= places
@@ -220,12 +233,12 @@ def test_the_most_urgent_get_places_and_a_sequence_that_lost_its_place_is_comput
     late, soon, sooner = (asked(first_ms=ms) for ms in (60.0, 50.0, 40.0))
     for request in (late, soon, sooner):
         scheduler.submit(request, 0.0)
-    step = scheduler.next_step(0.0)
+    step = begun(scheduler, 0.0)
     assert step is not None
     assert step.parts == [(sooner, 4), (soon, 4)]
     scheduler.step_done([1, 2], 1.0)
     scheduler.push_out(sooner)
-    step = scheduler.next_step(1.0)
+    step = begun(scheduler, 1.0)
     assert step is not None
     assert step.parts == [(soon, 1), (sooner, 5)], (
         "its prompt and its token, before requests that are due later"
@@ -240,7 +253,7 @@ def test_prompts_take_what_is_left_of_a_step() -> None:
     scheduler.submit(second, 0.0)
     parts = []
     for now in (0.0, 1.0, 2.0):
-        step = scheduler.next_step(now)
+        step = begun(scheduler, now)
         assert step is not None
         parts.append([tokens for _, tokens in step.parts])
         scheduler.step_done([7] * len(step.answered), now + 1.0)
@@ -257,13 +270,13 @@ def test_requests_of_different_phases_take_turns_and_none_waits_for_long(first_m
         scheduler.submit(request, 0.0)
     ran = []
     for step in range(40):
-        begun = scheduler.next_step(float(step))
-        assert begun is not None
-        assert len(begun.parts) == (1 if begun.subnet == 1 else 2), (
+        found = begun(scheduler, float(step))
+        assert found is not None
+        assert len(found.parts) == (1 if found.subnet == 1 else 2), (
             "all that share the subnet are in the step"
         )
-        ran.append(begun.subnet)
-        scheduler.step_done([7] * len(begun.answered), step + 1.0)
+        ran.append(found.subnet)
+        scheduler.step_done([7] * len(found.answered), step + 1.0)
     assert [len(one.tokens) for one in patient] == [3, 3]
     assert ran[:30].count(2) == 3
     assert {0, 1, 2} == set(ran)
@@ -288,11 +301,11 @@ def test_a_step_that_fails_ends_its_requests_only() -> None:
     scheduler.submit(second, 0.0)
     with pytest.raises(QueueFull):
         scheduler.submit(asked(), 0.0)
-    scheduler.next_step(0.0)
+    begun(scheduler, 0.0)
     (ended,) = scheduler.failed(ValueError("no"), 1.0)
     assert ended is first
     assert isinstance(ended.outcome, BatchFailed)
-    step = scheduler.next_step(2.0)
+    step = begun(scheduler, 2.0)
     assert step is not None
     assert step.parts == [(second, 4)]
     scheduler.close()
@@ -304,7 +317,7 @@ def test_a_step_that_fails_ends_its_requests_only() -> None:
 def test_a_step_hangs_after_the_time_of_the_watchdog() -> None:
     scheduler = made(watchdog_ms=100.0, expired="serve")
     scheduler.submit(asked(first_ms=50.0), 0.0)
-    scheduler.next_step(0.0)
+    begun(scheduler, 0.0)
     assert (scheduler.hangs(100.0), scheduler.tick(100.0)) == (False, [])
     assert scheduler.hangs(100.1)
     (ended,) = scheduler.tick(100.1)

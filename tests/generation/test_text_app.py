@@ -265,7 +265,7 @@ def test_a_server_without_steps_is_not_healthy(
     gate.free.release(1000)
     running.result(60)
     assert served.call("/healthz")[0] == 200
-    monkeypatch.setattr(served.generator._loop, "step", lambda: 1 / 0)
+    monkeypatch.setattr(served.generator._loop, "refresh", lambda: 1 / 0)
     served.generator._thread.join(60)
     assert served.call("/healthz")[0] == 503
 

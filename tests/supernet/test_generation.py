@@ -377,7 +377,6 @@ class Texts:
         self.scheduler = StepScheduler(policy, places=3, step_tokens=16)
         self.loop = StepLoop(
             self.decoder,
-            plan=lambda fits: self.scheduler.next_step(0.0, fits),
             pushed_out=self.scheduler.push_out,
             sequences=3,
             cache_tokens=512,
@@ -498,9 +497,12 @@ class Texts:
         for _ in range(self.rng.choice((1, 2, 4))):
             self.now = self.states[0]
             self.loads = (lambda: self.load(0)) if self.rng.random() < 0.3 else None
-            if (made := self.loop.step()) is None:
+            self.loop.refresh()
+            while not self.loop.reserve(self.scheduler.candidates()):
+                pass
+            if (step := self.scheduler.begin(0.0)) is None:
                 return
-            for request in self.scheduler.step_done(made[0], 0.0):
+            for request in self.scheduler.step_done(self.loop.compute(step)[0], 0.0):
                 self._check(request)
 
     def _choose(self) -> int:
