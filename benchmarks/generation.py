@@ -131,6 +131,7 @@ def serve(generator: Generator, trace: list[Prompt]) -> list[Watched]:
         completion = generator.submit(
             tokens,
             max_new_tokens=one.answer,
+            ignore_eos=True,
             first_ms=one.deadlines.first_ms,
             token_ms=one.deadlines.token_ms,
         )

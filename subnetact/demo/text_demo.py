@@ -83,7 +83,9 @@ def demonstrate_text(args: Namespace) -> None:
         times: list[list[float]] = [[] for _ in prompts]
 
         def submit(i: int, begun: float) -> Completion:
-            found = generator.submit(prompts[i], max_new_tokens=ANSWER, first_ms=FIRST * token_ms)
+            found = generator.submit(
+                prompts[i], max_new_tokens=ANSWER, first_ms=FIRST * token_ms, ignore_eos=True
+            )
             found.listen(lambda: times[i].append(1e3 * (time.perf_counter() - begun)))
             return found
 
@@ -123,7 +125,9 @@ def _sustained(supernet: Supernet, spec: SubnetSpec, table: StepTable, prompts: 
         begun = time.perf_counter()
         lengths = [rng.randint(1, 2 * ANSWER - 1) for _ in prompts]  # so that they do not all end at once
         pairs = zip(prompts, lengths, strict=True)
-        sent = [generator.submit(prompt, max_new_tokens=n, first_ms=1e6) for prompt, n in pairs]
+        sent = [
+            generator.submit(prompt, max_new_tokens=n, first_ms=1e6, ignore_eos=True) for prompt, n in pairs
+        ]
         return sum(len(one.result().tokens) for one in sent) / (time.perf_counter() - begun)
 
 

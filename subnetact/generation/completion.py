@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from subnetact.errors import RequestError
 from subnetact.files.fork import new_lock
+from subnetact.serving.live.answers import post
 from subnetact.serving.scheduling.checks import check_positive
 
 logger = logging.getLogger("subnetact.generation")
@@ -91,13 +94,15 @@ class Generated:
 class Completion:
     """A request under way. Iterate over it for the tokens as they come, or wait for `result()`.
 
-    Every completion ends exactly once: with a `Generated`, or with a typed error.
+    On an event loop, `async for` gives the tokens and `await` the result; all requests together wake a loop
+    once a step. Every completion ends exactly once: with a `Generated`, or with a typed error.
     """
 
     def __init__(self, request: Any, cancel: Callable[[], Any]) -> None:
         self._request, self._cancel = request, cancel  # whose tokens grow until it has an outcome
         self._changed = threading.Condition(new_lock(threading.RLock))
-        self._listeners: list[Callable[[], Any]] = []
+        self._listeners: dict[Callable[[], Any], Any] = {}  # and what each has heard of
+        self._watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def __iter__(self) -> Iterator[int]:
         """Yield the tokens as they come; a request that fails raises its RequestError behind them."""
@@ -111,6 +116,31 @@ class Completion:
             if done:
                 self.result()
                 return
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """Yield the tokens as they come, on an event loop."""
+        position, news = 0, asyncio.Event()
+        self.watch(news)
+        while True:
+            news.clear()
+            done, tokens = self.done, self._request.tokens[position:]
+            position += len(tokens)
+            for token in tokens:
+                yield token
+            if done:
+                self.result()
+                return
+            await news.wait()
+
+    def __await__(self) -> Generator[Any, None, Generated]:
+        """Wait on an event loop for the end, and return the answer; the errors are those of `result`."""
+
+        async def end() -> Generated:
+            async for _ in self:
+                pass
+            return self.result()
+
+        return end().__await__()
 
     @property
     def done(self) -> bool:
@@ -151,17 +181,49 @@ class Completion:
         is not called any more, and this is logged.
         """
         with self._changed:
-            self._listeners = [*self._listeners, listener]
+            self._listeners = {**self._listeners, listener: (0, False)}
+        self._call(listener)
+
+    def watch(self, news: asyncio.Event) -> None:
+        """Set an event of the running event loop with every new token and at the end, and if there are some.
+
+        If the loop is closed before the end, its client is gone, and the request is cancelled.
+        """
+        with self._changed:
+            self._watchers = [*self._watchers, (asyncio.get_running_loop(), news)]
         if self._request.tokens or self.done:
+            news.set()
+
+    def _call(self, listener: Callable[[], Any]) -> None:
+        """Call a listener, if there is something of which it has not heard."""
+        with self._changed:
+            news = len(self._request.tokens), self.done
+            if self._listeners.get(listener, news) == news:
+                return
+            self._listeners[listener] = news
+        try:
             listener()
+        except Exception:
+            logger.exception("a listener of a completion raised, and hears no more; the answer goes on")
+            with self._changed:
+                self._listeners = {one: news for one, news in self._listeners.items() if one is not listener}
 
     def _tell(self) -> None:
-        """Tell clients of a new token or of the end."""
+        """Tell clients on threads of a new token or of the end."""
         with self._changed:
             self._changed.notify_all()
-        for listener in self._listeners:
-            try:
-                listener()
-            except Exception:
-                logger.exception("a listener of a completion raised, and hears no more; the answer goes on")
-                self._listeners = [one for one in self._listeners if one is not listener]
+        for listener in list(self._listeners):
+            self._call(listener)
+
+
+def tell(completions: Iterable[Completion]) -> None:
+    """Tell clients what has happened. Their callbacks run here, so nobody may wait for this."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, dict[asyncio.Event, Completion]] = defaultdict(dict)
+    for completion in completions:
+        completion._tell()
+        for loop, news in completion._watchers:
+            by_loop[loop][news] = completion
+    for loop, waiting in by_loop.items():
+        if not post(loop, asyncio.Event.set, list(waiting)) or loop.is_closed():
+            for completion in waiting.values():
+                completion.cancel()

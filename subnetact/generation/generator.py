@@ -11,12 +11,13 @@ from typing import Any, ParamSpec
 
 from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.files.fork import hear_of_forks, new_lock
-from subnetact.generation.completion import Completion, TokenDeadlines, TokenLogprobs
+from subnetact.generation.completion import Completion, TokenDeadlines, TokenLogprobs, tell
 from subnetact.generation.phases import Phase, checked, checked_phases
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_scheduler import StepRequest, StepScheduler
 from subnetact.generation.step_table import StepTable
 from subnetact.serving.live.batcher import monotonic_ms
+from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.interpreter_exit import computing
 from subnetact.serving.scheduling.checks import check_count, check_deadline
 from subnetact.spec import SubnetSpec
@@ -66,7 +67,7 @@ class GeneratorStats:
     up: bool
 
 
-class Generator:
+class Generator(ClosedOnExit):
     """Generates tokens for many requests at a time; the deadlines choose the subnet of every step.
 
     All active sequences share a step, and a step runs one subnet. The next step may run another one: the keys
@@ -74,7 +75,7 @@ class Generator:
     its sequences; `GeneratorStats.lifted` counts when this costs the others time. Batching, paging and
     sampling are transformers' own. Every accepted request ends exactly once: with a `Generated`, or with a
     typed error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue.
-    Use a generator as a context manager.
+    Use a generator as a context manager, with `with` or `async with`.
 
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
@@ -102,6 +103,7 @@ class Generator:
 
     Attributes:
         table, subnets: as given.
+        end_tokens: the tokens that end every answer, as the model's `generation_config` says.
         max_length: the largest number of tokens of a prompt and its answer.
 
     Raises:
@@ -156,7 +158,7 @@ class Generator:
         if clock_ms is not None and not callable(clock_ms):
             raise PolicyError(f"clock_ms: {clock_ms!r} is no function; give one that returns the time in ms")
         self._now_ms = clock_ms or monotonic_ms
-        self._vocabulary = decoder.vocabulary
+        self._vocabulary, self.end_tokens = decoder.vocabulary, decoder.end_tokens
         self._loop = StepLoop(
             decoder,
             pushed_out=lambda request: self._do(self._scheduler.push_out, request),
@@ -191,6 +193,8 @@ class Generator:
         token_ms: float | None = None,
         deadline_ms: float | None = None,
         stop: Iterable[int] = (),
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -206,7 +210,9 @@ class Generator:
             first_ms: time to the first token, in ms. If None, ten times `token_ms`.
             token_ms: time from one token to the next, in ms. If None, the generator's.
             deadline_ms: time to the last token, in ms; instead of `first_ms` and `token_ms`.
-            stop: tokens that end the answer.
+            stop: tokens that end the answer, besides `end_tokens`.
+            ignore_eos: whether only `stop` and `max_new_tokens` end the answer, and `end_tokens` do not.
+            min_tokens: the answer has at least this many tokens: tokens do not end it before.
             temperature: divides the logits before a token is drawn. If it is less than 1e-6, or if it,
                 `top_k` and `top_p` are None, the most likely token is taken. Otherwise, None is 1.0.
             top_k: a token is drawn from this number of most likely ones. If None, from all.
@@ -234,15 +240,20 @@ class Generator:
             )
         if not isinstance(stop, Iterable):
             raise InvalidRequest(f"stop: {stop!r} is no list of tokens; give [] for none")
+        if not isinstance(ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos: {ignore_eos!r:.40} is not True or False")
+        parts = checked_phases(phases, self._vocabulary)
+        ends = self.end_tokens.difference(phase.end for phase in parts if phase.end is not None)
         request = StepRequest(
             tokens,
             count,
             _deadlines(first_ms, token_ms, deadline_ms, count, self._scheduler.policy.token_ms),
             float(checked(min_accuracy, "min_accuracy", 0.0, 100.0, whole=False)),
-            frozenset(checked(token, "stop", 0) for token in stop),
+            frozenset(checked(token, "stop", 0) for token in stop) | (ends if not ignore_eos else set()),
             None if logprobs is None else checked(logprobs, "logprobs", 0, MOST_LOGPROBS),
             _sampling(temperature, top_k, top_p, self._vocabulary),
-            checked_phases(phases, self._vocabulary),
+            parts,
+            least=checked(min_tokens, "min_tokens", 0, count),
         )
         cancel = lambda: self._do(self._scheduler.cancel, request, self._now_ms())  # noqa: E731
         completion = request.owner = Completion(request, cancel)
@@ -263,13 +274,13 @@ class Generator:
                 up=self._thread.is_alive() and scheduler.closed is None and not scheduler.hangs(now_ms),
             )
 
-    def close(self, wait: bool = True) -> None:
-        """Refuse further requests, and end; requests under way are finished, or without `wait` not.
+    def close(self, drain: bool = True) -> None:
+        """Refuse further requests, and end; requests under way are finished if `drain`, or else not.
 
         Those that are not end with `BatcherClosed`, and so do all if a step hangs; its thread ends with it.
         """
         error = BatcherClosed("the generator was closed before the answer was complete")
-        self._do(self._scheduler.close, "", None if wait else error)
+        self._do(self._scheduler.close, "", None if drain else error)
         self._news.set()
         if threading.current_thread() in (self._thread, self._watchdog):
             return
@@ -285,12 +296,6 @@ class Generator:
         self._scheduler.closed, error = why, BatcherClosed(f"the generator is closed{why}")
         for request in self._scheduler.requests.values():
             request.outcome = request.outcome or error
-
-    def __enter__(self) -> Generator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- the loop, on its own thread ---------------------------------------------------------------
 
@@ -344,20 +349,16 @@ class Generator:
             with self._lock:
                 ended = self._scheduler.tick(self._now_ms())
             if ended:
-                threading.Thread(target=_tell, args=(ended,), daemon=True).start()
+                threading.Thread(
+                    target=tell, args=([request.owner for request in ended],), daemon=True
+                ).start()
             self._thread.join(TICK_S)
 
     def _do(self, act: Callable[P, Iterable[StepRequest] | None], *given: P.args, **named: P.kwargs) -> None:
         """Let the scheduler do something, and tell clients what follows."""
         with self._lock:
             changed = act(*given, **named) or ()
-        _tell(changed)
-
-
-def _tell(requests: Iterable[StepRequest]) -> None:
-    """Tell clients what has happened. Their callbacks run here, so nobody may wait for this."""
-    for request in requests:
-        request.owner._tell()
+        tell([request.owner for request in changed])
 
 
 def _prompt(given: Any, vocabulary: int) -> list[int]:

@@ -98,6 +98,8 @@ class ElasticDecoder(nn.Module):
         self._allow_approximate = allow_approximate
         self.vocabulary = int(text.vocab_size)
         self.longest = int(getattr(text, "max_position_embeddings", None) or sys.maxsize)  # of sequences
+        ends = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
+        self.end_tokens = frozenset([ends] if isinstance(ends, int) else ends or ())
         self.device, self.dtype = network.device, network.dtype
         self._take_views()
         self.chosen, self.keeps_logits = 0, False

@@ -38,6 +38,7 @@ class StepRequest:
     logprobs: int | None = None
     sampling: Any = None
     phases: Sequence[Phase] = (Phase(),)
+    least: int = 0  # tokens, before a token of `stop` ends it
     owner: Any = None
     number: int = -1
     accepted_ms: float = 0.0
@@ -271,8 +272,9 @@ class StepScheduler:
             self.counts["tokens"] += 1
             self.counts["late"] += late
             request.due_ms = request.deadlines.due_ms(request.accepted_ms, length)
-            if token in request.stop or length == request.answer:
-                finish = "stop" if token in request.stop else "length"
+            stops = token in request.stop and length >= request.least
+            if stops or length == request.answer:
+                finish = "stop" if stops else "length"
                 self._end(request, request.generated(now_ms, finish), "finished")
             elif token == request.planned[0].end or length >= request.turns:
                 self._next_phase(request)

@@ -158,7 +158,7 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
         from subnetact.serve.text_codec import prompt_tokenizer, text_generator
 
         generator = text_generator(args.slo_ms, args.max_queue)
-        stack.callback(generator.close, wait=False)
+        stack.callback(generator.close, drain=False)
         name, stop = args.name or "docstrings", (END_TOKEN,)
         return build_text_app(generator, prompt_tokenizer(), name=name, stop=stop, **common)
     source = Source(processes=args.worker_processes, **{name: getattr(args, name) for name in OF_SOURCE})

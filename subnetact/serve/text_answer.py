@@ -34,7 +34,8 @@ class Choice:
 
     def __init__(self, index: int, completion: Completion, service: TextService, body: TextBody) -> None:
         self.index, self.completion = index, completion
-        self._write, self._ends = service.codec.writer(), service.stop
+        self._write = service.codec.writer()
+        self._ends = {*service.stop, *service.generator.end_tokens}
         self._stops = [body.stop] if isinstance(body.stop, str) else body.stop
         self.tells, self._phased = body.likely() is not None, body.phases is not None
         self.read = 0  # tokens
@@ -84,7 +85,7 @@ class TextAnswer:
     ) -> None:
         self.body, self._service, self._prompt = body, service, len(prompt)
         self._chat = isinstance(body, ChatBody)
-        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+        self._news = asyncio.Event()
         kind = "chat.completion" if self._chat else "text_completion"
         self._facts = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -97,7 +98,7 @@ class TextAnswer:
             for index in range(body.n):
                 completion = service.generator.submit(prompt, **options)
                 self._choices.append(Choice(index, completion, service, body))
-                completion.listen(self._tell)
+                completion.watch(self._news)
         except BaseException:
             self.cancel()
             raise
@@ -106,12 +107,6 @@ class TextAnswer:
         """Stop what nobody reads; nothing happens to what has ended."""
         for choice in self._choices:
             choice.completion.cancel()
-
-    def _tell(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._news.set)
-        except RuntimeError:  # The loop has ended, and with it the client.
-            self.cancel()
 
     async def _ready(self) -> AsyncIterator[Choice]:
         """Yield choices of which something can be taken, until all have ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -58,7 +59,7 @@ def make(llama: Supernet, widths: list[SubnetSpec], table: StepTable) -> Iterato
 
     yield generator
     for one in made:
-        one.close(wait=False)
+        one.close(drain=False)
 
 
 def test_a_fixed_subnet_generates_what_transformers_does(
@@ -452,6 +453,8 @@ def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Genera
         ([1] * 100, {"max_new_tokens": 29}, "more than 128"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens: 0"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens: 2.5"),
+        ([1], {"max_new_tokens": 3, "min_tokens": 4}, "min_tokens: 4 must be a whole number from 0 to 3"),
+        ([1], {"ignore_eos": 1}, "ignore_eos: 1 is not True or False"),
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"top_k": 0}, "top_k"),
         ([1], {"top_p": 1.5}, "top_p"),
@@ -491,7 +494,7 @@ def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., G
     running = [generator.submit([1, 2], max_new_tokens=100, **LONG) for _ in range(3)]
     with pytest.raises(QueueFull):
         generator.submit([1, 2])
-    generator.close(wait=False)
+    generator.close(drain=False)
     for one in running:
         with pytest.raises(BatcherClosed):
             one.result(60)
@@ -605,6 +608,79 @@ def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
         request.tokens.append(token)
         completion._tell()
     assert heard == [1, -1, -1]
+
+
+def test_a_listener_hears_once_of_a_token_that_came_while_it_was_added() -> None:
+    request, heard = StepRequest([1], 2, TokenDeadlines(1.0, 1.0)), list[int]()
+    completion = Completion(request, lambda: None)
+    request.tokens.append(3)
+    completion.listen(lambda: heard.append(len(completion.tokens())))
+    completion._tell()
+    request.tokens.append(4)
+    completion._tell()
+    assert heard == [1, 2]
+
+
+def test_an_event_loop_gets_tokens_and_results_and_is_woken_once_a_step(
+    make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
+) -> None:
+    given = prompts(6)
+    expected = [alone(prompt, (2,) * 9) for prompt in given]
+
+    async def serve() -> tuple[int, list[list[int]], list[tuple[int, ...]]]:
+        loop, woken = asyncio.get_running_loop(), 0
+        call = loop.call_soon_threadsafe
+
+        def counted(*arguments: Any, **facts: Any) -> Any:
+            nonlocal woken
+            woken += threading.current_thread().name == "subnetact-generator"
+            return call(*arguments, **facts)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+        async with make() as generator:
+            running = [generator.submit(prompt, max_new_tokens=9, **LONG) for prompt in given]
+
+            async def tokens(one: Completion) -> list[int]:
+                return [token async for token in one]
+
+            streamed = await asyncio.gather(*map(tokens, running))
+            whole = [(await one).tokens for one in running]
+            hopeless = generator.submit(given[0], max_new_tokens=100, **LONG)
+            generator.close(drain=False)
+            with pytest.raises(BatcherClosed):
+                await hopeless
+            assert woken <= sum(generator.stats().steps.values()) + 1
+        return woken, streamed, whole
+
+    woken, streamed, whole = asyncio.run(serve())
+    assert woken > 0
+    assert streamed == [list(one) for one in whole] == expected
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_end_tokens_of_the_model_end_an_answer(
+    llama: Supernet,
+    make: Callable[..., Generator],
+    alone: Callable[[list[int], tuple[int, ...]], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    several: bool,
+) -> None:
+    (prompt,) = prompts(1)
+    tokens = alone(prompt, (2,) * 12)
+    end = tokens[4]
+    first = tokens.index(end) + 1
+    config: Any = llama.network.generation_config
+    monkeypatch.setattr(config, "eos_token_id", [96, end] if several else end)
+    generator = make()
+    asked: list[dict[str, Any]] = [
+        {},
+        {"ignore_eos": True},
+        {"min_tokens": 12},
+        {"phases": [Phase(end=end), Phase()]},
+    ]
+    found = [generator.submit(prompt, max_new_tokens=12, **one, **LONG).result(60) for one in asked]
+    assert [one.tokens for one in found] == [tuple(tokens[:first]), *[tuple(tokens)] * 3]
+    assert [one.finish for one in found[:2]] == ["stop", "length"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

@@ -244,7 +244,7 @@ def test_a_sequence_that_was_pushed_out_goes_on_when_all_others_are_cancelled(
         try:
             ends = sorted(one.result(60).finish for one in asked)
         finally:
-            generator.close(wait=False)
+            generator.close(drain=False)
         assert ends == ["cancelled"] * active + ["length"] * (3 - active)
 
 

@@ -71,7 +71,7 @@ class Served:
         """End."""
         self.server.should_exit = True
         self.thread.join()
-        self.generator.close(wait=False)
+        self.generator.close(drain=False)
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,9 @@ class Scripted:
             raise self._error
         return type("Generated", (), {"finish": "length"})
 
-    def listen(self, listener: Any) -> None:
+    def watch(self, news: asyncio.Event) -> None:
         if self.done:
-            listener()
+            news.set()
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -51,6 +51,8 @@ class Scripted:
 
 class ScriptedGenerator:
     """Answers the requests in order with the texts that it was given."""
+
+    end_tokens: frozenset[int] = frozenset()
 
     def __init__(self, *texts: Any) -> None:
         self._texts, self.asked, self.made = list(texts), [], []

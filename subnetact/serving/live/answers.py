@@ -99,7 +99,16 @@ def settle(outcomes: Iterable[Outcome]) -> None:
         except BaseException:  # a client's callback raised; the other clients must still get their answers
             _log.exception("a callback of a request's future raised")
     for loop, settled in by_loop.items():
-        _mailbox_of(loop).post(settled)
+        post(loop, _resolve, settled)
+
+
+def post(loop: asyncio.AbstractEventLoop, deliver: Callable[[Any], object], items: list[Any]) -> bool:
+    """Let an event loop deliver items, with one call for all that is on its way; return whether it lives."""
+    mailbox = _mailboxes.get(loop)
+    if mailbox is None:
+        with _mailboxes_lock:
+            mailbox = _mailboxes.setdefault(loop, _Mailbox(loop))
+    return mailbox.post(deliver, items)
 
 
 def _resolve(outcome: Outcome) -> None:
@@ -116,38 +125,33 @@ def _resolve(outcome: Outcome) -> None:
 
 
 class _Mailbox:
-    """Outcomes on their way to one event loop, which is woken once for all that it has not seen yet."""
+    """What is on its way to one event loop, which is woken once for all that it has not seen yet."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
-        self._posted: deque[list[Outcome]] = deque()
+        self._posted: deque[tuple[Callable[[Any], object], list[Any]]] = deque()
         self._woken = False
 
-    def post(self, outcomes: list[Outcome]) -> None:
-        self._posted.append(outcomes)
+    def post(self, deliver: Callable[[Any], object], items: list[Any]) -> bool:
+        self._posted.append((deliver, items))
         loop = self._loop()
         if self._woken or loop is None:
-            return
+            return loop is not None
         self._woken = True
         try:
             loop.call_soon_threadsafe(self._empty)
         except RuntimeError:  # the loop was closed, so nobody waits for these answers any more
             self._posted.clear()
             self._woken = False
+            return False
+        return True
 
     def _empty(self) -> None:
         self._woken = False  # reset before the queue is read, so that later outcomes wake the loop again
         while self._posted:
-            for outcome in self._posted.popleft():
-                _resolve(outcome)
+            deliver, items = self._posted.popleft()
+            for item in items:
+                deliver(item)
 
 
 _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
-
-
-def _mailbox_of(loop: asyncio.AbstractEventLoop) -> _Mailbox:
-    mailbox = _mailboxes.get(loop)
-    if mailbox is None:
-        with _mailboxes_lock:
-            mailbox = _mailboxes.setdefault(loop, _Mailbox(loop))
-    return mailbox
