@@ -86,7 +86,12 @@ def demonstrate_text(args: Namespace) -> None:
             found = generator.submit(
                 prompts[i], max_new_tokens=ANSWER, first_ms=FIRST * token_ms, ignore_eos=True
             )
-            found.listen(lambda: times[i].append(1e3 * (time.perf_counter() - begun)))
+
+            def note() -> None:
+                now_ms = 1e3 * (time.perf_counter() - begun)
+                times[i] += [now_ms] * (len(found.tokens()) - len(times[i]))
+
+            found.listen(note)
             return found
 
         settings: Any = {"token_ms": token_ms, "max_sequences": SEQUENCES, "allow_approximate": True}
