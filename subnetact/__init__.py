@@ -39,6 +39,7 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     serve/                               python -m subnetact.serve: a bundle over HTTP
     loadtest/                            python -m subnetact.loadtest: an open-loop client
     cluster/                             build_app: replicas of the service on Ray Serve
+    __main__                             the command subnetact: all commands as one
 
 Size
 ----

@@ -4,6 +4,7 @@ Users catch `SubnetActError` for everything, `RequestError` for what concerns on
 of the classes below; most are also the built-in error that fits, `ValueError` for example.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ __all__ = [
     "IllegalChoice",
     "InsertError",
     "InvalidRequest",
+    "LatencyTableWarning",
     "MissingExtra",
     "MissingFile",
     "NotCalibrated",
@@ -203,6 +205,10 @@ class BatcherClosed(RequestError):
     """The batcher was closed before the request could run."""
 
 
+class LatencyTableWarning(UserWarning):
+    """A latency table was measured on another machine or in another way, or its cells are unstable."""
+
+
 class RecompileLimitWarning(UserWarning):
     """torch.compile keeps no more versions of a subnet, and runs it eagerly at further shapes."""
 
@@ -224,11 +230,26 @@ _LONGEST_TEXT = 2000
 
 @contextmanager
 def extra_needed(text: str) -> Iterator[None]:
-    """Turn an ImportError inside the block into a `MissingExtra` that says what to install."""
+    """Turn an error of imports inside the block into a `MissingExtra` that says what to install or repair."""
     try:
         yield
-    except ImportError as error:
-        raise MissingExtra(f"{text} ({error})") from error
+    except (ImportError, RuntimeError, OSError) as error:
+        raise missing_extra(text, error) from error
+
+
+def missing_extra(text: str, error: Exception) -> MissingExtra:
+    """Return the error for a package that is absent, or that is there but raised while it was imported.
+
+    `text` names the package, and then what to install.
+    """
+    cause: BaseException = error
+    while cause.__cause__ is not None:  # transformers has an ImportError of its own for whatever went wrong
+        cause = cause.__cause__
+    if isinstance(cause, ImportError):
+        return MissingExtra(f"{text} ({error})")
+    needed, why = re.sub("[:;] (pip )?install .*", "", text), failure_text(cause)
+    remedy = "install builds that fit each other, or remove the package that raised"
+    return MissingExtra(f"{needed}, which is installed but cannot be imported ({why}); {remedy}")
 
 
 def first_line(error: BaseException) -> str:

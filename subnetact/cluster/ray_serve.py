@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from subnetact.errors import MissingExtra
+from subnetact.errors import MissingExtra, extra_needed
 
 __all__ = ["FULL", "LOST", "AutoscalingConfig", "AutoscalingPolicy", "ray", "serve"]
 
 NEEDED = "the cluster needs Ray Serve 2.60; pip install 'subnetact[ray]'"
 
-try:
+with extra_needed(NEEDED):
     import ray
     from ray import serve
     from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-except ImportError as error:
-    raise MissingExtra(f"{NEEDED} ({error})") from error
 if not ray.__version__.startswith("2.60."):
     raise MissingExtra(f"{NEEDED} (installed is {ray.__version__})")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from subnetact.command import reported, run_command
-from subnetact.elastic.card import model_card, validated
+from subnetact.elastic.card import model_card, require_servable, validated
 from subnetact.elastic.images import evaluate_images
 
 
@@ -28,6 +28,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.card:
         print(model_card(document, tables, supernet), end="")
         return
+    require_servable(document, tables, supernet)
     model = document["model"] or {"library": "an own", "name": "network"}
     print(f"{args.folder}: valid; {model['library']} {model['name']}, space {document['space']}")
     print(f"subnets: {', '.join(document['subnets'])}; latency tables: {', '.join(tables) or 'none'}")

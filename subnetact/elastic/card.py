@@ -12,6 +12,7 @@ from subnetact.elastic.folder import BUNDLE, INDEX, load_folder
 from subnetact.errors import FileFormatError
 from subnetact.files.documents import StrPath
 from subnetact.files.tensors import read_model
+from subnetact.latency.origin import require_measured_on, scheduling_table
 from subnetact.latency.table import LatencyTable
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
@@ -45,6 +46,17 @@ def validated(folder: StrPath) -> tuple[dict[str, Any], _Tables, Supernet | None
             f"weights {found}; save the bundle again"
         )
     return document, tables, supernet
+
+
+def require_servable(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | None) -> None:
+    """Refuse the bundle that `validated` returned if a server would refuse the table that it plans with."""
+    table, keys = scheduling_table(tables), None
+    if supernet is not None:
+        subnets, engine = supernet.card.subnets, document["engine"] or {"subnets": None}
+        keys = list(dict.fromkeys(subnets[name].key for name in engine["subnets"] or subnets))
+    if table is not None:
+        require_measured_on(table, keys, document["fingerprint"])
+        table.known_accuracy()
 
 
 def model_card(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | None) -> str:

@@ -35,6 +35,7 @@ from subnetact.errors import (
     NotCalibrated,
     PrecisionError,
     SpecError,
+    missing_extra,
 )
 from subnetact.files.atomic import replacing_folder
 from subnetact.files.documents import FolderFormat, StrPath
@@ -129,9 +130,13 @@ def save_folder(
     tables: Mapping[str, LatencyTable],
     engine: Mapping[str, Any] | None,
     require: Sequence[SubnetSpec] = (),
+    table_of: Callable[[str, str], LatencyTable] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a bundle. Readers of this package get an earlier one until it is complete."""
+    """Write a bundle. Readers of this package get an earlier one until it is complete.
+
+    `table_of` returns the table to write of a name and the fingerprint of the weights that are written.
+    """
     files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
     facts: dict[str, Any] = {"subnetact": __version__}
     with BUNDLE.writing(directory, facts) as folder:
@@ -168,7 +173,7 @@ def save_folder(
         if own:
             write_tensors(folder / SHARED, own)
         for file, name in files.items():
-            tables[name].save(folder / file)
+            (tables[name] if table_of is None else table_of(name, fingerprint)).save(folder / file)
 
 
 def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -309,9 +314,8 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
         except FileFormatError as error:
             raise FileFormatError(f"{folder / INDEX}: {error}") from error
         except ImportError as error:
-            raise MissingExtra(
-                f"{folder / INDEX}: its network is of {stated['library']}; install that ({error})"
-            ) from error
+            needed = f"{folder / INDEX}: its network is of {stated['library']}; install that"
+            raise missing_extra(needed, error) from error
     if isinstance(network, Supernet):
         return network
     if described is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from subnetact.elastic.folder import ACCURACY, INDEX, load_folder, save_folder
 from subnetact.engine.config import EngineConfig
 from subnetact.errors import NotCalibrated
 from subnetact.files.documents import StrPath
+from subnetact.latency.origin import require_measured_on, restamped
 from subnetact.latency.table import LatencyTable
 from subnetact.space import SubnetSpace
 from subnetact.supernet.norm_table import NormTable
@@ -19,9 +20,13 @@ from subnetact.supernet.supernet import Supernet
 
 
 def save_bundle(
-    supernet: Supernet, config: EngineConfig, tables: Mapping[str, LatencyTable], directory: StrPath
+    supernet: Supernet,
+    config: EngineConfig,
+    tables: Mapping[str, LatencyTable],
+    directory: StrPath,
+    fingerprints: Collection[str],
 ) -> None:
-    """Write a bundle of an engine; its accuracies are in percent."""
+    """Write a bundle of an engine; its accuracies are in percent, its tables of former weights, too."""
     card, facts = supernet.card, config.to_json()
     known = {spec: name for name, spec in card.subnets.items()}
     names = [known.get(spec, spec.key) for spec in config.specs]
@@ -33,17 +38,26 @@ def save_bundle(
     subnets = {**card.subnets, **dict(zip(names, config.specs, strict=True))}
     card = replace(card, subnets=subnets, quality=quality)
     require = () if config.allow_uncalibrated else config.served
-    save_folder(supernet, directory, card, tables, facts | {"subnets": names}, require)
+
+    def of_these_weights(name: str, fingerprint: str) -> LatencyTable:
+        dtype = str(next(supernet.parameters()).dtype).removeprefix("torch.")
+        table = restamped(
+            tables[name], fingerprints, fingerprint, {"space": supernet.space.id, "dtype": dtype}
+        )
+        require_measured_on(table, None, fingerprint, f"tables[{name!r}]")
+        return table
+
+    save_folder(supernet, directory, card, tables, facts | {"subnets": names}, require, of_these_weights)
 
 
 def load_bundle(
     directory: StrPath, model: nn.Module | None, mapped: bool, options: Mapping[str, Any]
-) -> tuple[Supernet, EngineConfig, dict[str, LatencyTable]]:
-    """Read a bundle; a model that is given stays as it was if that fails."""
+) -> tuple[Supernet, EngineConfig, dict[str, LatencyTable], str]:
+    """Read a bundle and its fingerprint; a model that is given stays as it was if that fails."""
 
     def config_of(
         document: dict[str, Any], space: SubnetSpace, norms: NormTable, supernet: Supernet
-    ) -> EngineConfig:
+    ) -> tuple[EngineConfig, str]:
         card = document["card"]
         facts = document["engine"] or EngineConfig(()).to_json()
         names = facts["subnets"] or list({spec: name for name, spec in card.subnets.items()}.values())
@@ -57,7 +71,7 @@ def load_bundle(
                 f"{directory}/{INDEX}: the bundle has no BatchNorm statistics of {bare[0]}; "
                 "allow_uncalibrated=True uses the shared ones"
             )
-        return config
+        return config, document["fingerprint"]
 
-    supernet, tables, config = load_folder(directory, model, mapped, True, config_of)
-    return supernet, config, tables
+    supernet, tables, (config, fingerprint) = load_folder(directory, model, mapped, True, config_of)
+    return supernet, config, tables, fingerprint

@@ -189,6 +189,7 @@ class Engine:
         self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
         self._fingerprint: tuple[Moment | None, str] = (None, "")
+        self._fingerprints: set[str] = set()  # of all weights that the supernet is known to have had
         self._shapes = InputShapes(supernet, config.sample, config.padding)
         self._shapes.lengths = config.lengths
         self._stager = Stager(self.device)
@@ -271,6 +272,7 @@ class Engine:
         moment = self.supernet.generation.moment()
         if self._fingerprint[0] != moment:  # If weights change meanwhile, the next call has another moment.
             self._fingerprint = moment, self.supernet.fingerprint()
+            self._fingerprints.add(self._fingerprint[1])
         return self._fingerprint[1]
 
     @property
@@ -682,6 +684,11 @@ class Engine:
     def save(self, directory: StrPath) -> None:
         """Write weights, norm table, space, subnets, accuracy and `tables` as one bundle.
 
+        Latencies do not depend on the values of weights, so a table that was measured on other weights of
+        this engine is written with the fingerprint of the present ones, as long as their dtype is the same.
+        Accuracies do depend on them: those of the engine and of its tables are written as they are; replace
+        them by `register(spec, accuracy)` and `table.with_accuracy([...])`.
+
         Args:
             directory: a new or empty directory, or one that holds a bundle, which is then replaced.
 
@@ -691,8 +698,10 @@ class Engine:
                 is then written.
             StaleWeights: another thread changed weights in place meanwhile. Nothing is then written. Weights
                 that are loaded meanwhile do no harm: the bundle holds the former or the new checkpoint.
+            ProfileMismatch: a table is of other subnets, or of weights that this engine never had. Nothing
+                is then written.
         """
-        save_bundle(self.supernet, self.config, self.tables, directory)
+        save_bundle(self.supernet, self.config, self.tables, directory, self._fingerprints)
 
     @classmethod
     def load(
@@ -723,10 +732,11 @@ class Engine:
             PrecisionError: this machine cannot compute at a precision of the bundle.
         """
         check = options.pop("check", True)
-        found, config, tables = load_bundle(directory, supernet, mapped, options)
+        found, config, tables, fingerprint = load_bundle(directory, supernet, mapped, options)
         engine = object.__new__(cls)
         engine._open(found, config, check)
         engine.tables.update(tables)
+        engine._fingerprints.add(fingerprint)
         return engine
 
     # -- inner parts -----------------------------------------------------------------------------

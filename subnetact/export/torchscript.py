@@ -26,6 +26,7 @@ from subnetact.export.scripted_subnets import ScriptedSubnets
 from subnetact.export.subnet_program import SubnetProgram, chosen_specs, quiet
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import StrPath
+from subnetact.latency.origin import require_measured_on
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
 from subnetact.serving.policies.slackfit import SlackFit
@@ -148,11 +149,7 @@ def _policy(
     missing = [key for key in keys if key not in table.subnets]
     if missing:
         raise ProfileMismatch(f"table: lacks {len(missing)} of the subnets, {missing[0]} first; profile them")
-    stamped = table.stamp.get("supernet")
-    if stamped not in (None, supernet.fingerprint()):
-        raise ProfileMismatch(
-            f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}; profile this one"
-        )
+    require_measured_on(table, None, supernet.fingerprint())
     return SlackFit(table.select([table.subnets.index(key) for key in keys]), slo_ms)
 
 

@@ -7,6 +7,7 @@ Which file answers which question:
 * `table`: `LatencyTable` and everything that can be done with it; its JSON file.
 * `arrays`: which numbers make no table.
 * `compare`: how far two tables are apart (`Comparison`).
+* `origin`: whether a table is of the weights that are served, and of this machine.
 * `pareto`: dominance and fronts.
 * `plot`: figures; they need matplotlib.
 """

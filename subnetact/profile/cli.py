@@ -18,11 +18,12 @@ import torch
 from subnetact.command import INTERRUPTED, OptionFormatter
 from subnetact.device import find_device, machine
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, UserCodeError
+from subnetact.latency.origin import count_stable
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.kernel_table import kernel_here, why_not
 from subnetact.profile.modes import INCLUDES, MODES
 from subnetact.profile.options import add_options, call_with_options
-from subnetact.profile.pipeline import ProfileJob, count_stable, run_profile
+from subnetact.profile.pipeline import ProfileJob, run_profile
 from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import load_source
 from subnetact.profile.sweep import SweepSettings

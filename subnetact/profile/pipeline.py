@@ -178,12 +178,6 @@ def _quick_medians(
     return sweep.statistics().get("p50", none).tolist()  # type: ignore[no-any-return]
 
 
-def count_stable(table: LatencyTable) -> tuple[int, int]:
-    """Return how many cells ran, beside every number of co-runners, and how many of them are not stable."""
-    stable = np.stack([cells for name, cells in table.statistics.items() if name.startswith("stable")])
-    return int((~np.isnan(stable)).sum()), int((stable == 0).sum())
-
-
 def _calibrate(job: ProfileJob, supernet: Supernet, specs: list[SubnetSpec], batches: Iterable[Any]) -> str:
     """Calibrate subnets if the job says so; return the origin of their statistics."""
     if not supernet.norm_operators():

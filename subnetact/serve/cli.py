@@ -68,7 +68,9 @@ class Backend:
         """Return the engine and what answers requests; `stack` closes them after the server has ended."""
         del args
         engine = source.engine()
-        batcher = source.batcher(engine, source.latency_table(engine))
+        table = source.latency_table(engine)
+        print(source.summary(engine, table), flush=True)
+        batcher = source.batcher(engine, table)
         stack.callback(batcher.close, drain=False)
         return engine, batcher
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from subnetact import __version__
 from subnetact.elastic.folder import BUNDLE, INDEX
 from subnetact.engine.engine import Engine
 from subnetact.errors import FileFormatError, TableError
+from subnetact.latency.origin import doubts, scheduling_table
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.source import build_model
 from subnetact.serving.live.batcher import Batcher
@@ -70,8 +72,7 @@ class Source:
 
     def latency_table(self, engine: Engine) -> LatencyTable:
         """Return the table to schedule by: a file, the bundle's `scheduler`, its first, or a profile."""
-        own = engine.tables.get("scheduler") or next(iter(engine.tables.values()), None)
-        table: LatencyTable | None = own if self.table is None else LatencyTable.load(self.table)
+        table = scheduling_table(engine.tables) if self.table is None else LatencyTable.load(self.table)
         if table is None:
             from subnetact.serve.digits_engine import profiled
 
@@ -79,6 +80,16 @@ class Source:
         elif not all(map(math.isfinite, table.accuracy)):
             raise TableError("table: it lacks accuracies, which policies need; give a --table that has them")
         return table
+
+    def summary(self, engine: Engine, table: LatencyTable) -> str:
+        """Return what is served, how, and where its latencies were measured, in one line."""
+        percent, what = table.accuracy, "the demo" if self.bundle is None else f"bundle {self.bundle}"
+        origin = doubts(table, engine.device, self.threads_per_worker) or "measured on this machine"
+        return (
+            f"subnetact {__version__}: {what}, fingerprint {engine.fingerprint}, {len(engine.ids)} subnets "
+            f"of {min(percent):.2f} to {max(percent):.2f} %, slo_ms {self.slo_ms:g}, workers {self.workers}; "
+            f"latencies: {origin}"
+        )
 
     def batcher(self, runners: Any | Sequence[Any], table: LatencyTable) -> Batcher:
         """Open a batcher of the engine, or of one runner per worker."""

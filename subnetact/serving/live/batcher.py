@@ -15,6 +15,7 @@ from typing import Any
 from subnetact.errors import BatcherClosed, PolicyError
 from subnetact.files.documents import StrPath
 from subnetact.files.fork import hear_of_forks
+from subnetact.latency.origin import warn_of_doubts
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
 from subnetact.serving.live.context_manager import ClosedOnExit
@@ -160,6 +161,7 @@ class Batcher(ClosedOnExit):
         threads = None if in_processes else threads_per_worker
         for runner in runners:
             check_runner(runner, tables, policy, threads, finite=check_finite, in_processes=in_processes)
+        warn_of_doubts(tables, runners, threads_per_worker)
         if threads_per_worker is not None:
             check_count(threads_per_worker, "threads_per_worker")
         if watchdog_ms is not None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from subnetact.errors import PolicyError, ProfileMismatch
+from subnetact.latency.origin import require_measured_on
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.context import Policy
@@ -86,16 +87,8 @@ def check_runner(
             f"engine: {type(engine).__name__} has no run(...) and keys; give Engine(supernet, specs), an "
             "ExportedEngine, or a class of your own, see help(subnetact.serving.Runner)"
         )
-    keys = tuple(engine.keys)
     for table in tables:
-        if keys != table.subnets:
-            raise ProfileMismatch(_differing_keys(keys, table.subnets))
-        stamped = table.stamp.get("supernet")
-        own = getattr(engine, "fingerprint", stamped)
-        if stamped is not None and own != stamped:
-            raise ProfileMismatch(
-                f"table: measured on supernet {stamped}, the engine's is {own}; profile this engine"
-            )
+        require_measured_on(table, engine.keys, getattr(engine, "fingerprint", None))
     if threads is not None and not callable(getattr(engine, "enter_worker", None)):
         raise PolicyError(
             f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add it, or "
@@ -143,10 +136,3 @@ def open_processes(
         stack.callback(pool.close)
         runners += pool.runners
     return runners
-
-
-def _differing_keys(engine: Sequence[str], table: Sequence[str]) -> str:
-    for i, (mine, theirs) in enumerate(zip(engine, table, strict=False)):
-        if mine != theirs:
-            return f"table: subnet {i} is {theirs!r}, but the engine's is {mine!r}; profile this engine"
-    return f"table: {len(table)} subnets, but the engine has {len(engine)}; profile this engine"

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from subnetact.errors import InvalidRequest, PolicyError, ProfileMismatch, TableError
+from subnetact.latency.origin import AGAIN, ELSEWHERE, elsewhere
 from subnetact.latency.table import LatencyTable
 
 EXPIRED_RULES = ("serve", "drop", "defer")
@@ -30,8 +31,11 @@ def unreachable(min_accuracy: float, best: float) -> PolicyError:
 
 def too_short(slo_ms: float, table: LatencyTable) -> str:
     """Return the message for an SLO, ms, that is below the fastest latency of the table."""
+    others = elsewhere(table)
+    origin = others and f", which was {ELSEWHERE}: {others}; {AGAIN}, or"
     least = Context(prec=6, rounding=ROUND_CEILING).create_decimal(table.fastest_ms)
-    return f"slo_ms: {slo_ms} ms is below the lowest latency of the table; give slo_ms of at least {least:f}"
+    lowest = f"slo_ms: {slo_ms} ms is below the lowest latency of the table"
+    return f"{lowest}{origin or ';'} give slo_ms of at least {least:f}"
 
 
 def check_count(value: object, name: str) -> int:
