@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +42,7 @@ from subnetact.files.documents import FolderFormat, StrPath
 from subnetact.files.tensors import SHARD_BYTES, read_model, read_tensors, write_model, write_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.key_value_cache import guard_caches_
+from subnetact.latency.origin import require_measured_on, restamped
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.tensor_version import tensor_place
 from subnetact.space import SubnetSpace
@@ -130,12 +131,13 @@ def save_folder(
     tables: Mapping[str, LatencyTable],
     engine: Mapping[str, Any] | None,
     require: Sequence[SubnetSpec] = (),
-    table_of: Callable[[str, str], LatencyTable] | None = None,
+    fingerprints: Collection[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a bundle. Readers of this package get an earlier one until it is complete.
 
-    `table_of` returns the table to write of a name and the fingerprint of the weights that are written.
+    With `fingerprints`, tables of earlier weights that have these become those of the weights that are
+    written, and tables of others are refused.
     """
     files = {f"latency-{i}.json": name for i, name in enumerate(tables)}
     facts: dict[str, Any] = {"subnetact": __version__}
@@ -173,7 +175,13 @@ def save_folder(
         if own:
             write_tensors(folder / SHARED, own)
         for file, name in files.items():
-            (tables[name] if table_of is None else table_of(name, fingerprint)).save(folder / file)
+            table = tables[name]
+            if fingerprints is not None:
+                dtype = str(next(supernet.parameters()).dtype).removeprefix("torch.")
+                present = {"supernet": fingerprint, "space": space.id, "dtype": dtype}
+                table = restamped(table, fingerprints, present)
+                require_measured_on(table, None, fingerprint, f"tables[{name!r}]")
+            table.save(folder / file)
 
 
 def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from subnetact.elastic.folder import ACCURACY, INDEX, load_folder, save_folder
 from subnetact.engine.config import EngineConfig
 from subnetact.errors import NotCalibrated
 from subnetact.files.documents import StrPath
-from subnetact.latency.origin import require_measured_on, restamped
 from subnetact.latency.table import LatencyTable
 from subnetact.space import SubnetSpace
 from subnetact.supernet.norm_table import NormTable
@@ -38,16 +37,7 @@ def save_bundle(
     subnets = {**card.subnets, **dict(zip(names, config.specs, strict=True))}
     card = replace(card, subnets=subnets, quality=quality)
     require = () if config.allow_uncalibrated else config.served
-
-    def of_these_weights(name: str, fingerprint: str) -> LatencyTable:
-        dtype = str(next(supernet.parameters()).dtype).removeprefix("torch.")
-        table = restamped(
-            tables[name], fingerprints, fingerprint, {"space": supernet.space.id, "dtype": dtype}
-        )
-        require_measured_on(table, None, fingerprint, f"tables[{name!r}]")
-        return table
-
-    save_folder(supernet, directory, card, tables, facts | {"subnets": names}, require, of_these_weights)
+    save_folder(supernet, directory, card, tables, facts | {"subnets": names}, require, fingerprints)
 
 
 def load_bundle(

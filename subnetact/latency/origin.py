@@ -1,22 +1,22 @@
-"""What a table was measured on: the weights that are served, and this machine, or others."""
+"""What a table was measured on: whether these are the weights that are served, and this machine."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from subnetact.errors import DeviceError, LatencyTableWarning, ProfileMismatch
+from subnetact.errors import LatencyTableWarning, ProfileMismatch
 from subnetact.latency.table import LatencyTable
 
 COMPARED = ("device", "device_name", "instructions", "torch", "threads")
 """Facts of a stamp that change latencies; one that a stamp lacks is not compared."""
 ELSEWHERE = "measured on another machine or in another way"
-AGAIN = "measure again here: python -m subnetact.profile --bundle FOLDER --save-bundle FOLDER"
+AGAIN = "measure again here: python -m subnetact.profile --bundle FOLDER --threads N --save-bundle FOLDER"
 
 
 def scheduling_table(tables: Mapping[str, LatencyTable]) -> LatencyTable | None:
@@ -27,32 +27,30 @@ def scheduling_table(tables: Mapping[str, LatencyTable]) -> LatencyTable | None:
 def require_measured_on(
     table: LatencyTable, keys: Sequence[str] | None, fingerprint: str | None, name: str = "table"
 ) -> None:
-    """Refuse a table of other subnets, or of other weights; None is not compared."""
-    if keys is not None and tuple(keys) != table.subnets:
-        for i, (mine, theirs) in enumerate(zip(keys, table.subnets, strict=False)):
-            if mine != theirs:
-                what = f"subnet {i} is {theirs!r}, but the engine's is {mine!r}"
-                break
-        else:
-            what = f"{len(table.subnets)} subnets, but the engine has {len(keys)}"
-        raise ProfileMismatch(f"{name}: {what}; profile this engine")
-    stamped = table.stamp.get("supernet")
-    if None not in (stamped, fingerprint) and fingerprint != stamped:
+    """Refuse a table of other subnets or weights than an engine's; None is not compared."""
+    pairs = () if keys is None else enumerate(zip(keys, table.subnets, strict=False))
+    for i, (mine, theirs) in pairs:
+        if mine != theirs:
+            raise ProfileMismatch(
+                f"{name}: subnet {i} is {theirs!r}, but the engine's is {mine!r}; profile this engine"
+            )
+    count, stamped = len(table.subnets), table.stamp.get("supernet")
+    if keys is not None and len(keys) != count:
+        raise ProfileMismatch(f"{name}: {count} subnets, but the engine has {len(keys)}; profile this engine")
+    if None not in (stamped, fingerprint) and stamped != fingerprint:
         raise ProfileMismatch(
             f"{name}: measured on supernet {stamped}, the engine's is {fingerprint}; profile this engine"
         )
 
 
-def restamped(
-    table: LatencyTable, former: Collection[str], fingerprint: str, facts: Mapping[str, Any]
-) -> LatencyTable:
-    """Return the table with a fingerprint, if it has one of `former` weights and the same further `facts`.
+def restamped(table: LatencyTable, former: Collection[str], present: Mapping[str, str]) -> LatencyTable:
+    """Return a table with the `present` fingerprint, space and dtype, if only values of weights changed.
 
-    Latencies depend on the sizes and the dtype of weights, and not on their values.
+    Latencies do not depend on these. `former` are the fingerprints of earlier weights of the same supernet.
     """
-    same = all(table.stamp.get(fact, value) == value for fact, value in facts.items())
-    stamp = {**table.stamp, "supernet": fingerprint}
-    return replace(table, stamp=stamp) if same and table.stamp.get("supernet") in former else table
+    known = table.stamp.get("supernet") in former
+    same = all(table.stamp.get(fact, value) == value for fact, value in present.items() if fact != "supernet")
+    return replace(table, stamp={**table.stamp, **present}) if known and same else table
 
 
 def elsewhere(table: LatencyTable, device: Any = None, threads: int | None = None) -> str:
@@ -60,22 +58,21 @@ def elsewhere(table: LatencyTable, device: Any = None, threads: int | None = Non
 
     Args:
         table: the table.
-        device: the torch.device that is to be used here. If None, the table's, or the CPU if there is none.
+        device: the torch.device that is to be used here. If None, one of the table's kind, or the CPU.
         threads: the number of CPU threads that are to be used here. If None, torch's.
     """
     stamp = table.stamp
-    with suppress(ImportError):
-        if "torch" in stamp:
-            from subnetact.device import find_device, machine  # They import torch.
+    if "torch" not in stamp or find_spec("torch") is None:
+        return ""
+    import torch
 
-            if device is None:
-                device = find_device("cpu")
-                with suppress(DeviceError):
-                    device = find_device(stamp.get("device", "cpu"))
-            here = machine(device) | ({} if threads is None else {"threads": threads})
-            facts = [name for name in COMPARED if stamp.get(name, here[name]) != here[name]]
-            return ", ".join(f"{name} {stamp[name]!s:.60} (here {here[name]})" for name in facts)
-    return ""
+    from subnetact.device import machine
+
+    kind = "cuda" if stamp.get("device") == "cuda" and torch.cuda.is_available() else "cpu"
+    here = machine(device or torch.device(kind))
+    here["threads"] = stamp.get("threads") if here["device"] == "cuda" else threads or here["threads"]
+    names = [name for name in COMPARED if stamp.get(name, here[name]) != here[name]]
+    return ", ".join(f"{name} {stamp[name]!s:.60} (here {here[name]})" for name in names)
 
 
 def doubts(table: LatencyTable, device: Any, threads: int | None = None) -> str:
@@ -87,10 +84,9 @@ def doubts(table: LatencyTable, device: Any, threads: int | None = None) -> str:
 
 def warn_of_doubts(tables: Sequence[LatencyTable], engines: Sequence[Any], threads: int | None) -> None:
     """Warn once if tables may not be those of the devices of engines; one that has none is left out."""
-    devices = dict.fromkeys(engine.device for engine in engines if hasattr(engine, "device"))
-    texts = dict.fromkeys(doubts(table, device, threads) for device in devices for table in tables)
-    if text := "; ".join(filter(None, texts)):
-        warnings.warn(f"table: {text}; {AGAIN}", LatencyTableWarning, stacklevel=3)
+    devices = {engine.device for engine in engines if hasattr(engine, "device")}
+    if texts := {doubts(table, device, threads) for device in devices for table in tables} - {""}:
+        warnings.warn(f"table: {'; '.join(sorted(texts))}; {AGAIN}", LatencyTableWarning, stacklevel=3)
 
 
 def count_stable(table: LatencyTable) -> tuple[int, int]:
