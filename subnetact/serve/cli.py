@@ -25,6 +25,7 @@ TLS before it, which also cuts those off (examples/proxy in the repository).
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
@@ -69,7 +70,7 @@ class Backend:
         del args
         engine = source.engine()
         table = source.latency_table(engine)
-        print(source.summary(engine, table), flush=True)
+        logging.getLogger(__name__).info(source.summary(engine, table))
         batcher = source.batcher(engine, table)
         stack.callback(batcher.close, drain=False)
         return engine, batcher

@@ -16,6 +16,7 @@ import subnetact
 from ofa_adapters import load
 from subnetact import Engine, calibrate
 from subnetact.digits import load_digits_supernet
+from subnetact.elastic.__main__ import main as check_bundle
 from subnetact.errors import FileFormatError, ForeignSpec, InsertError, ProfileMismatch, StaleWeights
 from subnetact.files.documents import checksum
 from subnetact.serve.source import Source
@@ -399,6 +400,39 @@ def test_a_subnet_keeps_its_id_when_precisions_are_enabled_and_the_bundle_loads(
     assert len(set(engine.keys)) == len(engine) == 3
     engine.save(tmp_path / "bundle")
     assert subnetact.Engine.load(tmp_path / "bundle").keys == engine.keys
+
+
+def test_new_weights_are_saved_with_tables_that_a_server_takes(
+    engine: subnetact.Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def table(supernet: str) -> subnetact.LatencyTable:
+        stamp = {"supernet": supernet, "dtype": "float32"}
+        return subnetact.LatencyTable(engine.keys, [1, 2, 3], [1], [[1], [2], [3]], stamp=stamp)
+
+    engine.tables["cpu"] = table(engine.fingerprint)
+    engine.save(tmp_path / "b")
+    weekly = subnetact.Engine.load(tmp_path / "b")  # The fingerprint is not asked for before the exchange.
+    supernet = weekly.supernet
+    other = {name: 2 * t if t.is_floating_point() else t for name, t in supernet.state_dict().items()}
+    supernet.load_state_dict(other, norms=supernet.norms)
+    weekly.save(tmp_path / "b")
+    assert check_bundle([str(tmp_path / "b")]) == 0
+    loaded = subnetact.Engine.load(tmp_path / "b")
+    assert loaded.fingerprint == weekly.fingerprint != engine.fingerprint
+    assert loaded.tables["cpu"].stamp["supernet"] == loaded.fingerprint
+    subnetact.Batcher(loaded, table=loaded.tables["cpu"], slo_ms=1000).close()
+
+    loaded.tables["cpu"] = table("0123456789abcdef")
+    with pytest.raises(ProfileMismatch, match=r"tables\['cpu'\]: measured on supernet 0123456789abcdef"):
+        loaded.save(tmp_path / "b")
+    assert subnetact.Engine.load(tmp_path / "b").fingerprint == loaded.fingerprint
+    capsys.readouterr()
+    supernet.save_pretrained(tmp_path / "c", tables={"cpu": table("0123456789abcdef")})
+    assert check_bundle([str(tmp_path / "c")]) == 2
+    served = subnetact.Engine.load(tmp_path / "c", allow_uncalibrated=True)
+    with pytest.raises(ProfileMismatch) as refused:
+        subnetact.Batcher(served, table=served.tables["cpu"], slo_ms=1000)
+    assert str(refused.value) in capsys.readouterr().err, "the same check, before it is served"
 
 
 def test_the_fingerprint_follows_the_weights(

@@ -29,11 +29,12 @@ import subnetact.nas
 from subnetact.costs.model import CostModel
 from subnetact.errors import MissingExtra, SpecError
 from subnetact.files.journal import Journal, signed
+from subnetact.latency.origin import count_stable
 from subnetact.latency.plot import need_matplotlib
 from subnetact.profile.cli import build_parser, main
 from subnetact.profile.modes import TimedRunner
 from subnetact.profile.options import call_with_options
-from subnetact.profile.pipeline import ProfileJob, count_stable
+from subnetact.profile.pipeline import ProfileJob
 from subnetact.profile.selection import SelectionRequest, fitted_latencies
 from subnetact.profile.source import (
     calibration_batches,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from subnetact import LatencyTable
+from subnetact import LatencyTable, __version__
+from subnetact.device import machine
 from subnetact.errors import MissingExtra, ServeError, TableError
 from subnetact.serve.cli import main
 from subnetact.serve.payloads import Images, Signature
@@ -66,6 +68,18 @@ def test_the_bundle_of_an_own_network_is_served(tmp_path, start, capsys, monkeyp
     assert first["sum"] == 10.0
     for bad in ({"x": [1, 2, 3, 4]}, [1, 2, 3, 4], {"x": [1, 2, 3, 4], "scale": [1, 1]}):
         assert server.call("POST", "/infer", {"input": bad})[0] == 400
+
+
+def test_one_line_says_what_is_served(digits):
+    engine, bundle = digits
+    source = Source(str(bundle), slo_ms=40.0, workers=2)
+    line = source.summary(engine, engine.tables["cpu"])
+    assert "\n" not in line
+    for part in (__version__, str(bundle), engine.fingerprint, "3 subnets", "slo_ms 40", "workers 2"):
+        assert part in line
+    assert line.endswith("latencies: measured on this machine")
+    foreign = replace(engine.tables["cpu"], stamp=machine(engine.device) | {"device_name": "Intel E5"})
+    assert "latencies: measured on another machine" in source.summary(engine, foreign)
 
 
 def test_the_table_for_schedulers_is_preferred(digits, tmp_path):

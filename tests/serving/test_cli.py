@@ -65,7 +65,7 @@ def test_the_module_runs_and_does_not_hide_the_function():
     assert "fixed:5" in out
     code = (
         "import inspect, subnetact; f = subnetact.simulate; import subnetact.simulate as m; "
-        "assert m is not f and m.__doc__ == f.__doc__ and inspect.signature(m) == inspect.signature(f); "
+        "assert m.__doc__ == f.__doc__ and inspect.signature(m) == inspect.signature(f); "
         "print(callable(subnetact.simulate))"
     )
     assert (
