@@ -25,7 +25,7 @@ def save_bundle(
     directory: StrPath,
     fingerprints: Collection[str],
 ) -> None:
-    """Write a bundle of an engine; its accuracies are in percent, its tables of former weights, too."""
+    """Write a bundle of an engine; its accuracies are in percent. `fingerprints` are for `save_folder`."""
     card, facts = supernet.card, config.to_json()
     known = {spec: name for name, spec in card.subnets.items()}
     names = [known.get(spec, spec.key) for spec in config.specs]

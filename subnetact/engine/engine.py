@@ -698,8 +698,8 @@ class Engine:
                 is then written.
             StaleWeights: another thread changed weights in place meanwhile. Nothing is then written. Weights
                 that are loaded meanwhile do no harm: the bundle holds the former or the new checkpoint.
-            ProfileMismatch: a table is of other subnets, or of weights that this engine never had. Nothing
-                is then written.
+            ProfileMismatch: a table was measured on weights that this engine is not known to have had, or
+                that had another dtype; profile again, or take it out of `tables`. Nothing is then written.
         """
         save_bundle(self.supernet, self.config, self.tables, directory, self._fingerprints)
 

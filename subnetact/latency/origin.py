@@ -27,20 +27,16 @@ def scheduling_table(tables: Mapping[str, LatencyTable]) -> LatencyTable | None:
 def require_measured_on(
     table: LatencyTable, keys: Sequence[str] | None, fingerprint: str | None, name: str = "table"
 ) -> None:
-    """Refuse a table of other subnets or weights than an engine's; None is not compared."""
-    pairs = () if keys is None else enumerate(zip(keys, table.subnets, strict=False))
-    for i, (mine, theirs) in pairs:
-        if mine != theirs:
-            raise ProfileMismatch(
-                f"{name}: subnet {i} is {theirs!r}, but the engine's is {mine!r}; profile this engine"
-            )
-    count, stamped = len(table.subnets), table.stamp.get("supernet")
-    if keys is not None and len(keys) != count:
-        raise ProfileMismatch(f"{name}: {count} subnets, but the engine has {len(keys)}; profile this engine")
-    if None not in (stamped, fingerprint) and stamped != fingerprint:
-        raise ProfileMismatch(
-            f"{name}: measured on supernet {stamped}, the engine's is {fingerprint}; profile this engine"
-        )
+    """Refuse a table of other subnets, unless `keys` is None, or of other weights, if its stamp names them."""
+    wrong, stamped = "", table.stamp.get("supernet")
+    if keys is not None and tuple(keys) != table.subnets:
+        pairs = enumerate(zip(keys, table.subnets, strict=False))
+        differing = (f"subnet {i} is {b!r}, but the engine's is {a!r}" for i, (a, b) in pairs if a != b)
+        wrong = next(differing, f"{len(table.subnets)} subnets, but the engine has {len(keys)}")
+    elif stamped not in (None, fingerprint):
+        wrong = f"measured on supernet {stamped}, the engine's is {fingerprint}"
+    if wrong:
+        raise ProfileMismatch(f"{name}: {wrong}; profile this engine")
 
 
 def restamped(table: LatencyTable, former: Collection[str], present: Mapping[str, str]) -> LatencyTable:

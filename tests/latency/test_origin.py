@@ -99,4 +99,5 @@ def test_a_table_follows_new_values_of_the_same_weights_and_nothing_else() -> No
         require_measured_on(known, known.subnets, "new", "tables['cpu']")
     with pytest.raises(ProfileMismatch, match="subnet 1 is 'large', but the engine's is 'larger'"):
         require_measured_on(known, ("small", "larger"), "old")
-    require_measured_on(known, None, None)
+    require_measured_on(known, None, "old")
+    require_measured_on(table(), ["small", "large"], None)

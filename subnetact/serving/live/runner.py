@@ -88,7 +88,8 @@ def check_runner(
             "ExportedEngine, or a class of your own, see help(subnetact.serving.Runner)"
         )
     for table in tables:
-        require_measured_on(table, engine.keys, getattr(engine, "fingerprint", None))
+        own = getattr(engine, "fingerprint", table.stamp.get("supernet"))
+        require_measured_on(table, engine.keys, own)
     if threads is not None and not callable(getattr(engine, "enter_worker", None)):
         raise PolicyError(
             f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add it, or "
