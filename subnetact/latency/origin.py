@@ -27,7 +27,7 @@ def scheduling_table(tables: Mapping[str, LatencyTable]) -> LatencyTable | None:
 def require_measured_on(
     table: LatencyTable, keys: Sequence[str] | None, fingerprint: str | None, name: str = "table"
 ) -> None:
-    """Refuse a table of other subnets, unless `keys` is None, or of other weights, if its stamp names them."""
+    """Refuse a table of other subnets than `keys`, if these are given, or of other weights than stamped."""
     wrong, stamped = "", table.stamp.get("supernet")
     if keys is not None and tuple(keys) != table.subnets:
         pairs = enumerate(zip(keys, table.subnets, strict=False))

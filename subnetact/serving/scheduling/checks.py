@@ -29,9 +29,8 @@ def unreachable(min_accuracy: float, best: float) -> PolicyError:
     return PolicyError(f"min_accuracy: no subnet reaches {min_accuracy} %; the best has {best} %")
 
 
-def too_short(slo_ms: float, table: LatencyTable) -> str:
-    """Return the message for an SLO, ms, that is below the fastest latency of the table."""
-    others = elsewhere(table)
+def too_short(slo_ms: float, table: LatencyTable, others: str = "") -> str:
+    """Return the message for an SLO, ms, below a table's fastest latency; `others` is its `elsewhere`."""
     origin = others and f", which was {ELSEWHERE}: {others}; {AGAIN}, or"
     least = Context(prec=6, rounding=ROUND_CEILING).create_decimal(table.fastest_ms)
     lowest = f"slo_ms: {slo_ms} ms is below the lowest latency of the table"
@@ -77,7 +76,7 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
     check_accuracy(table)
     slo_ms = check_time(slo_ms, "slo_ms")
     if slo_ms < table.fastest_ms:
-        raise PolicyError(too_short(slo_ms, table))
+        raise PolicyError(too_short(slo_ms, table, elsewhere(table)))
     return slo_ms
 
 
