@@ -11,11 +11,12 @@ from typing import Any
 from subnetact.cluster.replica import Reply, to_arrays, to_tensors, unix_ms
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
 from subnetact.serving.live.answers import Answer
+from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.stats import BatcherStats, Counters
 
 LATE_MS = 1000.0  # how long after its deadline the answer to a request is waited for
-DRAIN_S = 30.0
+DRAIN_MS = 30_000.0
 OUTCOMES = {
     QueueFull: "refused",
     InvalidRequest: "refused",
@@ -32,7 +33,7 @@ class ReplicaClient:
     `call` sends the rows of one request to a replica, as `EngineReplica.answer` takes them; the exceptions
     `died` say that it is lost, and `full` that none can take the request now. `check` refuses inputs that no
     replica could run. `replicas` returns how many run, and how many should; more than `max_per_replica`
-    inputs without an answer for each are refused.
+    inputs without an answer for each are refused. `clock_ms` returns a time that never falls.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class ReplicaClient:
         check: Callable[[Any], None] = lambda _: None,
         replicas: Callable[[], tuple[int, int]] = lambda: (1, 1),
         max_per_replica: int = 10_000,
+        clock_ms: Callable[[], float] = monotonic_ms,
     ) -> None:
         self.accuracy = dict(accuracy)
         self._call, self._check, self._replicas = call, check, replicas
         self._died, self._full = died, full
         self._max_per_replica = self.max_queue = max_per_replica  # one replica gets all rows of a request
+        self._clock_ms = clock_ms
         self._outstanding, self._closed, self._counters = 0, False, Counters()
         self._counts: Counter[str] = Counter()
 
@@ -79,7 +82,7 @@ class ReplicaClient:
 
     async def _send(self, xs: Sequence[Any], deadline_ms: float, ask: dict[str, Any]) -> list[Answer]:
         """Return the answers, or raise the error of the request."""
-        started = time.perf_counter()
+        started_ms = self._clock_ms()
         if self._closed:
             raise BatcherClosed("the server is closing; send the request to another one")
         for x in xs:
@@ -88,19 +91,19 @@ class ReplicaClient:
             raise QueueFull(f"{self._outstanding} inputs wait for answers; retry later")
         self._outstanding += len(xs)
         try:
-            reply = await self._reply([to_arrays(x) for x in xs], started, deadline_ms, ask)
+            reply = await self._reply([to_arrays(x) for x in xs], started_ms + deadline_ms, deadline_ms, ask)
         finally:
             self._outstanding -= len(xs)
         if isinstance(reply, Exception):
             raise reply
-        spent_ms = (time.perf_counter() - started) * 1e3
+        spent_ms = self._clock_ms() - started_ms
         own: dict[str, Any] = {"latency_ms": spent_ms, "met": spent_ms <= deadline_ms}
         return [answer._replace(output=to_tensors(answer.output), **own) for answer in reply]
 
-    async def _reply(self, xs: list[Any], started: float, deadline_ms: float, ask: dict[str, Any]) -> Reply:
+    async def _reply(self, xs: list[Any], end_ms: float, deadline_ms: float, ask: dict[str, Any]) -> Reply:
         """Return the reply of a replica, or of another one if the first one dies."""
         for last in (False, True):
-            left_ms = deadline_ms - (time.perf_counter() - started) * 1e3
+            left_ms = end_ms - self._clock_ms()
             if left_ms <= 0.0:
                 raise DeadlinePassed("the replica of the request died, and no time is left for another one")
             sent = self._call(xs=xs, left_ms=left_ms, due_ms=unix_ms() + left_ms, **ask)
@@ -130,6 +133,6 @@ class ReplicaClient:
     def close(self, drain: bool = True) -> None:
         """Refuse new requests; with `drain`, wait for the others, whose event loop must run elsewhere."""
         self._closed = True
-        end = time.monotonic() + DRAIN_S
-        while drain and self._outstanding and time.monotonic() < end:
+        end_ms = self._clock_ms() + DRAIN_MS
+        while drain and self._outstanding and self._clock_ms() < end_ms:
             time.sleep(0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from subnetact.errors import DeadlinePassed, FileFormatError, RequestError
 from subnetact.serve.app import infer_rows
 from subnetact.serve.source import Source
 from subnetact.serving.live.answers import Answer
+from subnetact.serving.live.batcher import monotonic_ms
 
 WARM_UP_S = 2.0  # that a new replica runs batches of its own before it takes requests
 Reply = Sequence[Answer] | RequestError
@@ -47,14 +48,16 @@ class EngineReplica:
     An input stands for `input_ms` in the load of a replica, see `Autoscaling`.
     """
 
-    def __init__(self, source: Source, input_ms: float = 0.0) -> None:
+    def __init__(
+        self, source: Source, input_ms: float = 0.0, clock_ms: Callable[[], float] = monotonic_ms
+    ) -> None:
         torch.set_num_threads(source.threads_per_worker)
         self._bundle = Path(source.bundle or "")
         self._files = self._tensor_files()
         self.engine = source.engine(mapped=True)
         table = source.latency_table(self.engine)
         self.engine.warm_up(table.batch_sizes, WARM_UP_S)  # the first requests would be late
-        self._input_ms, self._arrived, self._since_s = input_ms, 0, time.monotonic()
+        self._input_ms, self._arrived, self._clock_ms, self._since_ms = input_ms, 0, clock_ms, clock_ms()
         self.batcher = source.batcher(self.engine, table)
 
     async def answer(self, xs: Sequence[Any], left_ms: float, due_ms: float, **ask: Any) -> Reply:
@@ -74,10 +77,10 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load since the last call; Ray asks for it once per second."""
-        now, stats = time.monotonic(), self.batcher.stats()
+        now_ms, stats = self._clock_ms(), self.batcher.stats()
         busy_ms = self._arrived * self._input_ms * stats.correction
-        load = busy_ms / max(1e3 * (now - self._since_s), 1.0) / stats.workers
-        self._arrived, self._since_s = 0, now
+        load = busy_ms / max(now_ms - self._since_ms, 1.0) / stats.workers
+        self._arrived, self._since_ms = 0, now_ms
         return {"load": load}
 
     def check_health(self) -> None:

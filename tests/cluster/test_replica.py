@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import shutil
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +23,14 @@ def source(digits_bundle):
 
 
 @pytest.fixture(scope="module")
-def replica(source):
-    replica = EngineReplica(source, input_ms=3.0)
+def clock():
+    """The time of the replica's clock, in ms, which the test moves."""
+    return [1000.0]
+
+
+@pytest.fixture(scope="module")
+def replica(source, clock):
+    replica = EngineReplica(source, input_ms=3.0, clock_ms=lambda: clock[0])
     yield replica
     replica.close()
 
@@ -70,16 +74,14 @@ def test_errors_are_returned(replica, images, more, error):
     assert str(reply)
 
 
-def test_the_load_is_the_share_of_the_time_that_inputs_take_at_the_floor(replica, monkeypatch):
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, time_ns=time.time_ns)
-    monkeypatch.setattr("subnetact.cluster.replica.time", clock)
+def test_the_load_is_the_share_of_the_time_that_inputs_take_at_the_floor(replica, clock):
     replica.record_autoscaling_stats()
     ask(replica)
     ask(replica, due_in_ms=-1.0)
-    clock.now += 2.0
+    clock[0] += 2000.0
     correction = replica.batcher.stats().correction
     assert replica.record_autoscaling_stats()["load"] == pytest.approx(10 * 3.0 * correction / 2000.0)
-    clock.now += 2.0
+    clock[0] += 2000.0
     assert replica.record_autoscaling_stats() == {"load": 0.0}
     replica.check_health()
 
