@@ -14,12 +14,22 @@ from typing import Any
 
 from subnetact.cluster.autoscaler import Autoscaling, input_ms_at_floor, replicas_needed
 from subnetact.cluster.client import ReplicaClient
-from subnetact.cluster.ray_serve import FULL, LOST, AutoscalingConfig, AutoscalingPolicy, ray, serve
+from subnetact.cluster.front import FrontApp
+from subnetact.cluster.ray_serve import (
+    FULL,
+    LOST,
+    ROUTED,
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    Shared,
+    ray,
+    serve,
+    shares,
+)
 from subnetact.cluster.replica import EngineReplica, Reply
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingFile, ServeError
 from subnetact.files.documents import StrPath
-from subnetact.serve.app import build_app as serve_app
 from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
 
@@ -33,7 +43,7 @@ def build_app(
     replicas: int = 1,
     *,
     autoscaling: Autoscaling | None = None,
-    fronts: int = 1,
+    fronts: int = 2,
     cpus: float | None = None,
     name: str | None = None,
     limits: Limits | None = None,
@@ -51,7 +61,7 @@ def build_app(
         bundle: folder of a saved engine with a latency table, at the same path on every node; or a `Source`.
         replicas: number of replicas, unless `autoscaling` is given.
         autoscaling: how the number of replicas follows the load.
-        fronts: number of fronts.
+        fronts: number of fronts; with one, requests wait seconds for its replacement in an update.
         cpus: CPU cores that Ray reserves per replica. If None, the CPU threads of its workers.
         name: name of the model in the Open Inference Protocol. If None, that of the folder.
         limits: the limits. If None, the defaults.
@@ -81,6 +91,7 @@ def build_app(
         max_ongoing_requests=2 * most * source.max_queue,
         max_queued_requests=source.max_queue,
         ray_actor_options={"num_cpus": 0},
+        request_router_config=ROUTED,
     )
     interface = {"limits": limits or Limits(), "tokens": tokens, "allowed_hosts": allowed_hosts}
     interface["name"] = name or os.path.basename(str(source.bundle))
@@ -132,7 +143,7 @@ def _replicas_of(source: Source, replicas: int, autoscaling: Autoscaling | None,
         )
         scaled = {"autoscaling_config": config}
     deployment = serve.deployment(
-        EngineReplica,
+        Replica,
         name="replicas",
         max_ongoing_requests=source.max_queue,
         ray_actor_options={"num_cpus": source.workers * source.threads_per_worker if cpus is None else cpus},
@@ -249,13 +260,19 @@ def _end(address: str | None) -> None:
         ray.shutdown()
 
 
-class Front:
+class Replica(Shared, EngineReplica):
+    """A replica in a process of Ray."""
+
+
+class Front(Shared):
     """The HTTP interface of the application; `interface` are arguments of `subnetact.serve.build_app`."""
 
     def __init__(self, handle: Any, source: Source, interface: dict[str, Any]) -> None:
-        engine = source.engine(mapped=True)
-        client = client_of(handle, source, engine, ReplicaCount(serve.get_replica_context().app_name))
-        self._app = serve_app(client, engine, slo_ms=source.slo_ms, **interface)
+        engine, context = source.engine(mapped=True), serve.get_replica_context()
+        fronts = serve.get_deployment_handle(context.deployment, context.app_name)
+        self.batcher = client_of(handle, source, engine, ReplicaCount(context.app_name))
+        gather = lambda: asyncio.gather(shares(fronts), shares(handle))  # noqa: E731
+        self._app = FrontApp(gather, self.batcher, engine, slo_ms=source.slo_ms, **interface)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application; Ray calls this method after the constructor."""
