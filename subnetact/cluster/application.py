@@ -272,8 +272,8 @@ class Front(Shared):
         fronts = serve.get_deployment_handle(context.deployment, context.app_name)
         self.batcher = client_of(handle, source, engine, ReplicaCount(context.app_name))
         gather = lambda: asyncio.gather(shares(fronts), shares(handle))  # noqa: E731
-        self._app = FrontApp(gather, self.batcher, engine, slo_ms=source.slo_ms, **interface)
+        self.app = FrontApp(gather, self.batcher, engine, slo_ms=source.slo_ms, **interface)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application; Ray calls this method after the constructor."""
-        return self._app
+        return self.app

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from subnetact.cluster.replica import Reply, to_arrays, to_tensors, unix_ms
+from subnetact.cluster.replica import Reply, to_arrays, to_tensors
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
+from subnetact.serve.base_app import unix_ms
 from subnetact.serving.live.answers import Answer
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.prometheus import Collector

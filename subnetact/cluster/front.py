@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
-from subnetact.cluster.replica import unix_ms
-from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.serve.app import ServeApp
+from subnetact.serve.base_app import BaseApp, responses_metric
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.stats import BatcherStats
 
-ARRIVED = "subnetact.arrived_unix_ms"
-"""The key in an ASGI scope of the time of day when a proxy got the request."""
-DUE = "x-deadline-unix-ms"
 OWN = ("workers", "workers_up", "correction")  # not sums over fronts
 
 
 class Share(NamedTuple):
-    """The counters of one process, as `Collector` takes them."""
+    """The counters of one process, as `Collector` takes them, and of its HTTP answers."""
 
     accuracy: Mapping[int, float]
     counts: BatcherStats
+    responses: Mapping[tuple[str, str, str], int] = {}
 
     def stats(self) -> BatcherStats:
         """Return the counters."""
@@ -33,7 +30,7 @@ class Share(NamedTuple):
 
 
 class FrontApp(ServeApp):
-    """The application of a front: its counters are those of all fronts, and time counts from the proxy on.
+    """The application of a front, whose counters are those of all fronts.
 
     `gather` returns the counters of all fronts and of all replicas, by name, because any front may get the
     next request for them.
@@ -55,7 +52,13 @@ class FrontApp(ServeApp):
     def prometheus(self) -> str:
         """Return the metrics of every front and every replica in Prometheus' text format."""
         replicas = Collector(self._replicas, "subnetact_replica_", "replica").text()
-        return Collector(self._fronts, label="front").text() + replicas
+        return Collector(self._fronts, label="front").text() + replicas + BaseApp.prometheus(self)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the counts of HTTP answers of every front."""
+        fronts = self._fronts.items()
+        counts = {(*of, name): n for name, front in fronts for of, n in front.responses.items()}
+        yield responses_metric(counts, "front")
 
     def status(self) -> dict[str, Any]:
         """Return the counts of all fronts and the time in s."""
@@ -65,22 +68,3 @@ class FrontApp(ServeApp):
         for name in vars(BatcherStats()).keys() & document.keys() - {"served_by", *OWN}:
             document[name] = sum(getattr(one, name) for one in counts)
         return document
-
-    async def infer(self, exchange: Any, decode: Any) -> Any:
-        """Answer one request, whose time counts from its arrival at the proxy.
-
-        The header `x-deadline-unix-ms` is the time of day, in ms since 1970, when the answer is due, for
-        requests that name no other deadline in their body or query. Errors are those of `ServeApp.infer`.
-        """
-        now_ms = unix_ms()
-        arrived_unix_ms = min(exchange.scope.get(ARRIVED, now_ms), now_ms)
-        exchange.arrived_ms -= now_ms - arrived_unix_ms
-        due = exchange.headers.get(DUE)
-        if due is not None:
-            if not (due.isdecimal() and len(due) < 16):
-                raise InvalidRequest(f"{DUE}: got {due[:60]!r}; give whole ms since 1970")
-            left_ms = int(due) - arrived_unix_ms
-            if left_ms <= 0.0:
-                raise DeadlinePassed(f"{DUE}: the time passed before the request arrived; allow more")
-            exchange.headers = {**exchange.headers, "x-deadline-ms": f"{left_ms:.3f}"}
-        return await super().infer(exchange, decode)

@@ -7,8 +7,9 @@ import pickle
 from contextlib import suppress
 from typing import Any
 
-from subnetact.cluster.front import ARRIVED, Share
+from subnetact.cluster.front import Share
 from subnetact.errors import MissingExtra, extra_needed
+from subnetact.serve.base_app import ARRIVED
 
 __all__ = ["AutoscalingConfig", "AutoscalingPolicy", "ray", "serve"]
 
@@ -59,8 +60,10 @@ class Shared:
     """A process of Ray with a `batcher` whose counters the fronts show."""
 
     batcher: Any
+    app: Any = None  # that answers over HTTP, in a front
 
     async def share(self) -> tuple[str, Share]:
         """Return the name of this process in Ray, and its counters."""
         name = serve.get_replica_context().replica_id.unique_id
-        return name, Share(self.batcher.accuracy, self.batcher.stats())
+        responses = {} if self.app is None else dict(self.app.responses)
+        return name, Share(self.batcher.accuracy, self.batcher.stats(), responses)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from subnetact.errors import DeadlinePassed, FileFormatError, RequestError
 from subnetact.serve.app import infer_rows
+from subnetact.serve.base_app import unix_ms
 from subnetact.serve.source import Source
 from subnetact.serving.live.answers import Answer
 from subnetact.serving.live.batcher import monotonic_ms
@@ -21,11 +21,6 @@ from subnetact.serving.live.batcher import monotonic_ms
 WARM_UP_S = 2.0  # that a new replica runs batches of its own before it takes requests
 Reply = Sequence[Answer] | RequestError
 """The answers to all rows, with their outputs as arrays; or the error."""
-
-
-def unix_ms() -> float:
-    """Return the time of the machine's clock, in ms since 1970."""
-    return time.time_ns() * 1e-6
 
 
 def to_arrays(x: Any) -> Any:

@@ -175,7 +175,7 @@ class ServeApp(BaseApp):
 
     def _terms(self, exchange: Exchange, body: Terms, kind: type[CommonModel]) -> CommonModel:
         """Return what a request asks for in its body, its query or its headers, the first of which counts."""
-        texts = Terms.header_values(exchange.fields)
+        texts = exchange.header_values(Terms)
         if query := exchange.scope["query_string"]:
             try:
                 texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)

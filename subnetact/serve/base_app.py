@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +21,9 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from subnetact import __version__
-from subnetact.errors import InvalidRequest, ServeError
+from subnetact.errors import DeadlinePassed, InvalidRequest, ServeError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import GONE, LATER, Raw, Refusal, refusal_of, reply
+from subnetact.serve.exchange import GONE, LATER, CommonTerms, Raw, Refusal, refusal_of, reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
@@ -31,9 +32,17 @@ CLOSES = (400, 401, 408, 413, 415, 431)  # the connection, as part of the body m
 SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and longer ones on a thread
 WATCH_AFTER_S = 0.02  # before the server watches whether a client leaves: most requests end earlier
 DECODERS = 2  # threads
+ARRIVED = "subnetact.arrived_unix_ms"
+"""The key in an ASGI scope of the time of day when a proxy got the request, from when on its time counts."""
+DUE = "x-deadline-unix-ms"
 Asked = TypeVar("Asked")
 DOCUMENT: Mapping[str, Any] = orjson.loads((files("subnetact.serve") / "openapi.json").read_bytes())
 """All addresses of all applications in OpenAPI, without what they take."""
+
+
+def unix_ms() -> float:
+    """Return the time of the machine's clock, in ms since 1970."""
+    return time.time_ns() * 1e-6
 
 
 class Exchange(Request):
@@ -45,9 +54,26 @@ class Exchange(Request):
     def __init__(self, app: BaseApp, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__({**scope, "app": app, "exchange": self}, receive, send)
         self.arrived_ms = monotonic_ms()
+        if ARRIVED in scope:
+            self.arrived_ms -= max(0.0, unix_ms() - scope[ARRIVED])
         self.path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         self.fields: Mapping[str, str] = {}
         self.sender, self.outcome, self.begun = "", "", False  # whether the answer has begun
+
+    def header_values(self, kind: type[CommonTerms]) -> dict[str, str]:
+        """Return the fields of `kind` that are given as headers.
+
+        The header `x-deadline-unix-ms` is the time of day, in ms since 1970, when the answer is due.
+        """
+        texts = kind.header_values(self.fields)
+        if (due := self.fields.get(DUE)) is not None:
+            if not (due.isdecimal() and len(due) < 16):
+                raise InvalidRequest(f"{DUE}: got {due[:60]!r}; give whole ms since 1970")
+            deadline_ms = int(due) - unix_ms() + monotonic_ms() - self.arrived_ms
+            if deadline_ms <= 0.0:
+                raise DeadlinePassed(f"{DUE}: the time passed before the request arrived; allow more")
+            texts.setdefault("deadline_ms", f"{deadline_ms:.3f}")
+        return texts
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Send a part of the answer."""
@@ -73,6 +99,16 @@ class Endpoint(NamedTuple):
         """Answer one request."""
         response = await self.answer(scope["exchange"])
         await response(scope, receive, send)
+
+
+def responses_metric(counts: Mapping[Any, int], *more: str) -> CounterMetricFamily:
+    """Return the counts of answers as a metric; their last labels are named `more`."""
+    text = "HTTP answers by route, status and outcome (met or late); 499: the client left before it."
+    names = ["route", "status", "outcome", *more]
+    family = CounterMetricFamily("subnetact_http_responses", text, labels=names)
+    for labels, count in counts.items():
+        family.add_metric(labels, count)
+    return family
 
 
 class BaseApp:
@@ -171,11 +207,7 @@ class BaseApp:
 
     def collect(self) -> Iterator[Any]:
         """Yield metrics as families of `prometheus_client`."""
-        text = "HTTP answers by route, status and outcome (met or late); 499: the client left before it."
-        family = CounterMetricFamily("subnetact_http_responses", text, labels=["route", "status", "outcome"])
-        for labels, count in self.responses.items():
-            family.add_metric(labels, count)
-        yield family
+        yield responses_metric(self.responses)
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""

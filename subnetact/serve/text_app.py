@@ -93,7 +93,7 @@ class TextApp(BaseApp):
         return error_document(refusal)
 
     async def _complete(self, kind: type[TextBody], exchange: Exchange) -> Response:
-        read = partial(self._asked, kind, exchange.fields)
+        read = partial(self._asked, kind, exchange)
         async with self.body(exchange, self.body_bytes) as raw:
             answer = TextAnswer(self.service, *await self.decoded(read, raw))
             try:
@@ -106,10 +106,10 @@ class TextApp(BaseApp):
                 answer.cancel()
                 raise
 
-    def _asked(self, kind: type[TextBody], headers: Mapping[str, str], raw: Raw) -> Asked:
+    def _asked(self, kind: type[TextBody], exchange: Exchange, raw: Raw) -> Asked:
         """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
         body, service = kind.read(raw), self.service
-        terms = body.completed(TextTerms, TextTerms.header_values(headers), self.limits.deadline_ms)
+        terms = body.completed(TextTerms, exchange.header_values(TextTerms), self.limits.deadline_ms)
         if body.model not in (None, service.name):
             raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")
         wishes = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from subnetact.cluster.client import ReplicaClient
-from subnetact.cluster.replica import unix_ms
 from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
@@ -19,6 +18,7 @@ from subnetact.errors import (
     RequestError,
     WorkerHung,
 )
+from subnetact.serve.base_app import unix_ms
 from subnetact.serving import Answer
 
 ANSWER = Answer(output=None, subnet=1, accuracy=70.0, latency_ms=5.0, met=True, batch_size=8)

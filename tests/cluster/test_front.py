@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from subnetact.cluster.client import ReplicaClient
-from subnetact.cluster.front import ARRIVED, FrontApp, Share
-from subnetact.cluster.replica import unix_ms
+from subnetact.cluster.front import FrontApp, Share
+from subnetact.serve.base_app import ARRIVED, unix_ms
 from subnetact.serving import Answer
 
 LATER_MS = 10.0**6
@@ -39,10 +39,14 @@ def fronts_of(count):
     clients = {f"front{i}": ReplicaClient(answer, {1: 70.0}) for i in range(count)}
 
     async def gather():
-        shares = {name: Share(client.accuracy, client.stats()) for name, client in clients.items()}
+        shares = {
+            name: Share(client.accuracy, client.stats(), dict(front.responses))
+            for (name, client), front in zip(clients.items(), fronts, strict=True)
+        }
         return shares, {"replica0": Share({1: 70.0}, clients["front0"].stats())}
 
-    return [FrontApp(gather, client, Engine(), slo_ms=LATER_MS) for client in clients.values()]
+    fronts = [FrontApp(gather, client, Engine(), slo_ms=LATER_MS) for client in clients.values()]
+    return fronts
 
 
 def exchange(front, method="POST", path="/infer", body=None, headers=(), **scope):
@@ -121,6 +125,8 @@ def test_no_series_falls_whichever_front_is_scraped():
         last = values
     submitted = [last[f'subnetact_submitted_total{{front="front{i}"}}'] for i in range(2)]
     assert submitted == [4.0, 2.0]
+    answer = 'subnetact_http_responses_total{{front="front{}",outcome="met",route="/infer",status="200"}}'
+    assert [last[answer.format(i)] for i in range(2)] == submitted
     assert last['subnetact_replica_submitted_total{replica="replica0"}'] == 4.0
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from subnetact import Engine
-from subnetact.cluster.replica import EngineReplica, to_arrays, to_tensors, unix_ms
+from subnetact.cluster.replica import EngineReplica, to_arrays, to_tensors
 from subnetact.errors import DeadlinePassed, FileFormatError, InvalidRequest
+from subnetact.serve.base_app import unix_ms
 from subnetact.serve.source import Source
 
 
