@@ -20,7 +20,7 @@ is plentiful stays for another reason: without it, two requests of the reference
 late, and none with it.
 
 --deadlines gives each request a deadline of its own, of one SLO or of 20, in the regular cells and 40 random
-ones of each seed, into results/policy_deadlines.json. HullFit plans with the deadlines that wait, or, for
+ones of each seed, into results/policy_grid_deadlines.json. HullFit plans with the deadlines that wait, or, for
 comparison, as if all had one SLO. Traces last 400 SLOs, or 24,000 requests if that is less.
 """
 
@@ -72,7 +72,7 @@ REPEATS = 4
 Floats = npt.NDArray[np.float64]
 ABLATION = HERE / "results" / "policy_ablation.json"
 SEEDS = (71, 72, 73, 74)
-DEADLINES = HERE / "results" / "policy_deadlines.json"
+DEADLINES = HERE / "results" / "policy_grid_deadlines.json"
 URGENT_SHARES = {"all at 1 SLO": 1.0, "a tenth at 1 SLO, the rest at 20": 0.1, "all at 20 SLOs": 0.0}
 LONGER, DEADLINE_CELLS = 20.0, 40
 ABLATED_SEEDS, ABLATED_CELLS, ABLATED_REQUESTS = (31, 32, 33, 34), 100, 3000
