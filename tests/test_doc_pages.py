@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from subnetact import errors
 from subnetact.profile.cli import build_parser
+from subnetact.serve.cli import options
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -59,3 +61,48 @@ def test_every_public_package_has_a_page_in_the_reference() -> None:
         if "__all__" in path.read_text()
     }
     assert public <= rooms
+
+
+def cells(page: str, heading: str) -> list[list[str]]:
+    """Return the rows of the table below a heading of a page."""
+    section = PAGES[page].split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\|(.*)\|$", section, re.MULTILINE)[2:]
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
+def test_the_table_of_the_server_has_every_option_and_its_default() -> None:
+    listed = {row[0].strip("`"): row[1] for row in cells("howto/serve.md", "Options")}
+    actions = {one.option_strings[0]: one.default for one in options()._actions if one.dest != "help"}
+    assert listed.keys() == actions.keys()
+    for name, default in actions.items():
+        values = default if isinstance(default, list) else [default]
+        shown = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
+        nothing = default is None or default is False or default == {}
+        assert listed[name].split() == ([] if nothing else shown), name
+
+
+def test_the_table_of_the_server_has_every_error_with_its_status() -> None:
+    exchange = pytest.importorskip("subnetact.serve.exchange", reason="serving needs the extra `serve`")
+    listed = {
+        (int(status), name)
+        for status, names, *_ in cells("howto/serve.md", "Errors")
+        for name in re.findall(r"\w+", names)
+    }
+    kinds = [errors.MissingExtra, errors.RequestError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    raised = {(exchange.refusal_of(kind("why")).status, kind.__name__) for kind in kinds} - {
+        (500, "RequestError")
+    }
+    source = "".join(path.read_text() for path in (ROOT / "subnetact" / "serve").glob("*.py"))
+    raised |= {(int(status), name) for status, name in re.findall(r'(\d{3}), "([A-Z]\w+)"', source)}
+    raised |= {(int(status), name) for status, name in re.findall(r'(\d{3}): "([A-Z]\w+)"', source)}
+    assert listed == raised
+
+
+def test_every_error_of_serving_is_explained() -> None:
+    page = PAGES["howto/troubleshooting.md"]
+    kinds = [errors.RequestError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        assert kind is errors.RequestError or f"| `{kind.__name__}` |" in page, kind
