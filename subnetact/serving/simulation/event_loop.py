@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count, repeat
@@ -66,25 +67,26 @@ class EventLoop:
             watchdog_ms=math.inf,
             shares=scenario.shares,
         )
-        self._result = SimulationResult(requests=count, served_by=[0] * len(scenario.table.subnets))
-        if decisions:
-            self._result.decisions = []
-        if requests:
-            never = np.full(count, np.nan)
-            self._result.log = RequestLog(never, never.copy(), np.full(count, -1, dtype=np.int32))
+        self._result = SimulationResult(
+            requests=count,
+            served_by=[0] * len(scenario.table.subnets),
+            decisions=[] if decisions else None,
+            log=RequestLog.empty(count) if requests else None,
+        )
         self._accuracy = scenario.table.known_accuracy()
         self._now = 0.0
         self._idle = list(range(workers))
-        self._parked: list[int] = []  # idle workers whose policy waits
         self._stacks: list[list[_Run]] = [[] for _ in range(workers)]  # what runs, on what is suspended
-        self._steps: list[tuple[float, int, int, _Run]] = []  # ends of steps
-        self._between: list[tuple[int, _Run]] = []  # jobs that are between two steps now
+        #: what happens when: ends of steps, by worker, and after those of the same time the events of workers
+        self._agenda: list[tuple[float, float, int, _Run | WorkerEvent]] = [
+            (event.t_ms, math.inf, i, event) for i, event in enumerate(scenario.events)
+        ]
+        self._between: list[_Run] = []  # jobs that are between two steps now
         self._down: set[int] = set()
         self._last_subnet = [-1] * workers
         self._serial = 0
         self._feed = arriving(scenario)
         self._next = next(self._feed, None)  # the request that arrives next
-        self._taken = 0  # of those that have arrived
         self._noise = noise_factors(scenario.noise, rng) if scenario.noise else repeat(1.0)
         self._bar = tqdm(total=count, unit="req", unit_scale=True, delay=1, disable=not progress or None)
 
@@ -94,66 +96,56 @@ class EventLoop:
         Raises:
             PolicyError: the policy answered with something that cannot run, or left requests waiting forever.
         """
-        steps = self._steps
+        agenda = self._agenda
         in_steps = hasattr(self._scenario.policy, "preempt") and self._scenario.blocks > 1
-        events = list(reversed(self._scenario.events))
-        following = min(self._arrival_ms, events[-1].t_ms if events else math.inf)
-        while following < math.inf:
-            self._now = now = following
-            while steps and steps[0][0] < now:
-                self._step_ends(*heappop(steps))
+        while True:
+            now = agenda[0][0] if agenda else math.inf
+            if self._next is not None and (self._idle or in_steps):  # otherwise no arrival can be served yet
+                now = min(now, self._next.accepted_ms)
+            if now == math.inf:
+                break
+            self._now = now
             if requests := self._arrived(now):
                 self._scheduler.submit(requests)
                 if not self._bar.disable:
                     self._bar.update(len(requests))
-            while steps and steps[0][0] <= now:
-                self._step_ends(*heappop(steps))
-            while events and events[-1].t_ms <= now:
-                self._worker_event(events.pop())
+            while agenda and agenda[0][0] <= now:
+                ends = heappop(agenda)[-1]
+                if isinstance(ends, _Run):
+                    self._step_ends(ends)
+                else:
+                    self._worker_event(ends)
             self._serve(now)
-            event_ms = events[-1].t_ms if events else math.inf
-            step_ms = steps[0][0] if steps else math.inf
-            following = min(step_ms, event_ms)
-            if self._parked or self._idle or in_steps:  # otherwise no arrival can be served yet
-                following = min(following, self._arrival_ms)
         self._bar.close()
         return self._finished()
 
-    @property
-    def _arrival_ms(self) -> float:
-        return math.inf if self._next is None else self._next.accepted_ms
-
     def _arrived(self, now: float) -> list[Request]:
-        found: list[Request] = []
+        arrived: list[Request] = []
         feed, request = self._feed, self._next
         while request is not None and request.accepted_ms <= now:
-            found.append(request)
+            arrived.append(request)
             request = next(feed, None)
         self._next = request
-        self._taken += len(found)
-        return found
+        return arrived
 
     def _serve(self, now: float) -> None:
         """Give jobs to idle workers while requests wait, then to those that are between two steps."""
         idle, scheduler = self._idle, self._scheduler
-        if self._parked:
-            idle.extend(self._parked)
-            heapify(idle)
-            self._parked.clear()
+        waiting: list[int] = []  # workers whose policy waits
         while idle and len(scheduler):
             worker = heappop(idle)
             job = scheduler.idle(worker, now)
-            if job is not None:
-                self._start(job)
-            elif len(scheduler):
-                self._parked.append(worker)
+            if job is None:
+                waiting.append(worker)
             else:
-                heappush(idle, worker)
+                self._start(job)
+        for worker in waiting:
+            heappush(idle, worker)
         between, self._between = self._between, []
-        for worker, run in between:
+        for run in between:
             urgent = scheduler.step_done(run.job, run.done / run.steps, now)
             if urgent is None:
-                self._plan_step(worker, run)
+                self._plan_step(run)
             else:
                 self._result.busy_ms += now - run.start_ms
                 run.start_ms = now  # until it goes on
@@ -176,43 +168,43 @@ class EventLoop:
         steps = blocks / self._scheduler.block_length(job, blocks)
         run = _Run(job, now, took + self._scenario.look_ms * (math.ceil(steps) - 1), steps)
         self._stacks[worker].append(run)
-        self._plan_step(worker, run)
+        self._plan_step(run)
         if self._result.decisions is not None:
             asked = worker, job.queued, job.slack_ms, subnet, job.size, len(job.part)
             self._result.decisions.append(Decision(now, *asked, run.finish_ms))
 
-    def _plan_step(self, worker: int, run: _Run) -> None:
+    def _plan_step(self, run: _Run) -> None:
         """Note when the next step of a job ends."""
         self._serial += 1
         end = self._now + run.step_ms
         last = run.done + 1 >= run.steps or end >= run.finish_ms - 1e-9
-        heappush(self._steps, (run.finish_ms if last else end, worker, self._serial, run))
+        heappush(self._agenda, (run.finish_ms if last else end, run.job.worker, self._serial, run))
 
-    def _step_ends(self, at: float, worker: int, _: int, run: _Run) -> None:
+    def _step_ends(self, run: _Run) -> None:
+        now, worker = self._now, run.job.worker
         stack = self._stacks[worker]
         if not stack or stack[-1] is not run:
             return  # the worker went down meanwhile
-        if at < run.finish_ms:
+        if now < run.finish_ms:
             run.done += 1
-            self._between.append((worker, run))
+            self._between.append(run)
             return
         stack.pop()
         self._count(run)
-        self._scheduler.finished(run.job, at)
+        self._scheduler.finished(run.job, now)
         if stack:  # a suspended job goes on
             before = stack[-1]
-            before.finish_ms += at - before.start_ms
-            before.start_ms = at
+            before.finish_ms += now - before.start_ms
+            before.start_ms = now
             self._last_subnet[worker] = before.job.subnet
-            self._plan_step(worker, before)
+            self._plan_step(before)
         else:
             heappush(self._idle, worker)
 
     def _count(self, run: _Run) -> None:
         result, job, finish = self._result, run.job, run.finish_ms
-        count, late = len(job.part), 0
-        while late < count and job.part[late].deadline_ms < finish:
-            late += 1
+        count = len(job.part)
+        late = bisect_left(job.part, finish, key=lambda request: request.deadline_ms)
         result.met += count - late
         result.late += late
         result.accuracy_sum += (count - late) * self._accuracy[job.subnet]
@@ -237,9 +229,7 @@ class EventLoop:
             heappush(self._idle, worker)
             return
         self._down.add(worker)
-        if worker in self._parked:
-            self._parked.remove(worker)
-        elif worker in self._idle:
+        if worker in self._idle:
             self._idle.remove(worker)
             heapify(self._idle)
         if self._stacks[worker]:
@@ -249,13 +239,13 @@ class EventLoop:
 
     def _finished(self) -> SimulationResult:
         result, counts, waiting = self._result, self._scheduler.counts, len(self._scheduler)
-        if waiting and self._parked:
+        if waiting and self._idle:
             raise PolicyError(
                 f"{type(self._scenario.policy).__name__} left {waiting} requests waiting on idle workers; "
                 "decide() must answer a batch if no batch is running and no request will arrive"
             )
         result.preempted, result.dropped = counts["preempted"], counts["dropped"]
-        result.unserved = waiting + counts["failed"] + result.requests - self._taken
+        result.unserved = result.missed - result.late - result.dropped
         return result
 
 

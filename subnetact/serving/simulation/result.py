@@ -48,6 +48,11 @@ class RequestLog:
     finish_ms: npt.NDArray[np.float64]
     subnet: npt.NDArray[np.int32]
 
+    @classmethod
+    def empty(cls, count: int) -> RequestLog:
+        """Return the log of requests without an outcome yet."""
+        return cls(np.full(count, np.nan), np.full(count, np.nan), np.full(count, -1, dtype=np.int32))
+
 
 @dataclass
 class SimulationResult:
