@@ -24,11 +24,10 @@ from subnetact.command import OptionFormatter, reported
 from subnetact.errors import ServeError
 from subnetact.files.documents import write_json
 from subnetact.loadtest.http_client import BODIES, ask_server, served_input
-from subnetact.loadtest.open_loop import Sent, summary, table, trace
+from subnetact.loadtest.open_loop import summary, table, trace
 from subnetact.serving.simulation.datasets import TRACES
 
 RANDOM_INPUTS = 64
-BINS = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--body", choices=BODIES, default="npy", help="how inputs travel")
     add("--token", help="token of the server")
     add("--out", type=Path, help="write the report to this file, as JSON")
-    add("--plot", type=Path, help="draw the run to this file")
     return reported(_run, parser.parse_args(arguments), "subnetact.loadtest")
 
 
@@ -65,30 +63,11 @@ def _run(args: argparse.Namespace) -> None:
     with tqdm(total=len(arrivals), disable=None, leave=False, unit=" requests") as line:
         wishes = args.slo_ms, args.min_accuracy, args.reserve_ms, args.body, args.token
         sent = asyncio.run(ask_server(args.url, inputs, arrivals, *wishes, lambda _: line.update()))
-    found = summary(sent, [-2] if labels is None else labels, args.slo_ms)
-    if labels is None:  # Nobody knows which answers are right.
-        del found["measured_accuracy"], found["effective_accuracy"]
     names = ("url", "trace", "rate", "slo_ms", "reserve_ms", "body")
-    report: dict[str, Any] = {**{name: getattr(args, name) for name in names}, **found}
+    report = {**{name: getattr(args, name) for name in names}, **summary(sent, labels, args.slo_ms)}
     print(table(report))
     if args.out is not None:
         write_json(args.out, report)
-    if args.plot is not None:
-        _plot(np.array(arrivals), sent, report, args.plot)
-
-
-def _plot(arrivals_ms: npt.NDArray[Any], sent: Sequence[Sent], report: dict[str, Any], path: Path) -> None:
-    """Draw arrivals, the accuracy of the answers in time, and misses."""
-    from subnetact.demo.contenders import Run, Trace, draw  # The extra `plot` may be missing.
-
-    slo_ms = report["slo_ms"]
-    in_time = np.array([one.reply is not None and one.latency_ms <= slo_ms for one in sent])
-    accuracy = np.array([np.nan if one.reply is None else one.reply.accuracy for one in sent])
-    accuracy[~in_time] = np.nan
-    run = Run(report["trace"], in_time, accuracy, in_time, in_time, 1.0)
-    bin_ms = max(float(arrivals_ms[-1]), 1.0) / BINS
-    title = f"{report['url']}: {100 * report['attainment']:.2f} % of {len(sent):,} requests in time"
-    draw(path, [run], Trace(arrivals_ms, slo_ms, {}, bin_ms), title)
 
 
 def _inputs(args: argparse.Namespace) -> tuple[npt.NDArray[Any], list[int] | None]:

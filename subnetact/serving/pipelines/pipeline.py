@@ -35,6 +35,7 @@ from subnetact.serving.scheduling.checks import check_deadline, check_time
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
 _OUTCOMES = ("met", "late", "dropped", "failed", "cancelled")
+_REFUSALS = (InvalidRequest, QueueFull, BatcherClosed)
 
 
 class StageTime(NamedTuple):
@@ -103,15 +104,19 @@ class PipelineStats:
 
 @dataclass(slots=True, eq=False)
 class _Trip:
-    """A request on its way through the stages; `waiting` are its inputs at stages that it has entered."""
+    """A request on its way through the stages.
+
+    `futures` are those of its inputs at stages that it has entered, and `missing` how many have no answer.
+    """
 
     accepted_ms: float
     deadline_ms: float
     future: Any = field(default_factory=AnswerFuture)
     outputs: dict[str, Any] = field(default_factory=dict)
-    times: dict[str, list[Any]] = field(default_factory=dict)
-    waiting: list[Future[Answer]] = field(default_factory=list)
-    ended: bool = False
+    times: dict[str, list[StageTime]] = field(default_factory=dict)
+    futures: dict[str, list[Future[Answer]]] = field(default_factory=dict)
+    missing: Counter[str] = field(default_factory=Counter)
+    accepted: bool = False
 
 
 class Pipeline(ClosedOnExit):
@@ -179,6 +184,7 @@ class Pipeline(ClosedOnExit):
         self._lock = new_lock()  # of the counters and of all trips
         self._ended = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
+        self._trips: set[_Trip] = set()  # those that have not ended
         self._latency = Histogram(MILLISECONDS)
         self._closing = False
         self._closers: set[int] = set()  # the threads in `close`, which may run callbacks that close again
@@ -251,22 +257,21 @@ class Pipeline(ClosedOnExit):
                     f"deadline_ms: {given:g} is shorter than the shortest path through the stages "
                     f"({self._shortest_ms:.3g} ms); allow more"
                 )
-        except InvalidRequest:
-            self._count(refused=1)
+            now = self._clock_ms()
+            trip = _Trip(now, now + given)
+            future: Future[PipelineAnswer] = trip.future
+            trip.future.on_cancel(partial(self._end, trip))
+            with self._lock:
+                if self._closing:
+                    raise BatcherClosed("the pipeline is closed or draining; open another one")
+                self._trips.add(trip)
+            for name in self.graph.sources:
+                self._enter(trip, name, x)
+        except _REFUSALS:
+            with self._lock:
+                self._counts["refused"] += 1
             raise
-        now = self._clock_ms()
-        trip = _Trip(now, now + given)
-        future: Future[PipelineAnswer] = trip.future
-        trip.future.on_cancel(partial(self._end, trip))
-        with self._lock:
-            if self._closing:
-                raise BatcherClosed("the pipeline is closed or draining; open another one")
-            self._counts["submitted"] += 1
-        for name in self.graph.sources:
-            refused = self._enter(trip, name, x)
-            if isinstance(refused, (InvalidRequest, QueueFull, BatcherClosed)):
-                self._count(refused=1, submitted=-1, failed=-1)
-                raise refused
+        trip.accepted = True
         return future
 
     async def infer(self, x: Any, deadline_ms: float | None = None) -> PipelineAnswer:
@@ -279,8 +284,8 @@ class Pipeline(ClosedOnExit):
 
     # -- the way through the stages --------------------------------------------------------------
 
-    def _enter(self, trip: _Trip, name: str, x: Any = None) -> BaseException | None:
-        """Give a request to a stage whose predecessors have all ended; return the error that ends it."""
+    def _enter(self, trip: _Trip, name: str, x: Any = None) -> None:
+        """Give a request to a stage whose predecessors have all ended; raise if a first stage refuses it."""
         try:
             self._send(trip, name, x)
         except BaseException as cause:
@@ -291,11 +296,9 @@ class Pipeline(ClosedOnExit):
                     f"{failure_text(cause)}; look at the input and the functions"
                 )
                 error.__cause__ = cause
-            ended = self._end(trip, error)
-            if not isinstance(cause, Exception):
+            refused = name in self.graph.sources and isinstance(cause, _REFUSALS)
+            if (self._end(trip, error, refused) and refused) or not isinstance(cause, Exception):
                 raise
-            return error if ended else None
-        return None
 
     def _send(self, trip: _Trip, name: str, x: Any) -> None:
         """Submit the inputs of a request to the batcher of a stage."""
@@ -312,40 +315,39 @@ class Pipeline(ClosedOnExit):
                 f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
             )
         left = max(trip.deadline_ms - now - self._reserves[name] * given, 1e-3)
-        results: list[Any] = [None] * len(inputs)
-        times = trip.times[name] = [None] * len(inputs)
-        missing = len(inputs)
+        trip.missing[name] = len(inputs)
+        futures = trip.futures[name] = []
+        for one in inputs:
+            futures.append(self.batchers[name].submit(one, left, min_accuracy=stage.min_accuracy))
+            if trip not in self._trips:  # then `_end` may not have seen this one
+                futures[-1].cancel()
+                return
+        for future in futures:
+            future.add_done_callback(partial(self._answered, trip, name, arrived_ms))
 
-        def answered(index: int, future: Future[Answer]) -> None:
-            nonlocal missing
-            if future.cancelled():  # `_end` cancels what still waits
+    def _answered(self, trip: _Trip, name: str, arrived_ms: float, future: Future[Answer]) -> None:
+        """Note that one of a request's inputs at a stage is done; after the last one, leave the stage."""
+        if future.cancelled():  # `_end` cancels what still waits
+            return
+        if (error := future.exception()) is not None:
+            self._end(trip, error)
+            return
+        with self._lock:
+            trip.missing[name] -= 1
+            if trip.missing[name] or trip not in self._trips:
                 return
-            if (error := future.exception()) is not None:
-                self._end(trip, error)
-                return
-            answer = future.result()
-            ran_ms = answer.latency_ms - answer.waited_ms
-            times[index] = StageTime(arrived_ms, answer.waited_ms, ran_ms, answer.subnet, answer.accuracy)
-            results[index] = answer.output
-            with self._lock:
-                missing -= 1
-                if missing:
-                    return
-            self._leave(trip, name, results if stage.each else results[0])
-
-        for index, one in enumerate(inputs):
-            if trip.ended:
-                return
-            future = self.batchers[name].submit(one, left, min_accuracy=stage.min_accuracy)
-            trip.waiting.append(future)
-            future.add_done_callback(partial(answered, index))
-            if trip.ended:  # then `_end` may not have seen this one
-                future.cancel()
+            answers = [future.result() for future in trip.futures[name]]
+        trip.times[name] = [
+            StageTime(arrived_ms, a.waited_ms, a.latency_ms - a.waited_ms, a.subnet, a.accuracy)
+            for a in answers
+        ]
+        outputs = [answer.output for answer in answers]
+        self._leave(trip, name, outputs if self._stages[name].each else outputs[0])
 
     def _leave(self, trip: _Trip, name: str, output: Any) -> None:
         """Note the output of a stage, and enter the stages that have all their inputs now."""
         with self._lock:
-            if trip.ended:
+            if trip not in self._trips:
                 return
             outputs, sinks = trip.outputs, self.graph.sinks
             outputs[name] = output
@@ -361,37 +363,31 @@ class Pipeline(ClosedOnExit):
             took_ms, met = now - trip.accepted_ms, now <= trip.deadline_ms
             self._end(trip, PipelineAnswer(output, took_ms, met, trip.times))
 
-    def _end(self, trip: _Trip, found: PipelineAnswer | BaseException | None = None) -> bool:
+    def _end(
+        self, trip: _Trip, found: PipelineAnswer | BaseException | None = None, refused: bool = False
+    ) -> bool:
         """Give a request its answer, its error, or None if it was cancelled; False if it has ended before."""
         with self._lock:
-            if trip.ended:
+            if trip not in self._trips:
                 return False
-            trip.ended = True
+            self._trips.remove(trip)
+            self._ended.notify_all()
+            if isinstance(found, PipelineAnswer):
+                self._counts["met" if found.met else "late"] += 1
+                self._latency.add(found.latency_ms)
+            elif not refused:
+                error = "dropped" if isinstance(found, DeadlinePassed) else "failed"
+                self._counts["cancelled" if found is None else error] += 1
             future, trip.future = trip.future, None  # a client that keeps it must not keep all outputs alive
-            trip.outputs = {}
-        while trip.waiting:
-            trip.waiting.pop().cancel()
+            futures, trip.futures, trip.outputs = trip.futures, {}, {}
+        for one in [one for entered in list(futures.values()) for one in entered]:
+            one.cancel()
         with suppress(InvalidStateError):  # the client has cancelled in the meantime
             if isinstance(found, PipelineAnswer):
-                with self._lock:
-                    self._latency.add(found.latency_ms)
-                self._count(**{"met" if found.met else "late": 1})
                 future.set_result(found)
-            elif found is None:
-                self._count(cancelled=1)
-            else:
-                self._count(**{"dropped" if isinstance(found, DeadlinePassed) else "failed": 1})
+            elif found is not None and not refused:
                 future.set_exception(found)
         return True
-
-    def _count(self, **changes: int) -> None:
-        with self._lock:
-            self._counts.update(changes)
-            self._ended.notify_all()
-
-    @property
-    def _open(self) -> int:
-        return self._counts["submitted"] - sum(self._counts[name] for name in _OUTCOMES)
 
     # -- at any time -----------------------------------------------------------------------------
 
@@ -399,10 +395,10 @@ class Pipeline(ClosedOnExit):
         """Return a snapshot of the counters, with those of every stage."""
         stages = {name: batcher.stats() for name, batcher in self.batchers.items()}
         with self._lock:
-            counts = {name: self._counts[name] for name in ("submitted", *_OUTCOMES, "refused")}
-            return PipelineStats(
-                **counts, open=self._open, latency_ms=self._latency.snapshot(), stages=stages
-            )
+            counts = {name: self._counts[name] for name in (*_OUTCOMES, "refused")}
+            counts["open"] = sum(trip.accepted for trip in self._trips)
+            submitted = sum(counts.values()) - counts["refused"]
+            return PipelineStats(submitted, **counts, latency_ms=self._latency.snapshot(), stages=stages)
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those on their way, and end all threads.
@@ -422,7 +418,7 @@ class Pipeline(ClosedOnExit):
         try:
             if drain:
                 with self._lock:
-                    self._ended.wait_for(lambda: not self._open)
+                    self._ended.wait_for(lambda: not self._trips)
             for name in self.graph.order:
                 self.batchers[name].close(drain=drain)
         finally:
