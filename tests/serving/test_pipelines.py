@@ -19,6 +19,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving import Pipeline, PipelineModel, Stage, StageModel, plan_pipeline, poisson
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
 from subnetact.serving.pipelines.model import StageChoice, estimate_pipeline
+from subnetact.serving.pipelines.pipeline import PipelineStats
 from subnetact.serving.policies import HullFit
 from subnetact.serving.simulation.simulator import simulate
 
@@ -139,6 +140,7 @@ def test_a_deadline_below_the_shortest_path_is_refused() -> None:
         assert (stats.refused, stats.submitted, stats.open) == (3, 0, 0)
     with pytest.raises(BatcherClosed):
         live.submit("x")
+    assert live.stats().refused == 4
 
 
 # -- live ----------------------------------------------------------------------------------------------
@@ -357,6 +359,22 @@ def test_a_request_that_failed_before_another_first_stage_refuses_it_has_one_out
             live.submit("raise").result(60)
         stats = live.stats()
         assert (stats.submitted, stats.failed, stats.refused, stats.open) == (1, 1, 0, 0)
+
+
+def test_a_request_counts_as_accepted_only_when_every_first_stage_has_accepted_it() -> None:
+    between: list[PipelineStats] = []
+
+    def prepare(x: Any) -> Any:
+        if x != "later":
+            return x
+        between.append(live.stats())
+        return "refused"
+
+    with pipeline(engine("a"), engine("b", prepare=prepare)) as live:
+        with pytest.raises(InvalidRequest, match="refused"):
+            live.submit("later")
+        counted = [(one.submitted, one.failed, one.refused, one.open) for one in (*between, live.stats())]
+        assert counted == [(0, 0, 0, 0), (0, 0, 1, 0)]
 
 
 # -- simulation ------------------------------------------------------------------------------------------
