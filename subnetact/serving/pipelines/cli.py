@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from subnetact.command import OptionFormatter, reported
+from subnetact.command import reported
 from subnetact.files.documents import write_json
 from subnetact.serving.pipelines.model import PipelineModel
 from subnetact.serving.pipelines.planner import plan_pipeline
-from subnetact.serving.simulation.datasets import TRACES, load_trace
+from subnetact.serving.simulation.cli import chosen_trace, trace_parser
+from subnetact.serving.simulation.datasets import TRACES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace) -> None:
     model = PipelineModel.load(options.pipeline)
-    arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+    arrivals = chosen_trace(options)
     most, seed = options.most_workers, options.seed
     plan = plan_pipeline(arrivals, model, options.percentile, most_workers=most, seed=seed)
     if options.json is not None:
@@ -52,15 +53,10 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    name = "python -m subnetact.plan"
-    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=OptionFormatter)
+    parser = trace_parser("python -m subnetact.plan", __doc__, scale=1.0)
     add = parser.add_argument
     add("pipeline", type=Path, help="description of the pipeline, a JSON file")
     add("trace", help=f"a text file with one arrival time in ms per line, or one of {', '.join(TRACES)}")
     add("--percentile", type=float, default=99.0, help="percentile that meets the SLO")
     add("--most-workers", type=int, default=64, help="greatest number of workers per stage")
-    add("--scale", type=float, default=1.0, help="factor on the rates of the trace")
-    add("--duration-s", type=float, help="keep only the first seconds of the trace")
-    add("--seed", type=int, default=0, help="seed of the trace and of the simulations")
-    add("--json", type=Path, metavar="FILE", help="write the plan to this file as JSON")
     return parser

@@ -317,8 +317,7 @@ def estimate_pipeline(
 def _simulated(scenario: Scenario, expired: str, rng: np.random.Generator) -> StageEstimate:
     arrivals, table = scenario.arrivals_ms, scenario.table
     if not len(arrivals):
-        log = RequestLog(arrivals, arrivals, np.empty(0, dtype=np.int32))
-        nothing = SimulationResult(served_by=[0] * len(table.subnets), log=log)
+        nothing = SimulationResult(served_by=[0] * len(table.subnets), log=RequestLog.empty(0))
         return StageEstimate(arrivals, math.nan, nothing)
     result = EventLoop(scenario, expired=expired, rng=rng, requests=True, progress=False).run()
     accuracy = np.average(table.accuracy, weights=result.served_by) if any(result.served_by) else math.nan

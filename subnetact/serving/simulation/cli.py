@@ -20,13 +20,13 @@ import numpy as np
 
 from subnetact.command import OptionFormatter, reported
 from subnetact.files.documents import write_json
+from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import make_policy, policy_names
 from subnetact.serving.scheduling.checks import EXPIRED_RULES
 from subnetact.serving.simulation.datasets import TRACES, load_trace, superserve_a40
 from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.replay import LiveRun
-from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
 
 
@@ -38,24 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(options: argparse.Namespace) -> None:
     """Print how policies do on a trace, or on the arrivals of a live run beside the run itself."""
     live = LiveRun.load(options.replay) if options.replay else None
-    if live is None:
-        table, usual = superserve_a40(), (36.0, 8, "drop")
-    else:
-        table, usual = live.measured, (float(np.median(live.slo_ms)), live.workers, live.expired)
+    usual = (36.0, 8, "drop") if live is None else (float(np.median(live.slo_ms)), live.workers, live.expired)
     for option, value in zip(("slo_ms", "workers", "expired"), usual, strict=True):
         if getattr(options, option) is None:
             setattr(options, option, value)
     if options.table:
         table = LatencyTable.load(options.table)
+    else:
+        table = superserve_a40() if live is None else live.measured
     names = policy_names(table) if "all" in options.policy else options.policy
     policies = {name: make_policy(name, table, options.slo_ms) for name in names}
-    results: dict[str, SimulationResult] = {}
+    results = {} if live is None else {f"live {live.policy}": live.result}
     bound, refused, slos, floors = None, 0, options.slo_ms, None
     if live is None:
-        arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+        arrivals = chosen_trace(options)
         bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
     else:
-        results[f"live {live.policy}"] = live.result
         possible = live.slo_ms >= table.fastest_ms  # no policy can meet the others
         refused = len(possible) - int(possible.sum())
         arrivals, slos, floors = (one[possible] for one in (live.arrivals_ms, live.slo_ms, live.floors))
@@ -66,15 +64,19 @@ def _compare(options: argparse.Namespace) -> None:
         f"{'policy':<16}{'attainment':>12}{'mean acc':>10}{'eff acc':>10}{'missed':>10}"
         + ("" if bound is None else f"{'to bound':>10}")
     )
-    for name, result in results.items():
-        _show(name, result, bound)
     passed_on = ("workers", "expired", "noise", "overhead_ms", "seed")
     settings: dict[str, Any] = {option: getattr(options, option) for option in passed_on}
-    for name, policy in policies.items():
-        result = simulate(arrivals, table, policy, slo_ms=slos, min_accuracy=floors, **settings)
-        results[name] = result
-        result.requests, result.dropped = result.requests + refused, result.dropped + refused
-        _show(name, result, bound)
+    for name in (*results, *policies):
+        if name in policies:
+            result = simulate(arrivals, table, policies[name], slos, min_accuracy=floors, **settings)
+            result.requests, result.dropped = result.requests + refused, result.dropped + refused
+            results[name] = result
+        result = results[name]
+        print(
+            f"{name:<16}{result.attainment:>12.6f}{result.mean_accuracy:>10.3f}"
+            f"{result.effective_accuracy:>10.3f}{result.missed:>10}"
+            + ("" if bound is None else f"{bound - result.effective_accuracy:>10.3f}")
+        )
     summary: dict[str, Any] = {"policies": {name: result.summary() for name, result in results.items()}}
     if bound is not None:
         print(f"{'fluid bound':<32}{bound:>16.3f}")
@@ -83,17 +85,8 @@ def _compare(options: argparse.Namespace) -> None:
         write_json(options.json, summary)
 
 
-def _show(name: str, result: SimulationResult, bound: float | None) -> None:
-    to_bound = "" if bound is None else f"{bound - result.effective_accuracy:>10.3f}"
-    print(
-        f"{name:<16}{result.attainment:>12.6f}{result.mean_accuracy:>10.3f}"
-        f"{result.effective_accuracy:>10.3f}{result.missed:>10}{to_bound}"
-    )
-
-
 def _parser() -> argparse.ArgumentParser:
-    name = "python -m subnetact.simulate"
-    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=OptionFormatter)
+    parser = trace_parser("python -m subnetact.simulate", __doc__, scale=2.0)
     add = parser.add_argument
     add("--table", type=Path, help="latency table, JSON (default: SuperServe's table of an NVIDIA A40)")
     trace = f"the trace of arrivals: {', '.join(TRACES)}, or a text file with one arrival time in ms per line"
@@ -115,8 +108,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--expired", choices=EXPIRED_RULES, help=rule)
     add("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
     add("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
-    add("--scale", type=float, default=2.0, help="factor on the rates of the trace")
+    return parser
+
+
+def trace_parser(name: str, description: str | None, scale: float) -> argparse.ArgumentParser:
+    """Return the parser of a command that simulates on a trace, with the options of the trace and results."""
+    parser = argparse.ArgumentParser(name, description=description, formatter_class=OptionFormatter)
+    add = parser.add_argument
+    add("--scale", type=float, default=scale, help="factor on the rates of the trace")
     add("--duration-s", type=float, help="keep only the first seconds of the trace (default: all)")
-    add("--seed", type=int, default=0, help="seed of arrivals and noise")
+    add("--seed", type=int, default=0, help="seed of the trace and of the simulations")
     add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
     return parser
+
+
+def chosen_trace(options: argparse.Namespace) -> Floats:
+    """Return the trace that the options of `trace_parser` and `trace` choose."""
+    return load_trace(options.trace, options.scale, options.seed, options.duration_s)

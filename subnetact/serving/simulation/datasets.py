@@ -5,7 +5,6 @@ The JSON file beside each recorded trace names its source and licence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -19,6 +18,7 @@ from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.simulation.traces import bursty, check, from_counts, from_timestamps, time_varying
 
+_DATA = files("subnetact") / "data"
 _FILES = {
     "maf": "maf2019_per_minute",
     "azure_llm": "azure_llm2023_conv_arrivals",
@@ -36,8 +36,7 @@ def trace_series(name: str) -> dict[str, npt.NDArray[Any]]:
     """
     if name not in _FILES:
         raise TraceError(f"trace: {name!r} is not known; choose from {', '.join(_FILES)}")
-    file = files("subnetact") / "data" / "traces" / f"{_FILES[name]}.npz"
-    with as_file(file) as path, np.load(path) as archive:
+    with as_file(_DATA / "traces" / f"{_FILES[name]}.npz") as path, np.load(path) as archive:
         return {key: archive[key] for key in archive.files}
 
 
@@ -50,21 +49,8 @@ def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTabl
     Returns:
         The latencies of the forward pass as SuperServe's authors measured them, with the statistic "std".
     """
-    path = files("subnetact") / "data" / "profiles" / "superserve_a40_ofa_resnet50.json"
-    document = json.loads(path.read_text(encoding="utf-8"))
-    measured = document["subnets"]
-    cells = {
-        kind: [[subnet["latency_ms"][str(size)][kind] for size in batch_sizes] for subnet in measured]
-        for kind in ("mean", "std")
-    }
-    return LatencyTable(
-        subnets=[f"{subnet['accuracy']:.3f}" for subnet in measured],
-        accuracy=[subnet["accuracy"] for subnet in measured],
-        batch_sizes=list(batch_sizes),
-        latency_ms=cells["mean"],
-        statistics={"std": cells["std"]},
-        stamp={"device": document["device"], "source": document["source"], **document["hardware"]},
-    )
+    with as_file(_DATA / "profiles" / "superserve_a40_ofa_resnet50.json") as path:
+        return LatencyTable.load(path).select(batch_sizes=batch_sizes)
 
 
 def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float | None = None) -> Floats:
