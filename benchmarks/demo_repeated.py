@@ -2,10 +2,11 @@
 
     python benchmarks/demo_repeated.py [--text] [--seeds 0 1 2 3 4] [--load 0] [--out FILE]
 
-Every run is `python -m subnetact.demo` in a process of its own. With `--load N`, N processes compute for
-random spans of up to two seconds and pause for random spans, from the start of every run to its end, so that
-the machine has another speed while the demo serves than while it profiled. `--text` runs the demo of
-the language model. Runs of seeds that the file has are kept. `--report` writes their pages in results/.
+Every run is `python -m subnetact.demo` in a process of its own, or with `--text` `benchmarks/text_demo.py`,
+the demo of the language model. With `--load N`, N processes compute for random spans of up to two seconds and
+pause for random spans, from the start of every run to its end, so that the machine has another speed while
+the demo serves than while it profiled. Runs of seeds that the file has are kept. `--report` writes their
+pages in results/.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def run(seed: int, load: int, text: bool, figure: Path | None) -> dict[str, Any]
     try:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "demo.json"
-            command = [sys.executable, "-m", "subnetact.demo", "--seed", str(seed), "--json", str(out)]
-            command += ["--out", str(figure or Path(folder) / "demo.png"), *(["--text"] if text else [])]
+            demo = ["benchmarks/text_demo.py"] if text else ["-m", "subnetact.demo"]
+            command = [sys.executable, *demo, "--seed", str(seed), "--json", str(out)]
+            command += ["--out", str(figure or Path(folder) / "demo.png")]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             found: dict[str, Any] = json.loads(out.read_text())
     finally:

@@ -113,9 +113,7 @@ def test_the_demo_runs_and_draws(
 def run(slowdown: float = 1.0, late_ms: float = 0.5) -> Run:
     accuracy = np.array([80.0, 70.0, np.nan, 60.0])
     right = np.array([1.0, 0.0, 0.0, 1.0])
-    return Run(
-        "ours", ~np.isnan(accuracy), accuracy, right, np.full(4, late_ms), slowdown, {"measured": 66.0}
-    )
+    return Run("ours", accuracy, right, np.full(4, late_ms), slowdown, {"measured": 66.0})
 
 
 def test_a_contender_is_counted() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import text_demo
 from generation_tables import step_table
+from text_demo import ANSWER, SEQUENCES, main, prompt_trace
 
-from subnetact.demo import text_demo
-from subnetact.demo.cli import main
 from subnetact.demo.contenders import Run, serve
-from subnetact.demo.text_demo import ANSWER, SEQUENCES, prompt_trace
 from subnetact.errors import BatchFailed, DeadlinePassed, QueueFull, TraceError
 from subnetact.generation import StepTable
 from subnetact.generation.text import text_facts
@@ -22,10 +21,10 @@ from subnetact.generation.text import text_facts
 
 def test_the_score_is_over_all_tokens_that_were_asked_for() -> None:
     accuracy = np.array([30.0, 26.0, *[np.nan] * 6])
-    run = Run("ours", ~np.isnan(accuracy), accuracy, np.nan_to_num(accuracy) / 100, np.array([0.5]), 1.0)
+    run = Run("ours", accuracy, np.nan_to_num(accuracy) / 100, np.array([0.5]), 1.0)
     assert run.shares == pytest.approx({"in time": 25.0, "profiled": 28.0, "right and in time": 56.0 / 8})
     nothing = np.full(8, np.nan)
-    run = Run("none", ~np.isnan(nothing), nothing, np.zeros(8), np.array([0.5]), 1.0)
+    run = Run("none", nothing, np.zeros(8), np.array([0.5]), 1.0)
     assert run.shares == {"in time": 0.0, "profiled": 0.0, "right and in time": 0.0}
 
 
@@ -85,7 +84,7 @@ def test_the_demo_runs_and_draws(
     monkeypatch.setattr(text_demo, "profile_steps", made_up)
     monkeypatch.setattr(text_demo, "_sustained", lambda _, spec, *__: 200.0 - 0.1 * sum(spec["ffn"]) / 4)
     files = ["--out", str(tmp_path / "text.png"), "--json", str(tmp_path / "text.json")]
-    assert main(["--text", "--seconds", "0.5", *files]) == 0
+    assert main(["--seconds", "0.5", *files]) == 0
     printed = capsys.readouterr().out
     for words in (
         "on held-out docstrings",

@@ -1,6 +1,5 @@
-"""Demonstrations on the embedded models: `python -m subnetact.demo` and `python -m subnetact.demo --text`.
+"""A demonstration on an embedded model: `python -m subnetact.demo`.
 
 * `digits_demo`: handwritten digits under deadlines, from calibration to live serving.
-* `text_demo`: prompts under deadlines per token, with a subnet per step of generation.
-* `contenders`: what both share.
+* `contenders`: several ways to serve one trace, their table and their figure.
 """

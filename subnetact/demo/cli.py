@@ -1,9 +1,8 @@
 """Serve a burst of requests live on an embedded model, beside fixed subnets, and draw a figure.
 
 The demo loads the supernet that was trained on handwritten digits, repairs the accuracy of its subnets by
-calibration, profiles them on this machine, and serves a burst of real digit images under deadlines. With
---text it serves prompts with the embedded language model, whose tokens have deadlines. The same arrivals are
-served several times: with all subnets, and with single ones.
+calibration, profiles them on this machine, and serves a burst of real digit images under deadlines. The same
+arrivals are served several times: with all subnets, and with single ones.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,12 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a demonstration with the options of `sys.argv` if None are given; return the exit status."""
     parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
     add = parser.add_argument
-    add("--text", action="store_true", help="serve prompts with the embedded language model (the extra hf)")
     add("--out", type=Path, default=Path("subnetact_demo.png"), help="file of the figure")
     add("--json", type=Path, help="also write the figures of every contender to this file")
-    add("--candidates", type=int, default=40, help="subnets to choose from, of the digits")
+    add("--candidates", type=int, default=40, help="subnets to choose from")
     add("--seconds", type=float, default=9.0, help="length of the trace")
-    add("--profile-ms", type=float, default=PROFILE_MS, help="time spent per table cell, of the digits")
+    add("--profile-ms", type=float, default=PROFILE_MS, help="time spent per cell of the latency table")
     add("--seed", type=int, default=0, help="seed of candidates, requests and arrivals")
     args = parser.parse_args(arguments)
     folders = all(path is None or path.parent.is_dir() for path in (args.out, args.json))
@@ -41,10 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--out and --json need folders that exist, --seconds and --profile-ms finite numbers above 0, "
             "--candidates at least 2"
         )
-    return reported(_demonstrate, args, "subnetact.demo")
+    return demonstrate(demonstrate_digits, args, "subnetact.demo")
 
 
-def _demonstrate(args: argparse.Namespace) -> None:
+def demonstrate(run: Callable[[argparse.Namespace], None], args: argparse.Namespace, name: str) -> int:
+    """Run a demonstration on one thread, without the notes of the service; return the exit status."""
     log = logging.getLogger("subnetact.serving")
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -53,9 +52,4 @@ def _demonstrate(args: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
         log.setLevel(logging.ERROR)  # a machine that changed its speed gets a note at the end
-        if args.text:
-            from subnetact.demo.text_demo import demonstrate_text  # The extra `hf` may be missing.
-
-            demonstrate_text(args)
-        else:
-            demonstrate_digits(args)
+        return reported(run, args, name)

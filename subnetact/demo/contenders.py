@@ -1,4 +1,4 @@
-"""What the demonstrations share: contenders on one trace, notes on the machine, a table and a figure."""
+"""Contenders that serve one trace, one after the other: notes on the machine, a table and a figure."""
 
 from __future__ import annotations
 
@@ -33,12 +33,16 @@ class Run:
     """What one contender did with the items of a trace: requests or tokens."""
 
     name: str
-    in_time: npt.NDArray[np.bool_]  # of every item
     accuracy: Floats  # in percent, as profiled, of the subnet of every item in time; NaN for the others
     right: Floats  # whether every item came in time and right, or how likely
     late_ms: Floats  # how long after its due time the client sent every request
     slowdown: float  # typical latency of a batch, as a multiple of the profiled one
     more: Mapping[str, float] = field(default_factory=dict)  # further shares, in percent
+
+    @property
+    def in_time(self) -> npt.NDArray[np.bool_]:
+        """Whether every item came in time."""
+        return ~np.isnan(self.accuracy)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -186,6 +190,6 @@ def draw(path: Path, runs: Sequence[Run], trace: Trace, title: str) -> None:
     asked.set(ylabel="asked for\nper second", title=title)
     accuracy.set(ylabel="accuracy of what was\nanswered in time (%)")
     missed.set(ylabel="missed (%)", xlabel="seconds")
-    for axes in (asked, accuracy) if trace.sustained else (accuracy,):
-        axes.legend()
+    asked.legend()
+    accuracy.legend()
     figure.savefig(path, dpi=110)

@@ -116,10 +116,9 @@ def _serve(
     with Batcher(engine, policy=policy, slo_ms=slo_ms) as batcher:
         served, late_ms = serve(arrivals_ms, lambda i, _: batcher.submit(images[i % len(images)], slo_ms))
         slowdown, _ = batcher.corrections.drift()
-    answers = {i: answer for i, answer in enumerate(served) if answer and answer.met}
-    right, accuracy = np.zeros(len(served)), np.full(len(served), np.nan)
-    for i, answer in answers.items():
-        right[i] = answer.output.argmax() == data.labels[i % len(images)]
-        accuracy[i] = answer.accuracy
-    measured = 100 * float(right.sum()) / max(len(answers), 1)
-    return Run(name, ~np.isnan(accuracy), accuracy, right, late_ms, slowdown, {"measured": measured})
+    answers = [answer if answer and answer.met else None for answer in served]
+    accuracy = np.array([answer.accuracy if answer else np.nan for answer in answers])
+    labels = [int(answer.output.argmax()) if answer else -1 for answer in answers]
+    right = np.array(labels) == np.resize(data.labels.numpy(), len(labels))
+    measured = 100 * float(right.sum()) / max(len(answers) - answers.count(None), 1)
+    return Run(name, accuracy, right, late_ms, slowdown, {"measured": measured})

@@ -92,30 +92,30 @@ def plan(
     if candidates is None:
         names = ("hullfit", "slackfit:4", "slackfit:8", "slackfit:16")
         candidates = {name: partial(make_policy, name, slo_ms=slo_ms) for name in names}
-    tried: dict[tuple[str, int], float] = {}
     results: dict[tuple[str, int], SimulationResult] = {}
 
     def meets(name: str, workers: int) -> bool:
         if (name, workers) not in results:
-            policy = candidates[name](slower)
-            found = simulate(arrivals, slower, policy, slo_ms, workers=workers, expired=expired, seed=seed)
-            results[name, workers], tried[name, workers] = found, found.attainment
-        found = results[name, workers]
-        return found.attainment >= attainment and found.mean_accuracy >= min_mean_accuracy
+            results[name, workers] = simulate(
+                arrivals, slower, candidates[name](slower), slo_ms, workers, expired, seed=seed
+            )
+        result = results[name, workers]
+        return result.attainment >= attainment and result.mean_accuracy >= min_mean_accuracy
 
-    plans: list[Plan] = []
-    for name, make in candidates.items():
-        most = min((other.workers for other in plans), default=most_workers)
-        workers = fewest(partial(meets, name), most)
+    plans: dict[str, int] = {}
+    for name in candidates:
+        workers = fewest(partial(meets, name), min(plans.values(), default=most_workers))
         if workers is not None:
-            plans.append(Plan(workers, name, make, results[name, workers], tried))
+            plans[name] = workers
+    tried = {one: result.attainment for one, result in results.items()}
     if not plans:
         closest = max(tried.values(), default=math.nan)
         raise PolicyError(
             f"attainment: {attainment} is not reached with {most_workers} workers (best {closest:.6f}); "
             "allow more workers or a longer SLO"
         )
-    return min(plans, key=lambda one: (one.workers, -one.result.effective_accuracy))
+    best = min(plans.items(), key=lambda one: (one[1], -results[one].effective_accuracy))
+    return Plan(best[1], best[0], candidates[best[0]], results[best], tried)
 
 
 def fewest(meets: Callable[[int], bool], most: int, first: int = 1) -> int | None:

@@ -1,4 +1,6 @@
-"""The embedded language model under a burst of prompts: `python -m subnetact.demo --text`.
+"""The embedded language model under a burst of prompts.
+
+    python benchmarks/text_demo.py [--seconds 9] [--seed 0] [--out FIGURE] [--json FILE]
 
 The same prompts arrive once for all subnets together, and once for every subnet alone. Every token has a
 deadline. What counts are the tokens that came in time, and how often their subnets predict the next token of
@@ -9,9 +11,10 @@ from __future__ import annotations
 
 import random
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from pydoc_data.topics import topics  # no text of which the model has seen
 from typing import Any
 
@@ -19,6 +22,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from subnetact.command import run_command
+from subnetact.demo.cli import demonstrate
 from subnetact.demo.contenders import Run, Trace, compare, header, lulls_and_burst, serve
 from subnetact.generation import Completion, Generator, StepTable, profile_steps
 from subnetact.generation import text as embedded
@@ -106,7 +111,7 @@ def demonstrate_text(args: Namespace) -> None:
         more = {"dropped": 100 * answers.count(None) / len(prompts)}
         accuracy = accuracy.ravel()
         expected = np.nan_to_num(accuracy) / 100
-        return Run(name, ~np.isnan(accuracy), accuracy, expected, late_ms, slowdown, more)
+        return Run(name, accuracy, expected, late_ms, slowdown, more)
 
     facts["subnets"] = [{"subnet": s.key, "tokens_per_s": r} for s, r in zip(specs, sustained, strict=True)]
     facts |= {"prompts": len(prompts), "token_ms": token_ms}
@@ -146,3 +151,17 @@ def prompt_trace(sustained: Sequence[float], seconds: float, seed: int) -> tuple
     parts = [seconds * part for part in PARTS]
     arrivals_ms = lulls_and_burst(lull, burst, parts, seed, steady=0.0, cv2=1.0)
     return arrivals_ms, SLACK * 1e3 * SEQUENCES / sustained[-1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demonstration with the options of `sys.argv` if None are given; return the exit status."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("text_demo.png"), help="file of the figure")
+    parser.add_argument("--json", type=Path, help="also write the figures of every contender to this file")
+    parser.add_argument("--seconds", type=float, default=9.0, help="length of the trace")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and arrivals")
+    return demonstrate(demonstrate_text, parser.parse_args(arguments), "text_demo")
+
+
+if __name__ == "__main__":
+    run_command(main)
