@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite, sqrt
+from math import inf, isfinite
 
 import numpy as np
 
@@ -23,7 +23,6 @@ class Stream:
     Attributes:
         rate_qps: mean rate, requests per second.
         capacity_qps: how many of these requests one worker answers per second within the SLO.
-        cv2: squared coefficient of variation of the gaps between requests; 1 is a Poisson process.
         memory_mb: memory, MiB, that the model takes on every worker of its group.
 
     Raises:
@@ -32,7 +31,6 @@ class Stream:
 
     rate_qps: float
     capacity_qps: float
-    cv2: float = 1.0
     memory_mb: float = 0.0
 
     def __post_init__(self) -> None:
@@ -63,9 +61,7 @@ class Grouping:
     headroom: float
 
 
-def group_streams(
-    streams: Sequence[Stream], workers: int, groups: int, memory_mb: float = inf, burst_weight: float = 0.0
-) -> Grouping:
+def group_streams(streams: Sequence[Stream], workers: int, groups: int, memory_mb: float = inf) -> Grouping:
     """Assign streams to groups and workers to groups so that the least ratio of workers to load is greatest.
 
     Every stream is in one group, the numbers of workers are whole, and the models of a group fit into the
@@ -77,7 +73,6 @@ def group_streams(
         workers: number of workers to assign.
         groups: the greatest number of groups; empty groups get no worker.
         memory_mb: memory of one worker, MiB.
-        burst_weight: the load of a stream counts as load + burst_weight * sqrt(cv2 * load).
 
     Returns:
         The assignment.
@@ -94,7 +89,7 @@ def group_streams(
         raise TraceError("streams: empty; give at least one")
     check_count(workers, "workers")
     check_count(groups, "groups")
-    loads = np.array([stream.load + burst_weight * sqrt(stream.cv2 * stream.load) for stream in streams])
+    loads = np.array([stream.load for stream in streams])
     sizes = np.array([stream.memory_mb for stream in streams])
 
     solve = partial(_solve, loads, sizes, workers, groups, memory_mb)

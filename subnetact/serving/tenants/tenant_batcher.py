@@ -127,7 +127,6 @@ class TenantBatcher(ClosedOnExit):
         period_ms: time between two plans, ms. If None, every worker serves every tenant.
         groups: the greatest number of groups. If None, the number of tenants, or of workers if that is less.
         memory_mb: memory of a worker, MiB.
-        burst_weight: as in `group_streams`.
         clock_ms: a monotonic clock, ms, for turns, plans and the tenants' batchers. If None, that of
             `Batcher`.
 
@@ -158,7 +157,6 @@ class TenantBatcher(ClosedOnExit):
         period_ms: float | None = None,
         groups: int | None = None,
         memory_mb: float = math.inf,
-        burst_weight: float = 0.0,
         clock_ms: Callable[[], float] | None = None,
     ) -> None:
         given = list(tenants)
@@ -170,7 +168,7 @@ class TenantBatcher(ClosedOnExit):
                 raise PolicyError(f"tenants: two are called {name!r}; give each a name of its own")
         self._workers = check_count(workers, "workers")
         self._groups = min(len(given), workers) if groups is None else check_count(groups, "groups")
-        self._memory_mb, self._burst_weight = memory_mb, burst_weight
+        self._memory_mb = memory_mb
         self._clock_ms = clock_ms or monotonic_ms
         self._shared = SharedWorkers({tenant.name: tenant.share for tenant in given})
         self._serves = dict.fromkeys(self.tenants, frozenset(range(workers)))
@@ -181,7 +179,7 @@ class TenantBatcher(ClosedOnExit):
         self.plans: deque[tuple[float, Grouping]] = deque(maxlen=_KEPT_PLANS)
         if period_ms is not None:
             check_positive(period_ms, "period_ms")
-            self._grouping(*2 * [dict.fromkeys(self.tenants, 0.0)])  # refuse what cannot be planned at once
+            self._grouping(dict.fromkeys(self.tenants, 0.0))  # refuse what cannot be planned at once
         self.batchers: dict[str, Batcher] = {}
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for tenant in given:
@@ -269,17 +267,13 @@ class TenantBatcher(ClosedOnExit):
             MissingExtra: scipy is not installed.
         """
         with self._planning:
-            now, since_ms = self._clock_ms(), self._planned_ms
-            took_s, self._planned_ms = max((now - since_ms) / 1e3, 1e-6), now
-            rates, spread = {}, dict.fromkeys(self.tenants, 1.0)
+            now = self._clock_ms()
+            took_s, self._planned_ms = max((now - self._planned_ms) / 1e3, 1e-6), now
+            rates = {}
             for name, batcher in self.batchers.items():
                 before, self._planned[name] = self._planned[name], batcher.stats().submitted
                 rates[name] = (self._planned[name] - before) / took_s
-                recent = batcher._driver.scheduler.dispatcher.arrivals
-                gaps = np.diff(sorted(at for at in list(recent._times) if at > since_ms))
-                if len(gaps) > 2 and gaps.any():
-                    spread[name] = float(np.var(gaps) / np.mean(gaps) ** 2)
-            grouping = self._grouping(rates, spread)
+            grouping = self._grouping(rates)
             self._apply(grouping)
             self.plans.append(((now - self._started_ms) / 1e3, grouping))
             return grouping
@@ -295,13 +289,13 @@ class TenantBatcher(ClosedOnExit):
                     logged = text
                     _log.exception("the planner of the tenants goes on after an error")
 
-    def _grouping(self, rates: dict[str, float], spread: dict[str, float]) -> Grouping:
+    def _grouping(self, rates: dict[str, float]) -> Grouping:
         streams = []
         for name, tenant in self.tenants.items():
             capacity = tenant.capacity_qps
             rate = max(rates[name], _LEAST_LOAD * capacity)
-            streams.append(Stream(rate, capacity, spread[name], tenant.memory_mb))
-        return group_streams(streams, self._workers, self._groups, self._memory_mb, self._burst_weight)
+            streams.append(Stream(rate, capacity, tenant.memory_mb))
+        return group_streams(streams, self._workers, self._groups, self._memory_mb)
 
     def _apply(self, grouping: Grouping) -> None:
         """Give every group its workers, with as few moves as possible."""
