@@ -147,7 +147,6 @@ class EventLoop:
             if urgent is None:
                 self._plan_step(run)
             else:
-                self._result.busy_ms += now - run.start_ms
                 run.start_ms = now  # until it goes on
                 self._start(urgent)
         scheduler.ended.clear()
@@ -209,7 +208,6 @@ class EventLoop:
         result.late += late
         result.accuracy_sum += (count - late) * self._accuracy[job.subnet]
         result.batches += 1
-        result.busy_ms += finish - run.start_ms
         result.served_by[job.subnet] += count
         result.end_ms = finish
         if result.log is not None:
@@ -232,9 +230,7 @@ class EventLoop:
         if worker in self._idle:
             self._idle.remove(worker)
             heapify(self._idle)
-        if self._stacks[worker]:
-            self._result.busy_ms += self._now - self._stacks[worker][-1].start_ms
-            self._stacks[worker].clear()
+        self._stacks[worker].clear()
         self._scheduler.lost(worker, WorkerDied(f"worker {worker} went down"), self._now)
 
     def _finished(self) -> SimulationResult:

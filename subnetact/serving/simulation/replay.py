@@ -81,7 +81,7 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: StrPath
     if not requests:
         raise FileFormatError(f"{path}: no request arrived; there is nothing to replay")
     arrivals, slos, floors = np.array(sorted(requests, key=lambda request: request[0])).T
-    result.requests, result.batches, result.busy_ms = len(requests), len(decisions), float(total.sum())
+    result.requests, result.batches = len(requests), len(decisions)
     result.end_ms = max((one.finish_ms for one in decisions), default=0.0)
     result.decisions = sorted(one._replace(t_ms=one.t_ms - arrivals[0]) for one in decisions)
     latency = np.divide(total, count, out=table.latency_ms.copy(), where=count > 0)

@@ -74,7 +74,6 @@ class SimulationResult:
         batches: number of batches that ran to the end.
         preempted: number of batches that were interrupted, by a policy or because their worker went down.
         switches: how many times a worker changed its subnet.
-        busy_ms: time that all workers together spent on batches, ms.
         end_ms: when the last batch ended.
         served_by: for each subnet, number of requests that it answered, in time or late.
         decisions: every decision, if `simulate` was called with `decisions=True`.
@@ -90,7 +89,6 @@ class SimulationResult:
     batches: int = 0
     preempted: int = 0
     switches: int = 0
-    busy_ms: float = 0.0
     end_ms: float = 0.0
     served_by: list[int] = field(default_factory=list)
     decisions: list[Decision] | None = None
@@ -116,12 +114,7 @@ class SimulationResult:
         """Effective accuracy: accuracy summed over met requests / all requests, percent (HotCloud'20)."""
         return self.accuracy_sum / self.requests if self.requests else math.nan
 
-    @property
-    def mean_batch(self) -> float:
-        """Mean number of requests per batch."""
-        return (self.met + self.late) / self.batches if self.batches else math.nan
-
     def summary(self) -> dict[str, float]:
         """Return the figures as plain numbers, for tables and JSON."""
         shown = ("attainment", "mean_accuracy", "effective_accuracy", "missed", "dropped", "batches")
-        return {name: getattr(self, name) for name in ("requests", *shown, "mean_batch")}
+        return {name: getattr(self, name) for name in ("requests", *shown)}
