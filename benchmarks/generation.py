@@ -40,7 +40,7 @@ from subnetact.generation import (
     profile_steps,
     simulate_generation,
 )
-from subnetact.generation.step_scheduler import StepRequest, StepScheduler
+from subnetact.generation.step_scheduler import StepRequest, StepScheduler, TokenAsk
 
 ACCURACY = (60.0, 66.0, 70.0)
 SHARES = (0.25, 0.5, 1.0)
@@ -95,33 +95,21 @@ def requests(rate: float, seconds: float, seed: int, deadlines: TokenDeadlines) 
         found.append(Prompt(now, rng.randint(4, 48), rng.randint(8, 40), deadlines))
 
 
-class Watched:
-    """A request that is served live, and when its tokens came."""
-
-    def __init__(self, completion: Completion, prompt: Prompt) -> None:
-        self.completion, self.prompt = completion, prompt
-        self.came: list[float] = []
-        self.began = time.perf_counter()
-        completion.listen(self.note)
-
-    def note(self) -> None:
-        """Note the time of every new token."""
-        now = 1e3 * (time.perf_counter() - self.began)
-        self.came += [now] * (len(self.completion.tokens()) - len(self.came))
-
-    def outcome(self, accuracy: tuple[float, ...]) -> tuple[int, float, float | None]:
-        """Return how many tokens were in time, their accuracies' sum, and when the first one came."""
-        try:
-            answer = self.completion.result(60)
-        except DeadlinePassed:
-            return 0, 0.0, None
-        due = [self.prompt.deadlines.due_ms(0.0, i) for i in range(len(self.came))]
-        met = [now <= latest for now, latest in zip(self.came, due, strict=True)]
-        quality = sum(accuracy[i] for i, good in zip(answer.subnets, met, strict=True) if good)
-        return sum(met), quality, answer.first_ms
+def outcome(
+    completion: Completion, prompt: Prompt, accuracy: tuple[float, ...]
+) -> tuple[int, float, float | None]:
+    """Return how many tokens were in time, their accuracies' sum, and when the first one came."""
+    try:
+        answer = completion.result(60)
+    except DeadlinePassed:
+        return 0, 0.0, None
+    due = [prompt.deadlines.due_ms(0.0, i) for i in range(len(answer.tokens))]
+    met = [came <= latest for came, latest in zip(answer.times_ms, due, strict=True)]
+    quality = sum(accuracy[i] for i, good in zip(answer.subnets, met, strict=True) if good)
+    return sum(met), quality, answer.first_ms
 
 
-def serve(generator: Generator, trace: list[Prompt]) -> list[Watched]:
+def serve(generator: Generator, trace: list[Prompt]) -> list[Completion]:
     """Submit the requests of a trace at their times, and wait for all ends."""
     rng, found = random.Random(0), []
     prompts = [[rng.randrange(VOCABULARY) for _ in range(one.tokens)] for one in trace]
@@ -135,7 +123,7 @@ def serve(generator: Generator, trace: list[Prompt]) -> list[Watched]:
             first_ms=one.deadlines.first_ms,
             token_ms=one.deadlines.token_ms,
         )
-        found.append(Watched(completion, one))
+        found.append(completion)
     return found
 
 
@@ -181,8 +169,8 @@ def compare(supernet: Supernet, specs: list[SubnetSpec], seeds: int, seconds: fl
             gc.collect()
             settings: Any = {"token_ms": deadlines.token_ms, "max_sequences": SEQUENCES[-1]}
             with Generator(supernet, chosen, measured, allow_approximate=True, **settings) as generator:
-                watched = serve(generator, trace)
-                outcomes = [one.outcome(measured.accuracy) for one in watched]
+                pairs = zip(serve(generator, trace), trace, strict=True)
+                outcomes = [outcome(*pair, measured.accuracy) for pair in pairs]
                 stats = generator.stats()
             predicted = simulate_generation(trace, measured, **settings)
             asked = sum(one.answer for one in trace)
@@ -273,8 +261,9 @@ def waiting(table: StepTable) -> list[dict[str, Any]]:
     found = []
     for number in (16, 100, 1000):
         scheduler = StepScheduler(StepPolicy(table, 100.0), places=16, step_tokens=512)
+        ask = TokenAsk([1, 2, 3], 500, TokenDeadlines(60_000.0, 100.0))
         for _ in range(number):
-            scheduler.submit(StepRequest([1, 2, 3], 500, TokenDeadlines(60_000.0, 100.0)), 0.0)
+            scheduler.submit(StepRequest(ask), 0.0)
         times = []
         for now in range(400):
             begun = time.perf_counter()

@@ -85,19 +85,13 @@ def demonstrate_text(args: Namespace) -> None:
 
     def run(name: str, ids: list[int]) -> Run:
         """Send the prompts in real time, and count the tokens that come in time."""
-        times: list[list[float]] = [[] for _ in prompts]
+        sent_ms = np.zeros(len(prompts))
 
         def submit(i: int, begun: float) -> Completion:
-            found = generator.submit(
+            sent_ms[i] = 1e3 * (time.perf_counter() - begun)
+            return generator.submit(
                 prompts[i], max_new_tokens=ANSWER, first_ms=FIRST * token_ms, ignore_eos=True
             )
-
-            def note() -> None:
-                now_ms = 1e3 * (time.perf_counter() - begun)
-                times[i] += [now_ms] * (len(found.tokens()) - len(times[i]))
-
-            found.listen(note)
-            return found
 
         settings: Any = {"token_ms": token_ms, "max_sequences": SEQUENCES, "allow_approximate": True}
         with Generator(supernet, [specs[i] for i in ids], table.select(ids), **settings) as generator:
@@ -106,7 +100,7 @@ def demonstrate_text(args: Namespace) -> None:
         accuracy = np.full(due_ms.shape, np.nan)
         for i, answer in enumerate(answers):
             for token, subnet in enumerate(answer.subnets if answer else ()):
-                if times[i][token] <= due_ms[i, token]:
+                if sent_ms[i] + answer.times_ms[token] <= due_ms[i, token]:
                     accuracy[i, token] = right[ids[subnet]]
         more = {"dropped": 100 * answers.count(None) / len(prompts)}
         accuracy = accuracy.ravel()

@@ -6,6 +6,7 @@
 * `step_policy`: chooses the subnet of a step with the policies of `subnetact.serving`.
 * `phases`: `Phase`, a stretch of an answer with subnets of its own.
 * `completion`: the answer to one request, token by token.
+* `stats`: `GeneratorStats`, its counts, which are also its metrics.
 * `step_table`: latencies of steps: subnet x active sequences x context, and prompts apart.
 * `step_profile`: `profile_steps`, which measures such a table.
 * `step_loop`: the only module that knows the continuous batching of transformers.
@@ -14,9 +15,10 @@ Which subnet may continue on the keys and values of another one is decided in `i
 """
 
 from subnetact.generation.completion import Completion, Generated, TokenDeadlines, TokenLogprobs
-from subnetact.generation.generator import Generator, GeneratorStats
+from subnetact.generation.generator import Generator
 from subnetact.generation.phases import Phase
 from subnetact.generation.simulation import Prompt, SimulatedGeneration, simulate_generation
+from subnetact.generation.stats import GeneratorStats
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_profile import profile_steps
 from subnetact.generation.step_table import StepTable

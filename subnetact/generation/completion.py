@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
@@ -14,8 +13,6 @@ from subnetact.errors import RequestError
 from subnetact.files.fork import new_lock
 from subnetact.serving.live.answers import post
 from subnetact.serving.scheduling.checks import check_positive
-
-logger = logging.getLogger("subnetact.generation")
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,9 @@ class Generated:
     Attributes:
         tokens: the generated tokens, with the stop token if there was one.
         subnets: id of the subnet that generated each token.
+        subnets_used: the names of these subnets, as in the table, in the order of their first tokens.
         late: how many tokens came after they were due.
-        first_ms: time from the submission to the first token, in ms; 0 if there is none.
+        times_ms: time from the submission to each token, in ms.
         total_ms: time from the submission to the end, in ms.
         finish: "stop" (by a stop token), "length" (by the largest number of tokens) or "cancelled".
         logprobs: log-probabilities of each token, if the request asked for them.
@@ -78,12 +76,18 @@ class Generated:
 
     tokens: tuple[int, ...]
     subnets: tuple[int, ...]
+    subnets_used: tuple[str, ...]
     late: int
-    first_ms: float
+    times_ms: tuple[float, ...]
     total_ms: float
     finish: str
     logprobs: tuple[TokenLogprobs, ...] = ()
     cache: str = "exact"
+
+    @property
+    def first_ms(self) -> float:
+        """Time from the submission to the first token, in ms; 0 if there is none."""
+        return self.times_ms[0] if self.times_ms else 0.0
 
     @property
     def met(self) -> bool:
@@ -101,7 +105,6 @@ class Completion:
     def __init__(self, request: Any, cancel: Callable[[], Any]) -> None:
         self._request, self._cancel = request, cancel  # whose tokens grow until it has an outcome
         self._changed = threading.Condition(new_lock(threading.RLock))
-        self._listeners: dict[Callable[[], Any], Any] = {}  # and what each has heard of
         self._watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def __iter__(self) -> Iterator[int]:
@@ -153,7 +156,7 @@ class Completion:
 
     def logprobs(self, first: int = 0) -> Sequence[TokenLogprobs]:
         """Return the log-probabilities of the tokens so far, from a position on, if they were asked for."""
-        return tuple(self._request.found[first:])
+        return tuple(self._request.logprobs[first:])
 
     def result(self, timeout_s: float | None = None) -> Generated:
         """Wait for the end of the request, for so many seconds or without limit, and return the answer.
@@ -174,16 +177,6 @@ class Completion:
         """Stop the request. Its result has the tokens so far; nothing happens if it has ended."""
         self._cancel()
 
-    def listen(self, listener: Callable[[], Any]) -> None:
-        """Call a function after every new token and at the end, and at once if there is something already.
-
-        Keep it short: the generator computes no step while its thread runs it. A function that raises later
-        is not called any more, and this is logged.
-        """
-        with self._changed:
-            self._listeners = {**self._listeners, listener: (0, False)}
-        self._call(listener)
-
     def watch(self, news: asyncio.Event) -> None:
         """Set an event of the running event loop with every new token and at the end, and if there are some.
 
@@ -194,33 +187,13 @@ class Completion:
         if self._request.tokens or self.done:
             news.set()
 
-    def _call(self, listener: Callable[[], Any]) -> None:
-        """Call a listener, if there is something of which it has not heard."""
-        with self._changed:
-            news = len(self._request.tokens), self.done
-            if self._listeners.get(listener, news) == news:
-                return
-            self._listeners[listener] = news
-        try:
-            listener()
-        except Exception:
-            logger.exception("a listener of a completion raised, and hears no more; the answer goes on")
-            with self._changed:
-                self._listeners = {one: news for one, news in self._listeners.items() if one is not listener}
-
-    def _tell(self) -> None:
-        """Tell clients on threads of a new token or of the end."""
-        with self._changed:
-            self._changed.notify_all()
-        for listener in list(self._listeners):
-            self._call(listener)
-
 
 def tell(completions: Iterable[Completion]) -> None:
-    """Tell clients what has happened. Their callbacks run here, so nobody may wait for this."""
+    """Tell clients what has happened; their code does not run here."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, dict[asyncio.Event, Completion]] = defaultdict(dict)
     for completion in completions:
-        completion._tell()
+        with completion._changed:
+            completion._changed.notify_all()
         for loop, news in completion._watchers:
             by_loop[loop][news] = completion
     for loop, waiting in by_loop.items():

@@ -5,66 +5,37 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ParamSpec
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    InvalidRequest,
+    PolicyError,
+    ProfileMismatch,
+    RequestError,
+)
 from subnetact.files.fork import hear_of_forks, new_lock
 from subnetact.generation.completion import Completion, TokenDeadlines, TokenLogprobs, tell
-from subnetact.generation.phases import Phase, checked, checked_phases
+from subnetact.generation.phases import Phase, checked_phases
+from subnetact.generation.stats import GeneratorStats
 from subnetact.generation.step_policy import StepPolicy
-from subnetact.generation.step_scheduler import StepRequest, StepScheduler
+from subnetact.generation.step_scheduler import StepRequest, StepScheduler, TokenAsk
 from subnetact.generation.step_table import StepTable
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.interpreter_exit import computing
-from subnetact.serving.scheduling.checks import check_count, check_deadline
+from subnetact.serving.scheduling.checks import check_count, check_deadline, check_within
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-P = ParamSpec("P")
 logger = logging.getLogger("subnetact.generation")
 COLDEST = 1e-6  # at lower temperatures the most likely token is taken; quotients could be infinite
 MOST_LOGPROBS = 20  # that are told of the most likely tokens
 IDLE_S = 0.05  # how long the loop waits for a request before it looks for expired ones
 TICK_S = 0.02  # how often the watchdog looks for expired requests and for a step that hangs
-
-
-@dataclass(frozen=True)
-class GeneratorStats:
-    """Counts since the generator was made.
-
-    Attributes:
-        requests: accepted requests.
-        finished: requests that ended by a stop token or by their largest number of tokens.
-        expired: requests that ended with `DeadlinePassed`.
-        cancelled: requests that their clients cancelled.
-        failed: requests whose step raised.
-        tokens: generated tokens.
-        late: tokens that came after they were due.
-        lifted: steps with a more accurate subnet than the deadlines alone chose, because one sequence demands
-            it and others do not.
-        recomputed: phases that began by computing the keys and values of all tokens again.
-        steps: id of a subnet -> how many steps it ran.
-        active: requests under way.
-        slowdown: how long steps take, as a multiple of the table's latency.
-        up: whether steps are computed: the generator's thread lives, and no step hangs.
-    """
-
-    requests: int
-    finished: int
-    expired: int
-    cancelled: int
-    failed: int
-    tokens: int
-    late: int
-    lifted: int
-    recomputed: int
-    steps: dict[int, int]
-    active: int
-    slowdown: float
-    up: bool
 
 
 class Generator(ClosedOnExit):
@@ -161,7 +132,7 @@ class Generator(ClosedOnExit):
         self._vocabulary, self.end_tokens = decoder.vocabulary, decoder.end_tokens
         self._loop = StepLoop(
             decoder,
-            pushed_out=lambda request: self._do(self._scheduler.push_out, request),
+            pushed_out=self._push_out,
             sequences=max_sequences,
             cache_tokens=check_count(cache_tokens, "cache_tokens"),
             step_tokens=step_tokens,
@@ -232,7 +203,7 @@ class Generator(ClosedOnExit):
             BatcherClosed: the generator is closed.
         """
         tokens = _prompt(prompt, self._vocabulary)
-        count = checked(max_new_tokens, "max_new_tokens", 1)
+        count = check_within(max_new_tokens, "max_new_tokens", 1)
         if len(tokens) + count > self.max_length:
             raise InvalidRequest(
                 f"prompt: {len(tokens)} tokens and an answer of {count} are more than {self.max_length}, "
@@ -244,23 +215,27 @@ class Generator(ClosedOnExit):
             raise InvalidRequest(f"ignore_eos: {ignore_eos!r:.40} is not True or False")
         parts = checked_phases(phases, self._vocabulary)
         ends = self.end_tokens.difference(phase.end for phase in parts if phase.end is not None)
-        request = StepRequest(
+        ask = TokenAsk(
             tokens,
             count,
             _deadlines(first_ms, token_ms, deadline_ms, count, self._scheduler.policy.token_ms),
-            float(checked(min_accuracy, "min_accuracy", 0.0, 100.0, whole=False)),
-            frozenset(checked(token, "stop", 0) for token in stop) | (ends if not ignore_eos else set()),
-            None if logprobs is None else checked(logprobs, "logprobs", 0, MOST_LOGPROBS),
+            check_within(min_accuracy, "min_accuracy", 0.0, 100.0, whole=False),
+            frozenset(check_within(token, "stop", 0) for token in stop) | (ends if not ignore_eos else set()),
+            None if logprobs is None else check_within(logprobs, "logprobs", 0, MOST_LOGPROBS),
             _sampling(temperature, top_k, top_p, self._vocabulary),
             parts,
-            least=checked(min_tokens, "min_tokens", 0, count),
+            least=check_within(min_tokens, "min_tokens", 0, count),
         )
-        cancel = lambda: self._do(self._scheduler.cancel, request, self._now_ms())  # noqa: E731
-        completion = request.owner = Completion(request, cancel)
+        request = StepRequest(ask)
+        completion = request.owner = Completion(request, lambda: self._cancel(request))
         with self._lock:
             self._scheduler.submit(request, self._now_ms())
         self._news.set()
         return completion
+
+    def _cancel(self, request: StepRequest) -> None:
+        with self._acting() as changed:
+            changed += self._scheduler.cancel(request, self._now_ms())
 
     def stats(self) -> GeneratorStats:
         """Return the counts so far."""
@@ -280,15 +255,18 @@ class Generator(ClosedOnExit):
         Those that are not end with `BatcherClosed`, and so do all if a step hangs; its thread ends with it.
         """
         error = BatcherClosed("the generator was closed before the answer was complete")
-        self._do(self._scheduler.close, "", None if drain else error)
+        self._refuse("", None if drain else error)
         self._news.set()
-        if threading.current_thread() in (self._thread, self._watchdog):
-            return
-        while self._thread.is_alive():
+        while self._thread.is_alive() and self._thread is not threading.current_thread():
             if self._scheduler.hangs(self._now_ms()):
-                self._do(self._scheduler.close, "", error)
+                self._refuse("", error)
                 return
             self._thread.join(TICK_S)
+
+    def _refuse(self, reason: str, error: RequestError | None) -> None:
+        """Accept no further request, and end those under way if there is an error for them."""
+        with self._acting() as changed:
+            changed += self._scheduler.close(reason, error)
 
     def note_fork(self) -> None:
         """Refuse requests in a forked process, and end those under way: nobody answers them there."""
@@ -304,17 +282,19 @@ class Generator(ClosedOnExit):
         try:
             while True:
                 scheduler.prepare(self._now_ms())
-                self._do(scheduler.tick, self._now_ms())
+                self._tick()
                 try:
                     made = self._compute()
                 except Exception as error:
                     if scheduler.step is None or not scheduler.step.parts:
                         raise
                     logger.warning("a step failed, and with it its requests: %s", error)
-                    self._do(scheduler.failed, error, self._now_ms())
+                    with self._acting() as changed:
+                        changed += scheduler.failed(error, self._now_ms())
                     continue
                 if made is not None:
-                    self._do(scheduler.step_done, made[0], self._now_ms(), made[1])
+                    with self._acting() as changed:
+                        changed += scheduler.step_done(made[0], self._now_ms(), made[1])
                     continue
                 with self._lock:
                     scheduler.prepare(math.inf)
@@ -325,8 +305,7 @@ class Generator(ClosedOnExit):
         except BaseException as error:
             logger.exception("the generator ends")
             cause = f"its loop raised {type(error).__name__}: {error}"
-            failed = BatchFailed(f"the generator ends, because {cause}")
-            self._do(scheduler.close, f": {cause}", failed)
+            self._refuse(f": {cause}", BatchFailed(f"the generator ends, because {cause}"))
         finally:
             self._loop.tear_down()
 
@@ -344,20 +323,26 @@ class Generator(ClosedOnExit):
             return None if begun is None else loop.compute(begun)
 
     def _watch(self) -> None:
-        """Look for a step that hangs, on a thread that computes nothing and runs no callbacks."""
+        """Look for a step that hangs, on a thread that computes nothing."""
         while self._thread.is_alive():
-            with self._lock:
-                ended = self._scheduler.tick(self._now_ms())
-            if ended:
-                threading.Thread(
-                    target=tell, args=([request.owner for request in ended],), daemon=True
-                ).start()
+            self._tick()
             self._thread.join(TICK_S)
 
-    def _do(self, act: Callable[P, Iterable[StepRequest] | None], *given: P.args, **named: P.kwargs) -> None:
-        """Let the scheduler do something, and tell clients what follows."""
+    def _tick(self) -> None:
+        """End the requests that wait in vain."""
+        with self._acting() as changed:
+            changed += self._scheduler.tick(self._now_ms())
+
+    def _push_out(self, request: StepRequest) -> None:
         with self._lock:
-            changed = act(*given, **named) or ()
+            self._scheduler.push_out(request)
+
+    @contextmanager
+    def _acting(self) -> Iterator[list[StepRequest]]:
+        """Hold the scheduler's lock, and then tell the clients of the requests in the list."""
+        changed: list[StepRequest] = []
+        with self._lock:
+            yield changed
         tell([request.owner for request in changed])
 
 
@@ -382,14 +367,12 @@ def _sampling(temperature: Any, top_k: Any, top_p: Any, vocabulary: int) -> dict
     """Return how tokens are drawn, or None if the most likely ones are taken."""
     if temperature is None and top_k is None and top_p is None:
         return None
-    heat = 1.0 if temperature is None else checked(temperature, "temperature", 0.0, 100.0, whole=False)
+    heat = 1.0 if temperature is None else check_within(temperature, "temperature", 0.0, 100.0, whole=False)
     if heat < COLDEST:
         return None
-    return {
-        "temperature": float(heat),
-        "top_k": vocabulary if top_k is None else min(checked(top_k, "top_k", 1), vocabulary),
-        "top_p": 1.0 if top_p is None else max(float(checked(top_p, "top_p", 0.0, 1.0, whole=False)), 1e-6),
-    }
+    nucleus = 1.0 if top_p is None else check_within(top_p, "top_p", 0.0, 1.0, whole=False)
+    likely = vocabulary if top_k is None else min(check_within(top_k, "top_k", 1), vocabulary)
+    return {"temperature": heat, "top_k": likely, "top_p": max(nucleus, 1e-6)}
 
 
 def _deadlines(first_ms: Any, token_ms: Any, total_ms: Any, tokens: int, usual_ms: float) -> TokenDeadlines:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from subnetact.errors import InvalidRequest
+from subnetact.serving.scheduling.checks import check_within
 from subnetact.spec import SubnetSpec, brief
 
 
@@ -50,15 +51,6 @@ class CacheKinds(NamedTuple):
     exact: Sequence[int]  # as if they had written the cache themselves
 
 
-def checked(value: Any, name: str, low: float, high: float = math.inf, whole: bool = True) -> Any:
-    """Return a number that a client gave, or raise InvalidRequest if it is not in its range."""
-    kind = int if whole else int | float
-    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-        limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name}: {value!r:.40} must be a {'whole ' * whole}number {limit}")
-    return value
-
-
 def checked_phases(given: Any, vocabulary: float) -> tuple[Phase, ...]:
     """Return the phases that a client gave, or raise InvalidRequest if they have no meaning for any model."""
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
@@ -70,7 +62,7 @@ def checked_phases(given: Any, vocabulary: float) -> tuple[Phase, ...]:
         phase, last = Phase(*one), i == len(given) - 1
         for name, least, most in (("end", 0, vocabulary - 1), ("tokens", 1, math.inf)):
             if (value := getattr(phase, name)) is not None:
-                checked(value, f"phases[{i}].{name}", least, most)
+                check_within(value, f"phases[{i}].{name}", least, most)
         if phase.recompute not in (None, True, False):
             raise InvalidRequest(f"phases[{i}].recompute: {phase.recompute!r:.40} is not True, False or None")
         ends = phase.end is not None or phase.tokens is not None

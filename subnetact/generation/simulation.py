@@ -7,18 +7,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from numbers import Integral, Real
 from typing import Any
 
-from subnetact.errors import PolicyError, TraceError
+from subnetact.errors import InvalidRequest, PolicyError, TraceError
 from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.phases import CacheKinds, Phase, checked_phases
 from subnetact.generation.step_policy import StepPolicy
-from subnetact.generation.step_scheduler import StepRequest, StepScheduler
+from subnetact.generation.step_scheduler import StepRequest, StepScheduler, TokenAsk
 from subnetact.generation.step_table import StepTable
+from subnetact.serving.scheduling.checks import check_within
 
-COUNT: tuple[Any, int, int] = Integral, 1, 1_000_000
-TIME, PERCENT = (Real, -1e15, 1e15), (Real, 0.0, 100.0)
+COUNT, TIME, PERCENT = (1, 1e6, True), (-1e15, 1e15, False), (0.0, 100.0, False)
 RANGES = {"tokens": COUNT, "answer": COUNT, "arrival_ms": TIME, "min_accuracy": PERCENT}
 
 
@@ -115,8 +114,8 @@ def simulate_generation(
     for now, request in replay(trace, scheduler):
         count = len(request.tokens)  # 0 if it was dropped
         if count == 1:
-            first_ms.append(request.first_ms)
-        if count and now <= request.deadlines.due_ms(request.accepted_ms, count - 1):
+            first_ms.append(request.times_ms[0])
+        if count and now <= request.ask.deadlines.due_ms(request.accepted_ms, count - 1):
             in_time += 1
             accuracy += table.accuracy[request.subnets[-1]]
     dropped, steps = scheduler.counts["expired"], sum(scheduler.steps)
@@ -131,9 +130,8 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
             now = max(now, trace[0].arrival_ms)
         while trace and trace[0].arrival_ms <= now:
             one = trace.popleft()
-            facts: Any = {"owner": one, "phases": one.phases}
-            request = StepRequest(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, **facts)
-            scheduler.submit(request, one.arrival_ms)
+            ask = TokenAsk(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, phases=one.phases)
+            scheduler.submit(StepRequest(ask, one), one.arrival_ms)
         scheduler.prepare(now)
         yield from zip(repeat(now), scheduler.tick(now), strict=False)
         scheduler.candidates().take_all()
@@ -144,13 +142,11 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
 
 def _checked(prompt: Prompt) -> Prompt:
     """Return the request, if it can be simulated."""
-    for name, (kind, low, high) in RANGES.items():
-        value = getattr(prompt, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-            whole = "whole " if kind is Integral else ""
-            raise TraceError(
-                f"a prompt has {name} {value!r:.40}; allowed are {whole}numbers from {low:g} to {high:g}"
-            )
+    try:
+        for name, (low, high, whole) in RANGES.items():
+            check_within(getattr(prompt, name), name, low, high, whole)
+    except InvalidRequest as error:
+        raise TraceError(f"a prompt has {error}") from None
     if any(phase.end is not None for phase in checked_phases(prompt.phases, math.inf)):
         raise TraceError("a prompt has a phase with an end token, which cannot be simulated; give it tokens")
     return prompt

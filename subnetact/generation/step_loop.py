@@ -228,7 +228,7 @@ class _Planned(FIFOScheduler):
                 self.finish_request(request)
                 self.waiting_requests.pop(request, None)
                 self.block_new_requests = False
-            elif (state := self.active_requests.get(request)) and request.begins_again:
+            elif (state := self.active_requests.get(request)) and request.left == request.length:
                 self.finish_request(request)
                 self.waiting_requests[request] = state.create_equivalent_initial_request()
 
@@ -238,9 +238,9 @@ class _Planned(FIFOScheduler):
             return state
         if self.block_new_requests and self.active_requests:
             return None
-        sampling = {**GREEDY, **(request.sampling or {})}
+        sampling = {**GREEDY, **(request.ask.sampling or {})}
         return self.waiting_requests.get(request) or RequestState(  # Others know when it ends.
-            request, list(request.prompt), max_new_tokens=None, logit_processor_kwargs=sampling
+            request, list(request.ask.prompt), max_new_tokens=None, logit_processor_kwargs=sampling
         )
 
 
@@ -316,7 +316,7 @@ class StepLoop(ContinuousBatchingManager):
         sampled = any(state.logit_processor_kwargs["top_k"] != 1 for state in states)
         processor.model_runner.do_sample = processor.logit_processor.do_processing = sampled
         self._decoder.chosen = step.subnet
-        self._decoder.keeps_logits = any(one.logprobs is not None for one in step.answered)
+        self._decoder.keeps_logits = any(one.ask.logprobs is not None for one in step.answered)
         processor._generation_step(self._decoder)
         tokens = processor.inputs_and_outputs.prepare_batch_update()[1][: len(step.answered)]
         processor.update_batch()
@@ -334,9 +334,9 @@ def _logprobs(logits: Any, requests: Sequence[StepRequest], tokens: Sequence[int
     """Return the log-probabilities that each request asks for, or None."""
     found: list[TokenLogprobs | None] = [None] * len(requests)
     for i, request in enumerate(requests):
-        if request.logprobs is not None:
+        if request.ask.logprobs is not None:
             every = torch.log_softmax(logits[i].float(), -1)
-            values, ids = every.topk(min(request.logprobs, len(every)))
+            values, ids = every.topk(min(request.ask.logprobs, len(every)))
             likely = zip(ids.tolist(), values.tolist(), strict=True)
             found[i] = TokenLogprobs(float(every[tokens[i]]), tuple(likely))
     return found

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from subnetact.device import machine
 from subnetact.errors import TableError
 from subnetact.generation.completion import TokenDeadlines
-from subnetact.generation.step_scheduler import Step, StepRequest
+from subnetact.generation.step_scheduler import Step, StepRequest, TokenAsk
 from subnetact.generation.step_table import StepTable
 from subnetact.latency.arrays import ascending_sizes
 from subnetact.latency.table import LatencyTable
@@ -119,9 +119,9 @@ class _Bench:
         """Return new requests in the place of those of the last step."""
         for request, _ in self._step.parts:
             request.outcome = request.generated(0.0, "length")
-        prompt, deadlines = [1 + j % 7 for j in range(tokens)], TokenDeadlines(1.0, 1.0)
+        ask = TokenAsk([1 + j % 7 for j in range(tokens)], 1, TokenDeadlines(1.0, 1.0))
         among = frozenset(self._subnets)
-        return [StepRequest(prompt, 1, deadlines, left=tokens, among=among) for _ in range(number)]
+        return [StepRequest(ask, left=tokens, among=among) for _ in range(number)]
 
     def _time(self, subnet: int, requests: Sequence[StepRequest]) -> float:
         """Return how long a step takes that computes all there is of these requests, in ms."""

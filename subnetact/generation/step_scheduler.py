@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from typing import Any
@@ -17,18 +17,18 @@ from typing import Any
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
 from subnetact.generation.completion import Generated, TokenDeadlines, TokenLogprobs
 from subnetact.generation.phases import CacheKinds, Phase, PlannedPhase, planned_phases, rows_of
+from subnetact.generation.stats import COUNTS
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.serving.scheduling.checks import check_count, check_positive
+from subnetact.serving.scheduling.failures import patience_ms
 
-PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
-"""A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
-COUNTS = ["requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted", "recomputed"]
+LEAST_PATIENCE_MS = 1e4  # before a step is taken to hang
 MOST_MISSED = 8  # steps of other subnets, before a request comes first however early others are due
 
 
-@dataclass(eq=False, slots=True)
-class StepRequest:
-    """A request for tokens, and what came of it; `sampling` and `owner` are handed on to the driver."""
+@dataclass(frozen=True)
+class TokenAsk:
+    """What a client asks for, checked."""
 
     prompt: Sequence[int]
     answer: int  # the largest number of tokens
@@ -36,15 +36,21 @@ class StepRequest:
     min_accuracy: float = 0.0  # percent
     stop: frozenset[int] = frozenset()
     logprobs: int | None = None
-    sampling: Any = None
+    sampling: Mapping[str, Any] | None = None  # of transformers
     phases: Sequence[Phase] = (Phase(),)
     least: int = 0  # tokens, before a token of `stop` ends it
+
+
+@dataclass(eq=False, slots=True)
+class StepRequest:
+    """An ask, and what has come of it; `owner` is handed on to the driver."""
+
+    ask: TokenAsk
     owner: Any = None
     number: int = -1
     accepted_ms: float = 0.0
     left: int = 0  # tokens of the prompt, and of an answer that lost its place, that are not computed
     due_ms: float = 0.0  # of the next token
-    first_ms: float = 0.0
     late: int = 0
     planned: list[PlannedPhase] = field(default_factory=list)  # the present phase and those after it
     among: frozenset[int] = frozenset()  # the subnets of the present phase
@@ -54,19 +60,28 @@ class StepRequest:
     approximate: bool = False
     tokens: list[int] = field(default_factory=list)
     subnets: list[int] = field(default_factory=list)
-    found: list[TokenLogprobs] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     outcome: Generated | RequestError | None = None  # once it has ended
 
     @property
-    def begins_again(self) -> bool:
-        """Whether none of its keys and values is of any use."""
-        return self.left == len(self.prompt) + len(self.tokens)
+    def length(self) -> int:
+        """How many tokens the prompt and the answer have."""
+        return len(self.ask.prompt) + len(self.tokens)
 
-    def generated(self, now_ms: float, finish: str) -> Generated:
-        """Return the answer if it ends now."""
-        times = self.late, self.first_ms, now_ms - self.accepted_ms
-        cache = "approximate" if self.approximate else "exact"
-        return Generated(tuple(self.tokens), tuple(self.subnets), *times, finish, tuple(self.found), cache)
+    def generated(self, now_ms: float, finish: str, names: Sequence[str] = ()) -> Generated:
+        """Return the answer if it ends now, by the names of all subnets."""
+        return Generated(
+            tuple(self.tokens),
+            tuple(self.subnets),
+            tuple(names[subnet] for subnet in dict.fromkeys(self.subnets)),
+            self.late,
+            tuple(self.times_ms),
+            now_ms - self.accepted_ms,
+            finish,
+            tuple(self.logprobs),
+            "approximate" if self.approximate else "exact",
+        )
 
 
 @dataclass(slots=True)
@@ -113,7 +128,7 @@ class Step:
     def measure(self) -> None:
         """Note who gets a token, and the size."""
         self.answered = [one for one, tokens in self.parts if one.left <= tokens]
-        held = [len(one.prompt) + len(one.tokens) for one, _ in self.parts if not one.left]
+        held = [one.length for one, _ in self.parts if not one.left]
         prompts = sum([tokens for one, tokens in self.parts if one.left])
         self.size = len(held), sum(held) / len(held) if held else 1.0, prompts
 
@@ -165,8 +180,8 @@ class StepScheduler:
 
     def submit(self, request: StepRequest, now_ms: float) -> None:
         """Accept a request, or raise InvalidRequest, BatcherClosed or QueueFull."""
-        accurate = rows_of(self._accuracy, request.min_accuracy)
-        names, phases = self.policy.table.subnets, request.phases
+        accurate = rows_of(self._accuracy, request.ask.min_accuracy)
+        names, phases = self.policy.table.subnets, request.ask.phases
         request.planned = planned_phases(phases, names, self._kinds, self._usual, accurate)
         request.among, request.turns = request.planned[0].among, request.planned[0].tokens
         if self.closed is not None:
@@ -174,14 +189,14 @@ class StepScheduler:
         if len(self.requests) >= self._max_queue:
             raise QueueFull(f"{len(self.requests)} requests are under way; try again later")
         request.number, request.accepted_ms = next(self._numbers), now_ms
-        request.due_ms = request.deadlines.due_ms(now_ms, 0)
+        request.due_ms = request.ask.deadlines.due_ms(now_ms, 0)
         self.requests[request.number] = request
         self.counts["requests"] += 1
         self._wait(request)
 
     def cancel(self, request: StepRequest, now_ms: float) -> list[StepRequest]:
         """End a request with the tokens that it has."""
-        return [request] if self._end(request, request.generated(now_ms, "cancelled"), "cancelled") else []
+        return [request] if self._finish(request, now_ms, "cancelled", "cancelled") else []
 
     def push_out(self, request: StepRequest) -> None:
         """Take the place of a request, whose tokens are computed again when it gets another one."""
@@ -190,7 +205,7 @@ class StepScheduler:
 
     def prepare(self, now_ms: float) -> None:
         """Take what runs from now on to hang after a while, although no step has begun; inf: never."""
-        self._limit_ms = now_ms + (self._watchdog_ms or FIRST_PATIENCE_MS)
+        self._limit_ms = now_ms + patience_ms(self._watchdog_ms)
 
     def candidates(self) -> Step:
         """Return the next step with those who may be in it, of whom the caller takes those with room."""
@@ -219,9 +234,8 @@ class StepScheduler:
         step.began_ms = now_ms
         step.measure()
         self._choose(step, self._slack_ms(step, now_ms))
-        least = LEAST_PATIENCE_MS if self.steps[step.subnet] else FIRST_PATIENCE_MS
-        expected_ms = self.policy.slowdown * step.tabled_ms
-        self._limit_ms = now_ms + (self._watchdog_ms or max(least, PATIENCE * expected_ms))
+        expected_ms, known = self.policy.slowdown * step.tabled_ms, self.steps[step.subnet] > 0
+        self._limit_ms = now_ms + patience_ms(self._watchdog_ms, expected_ms, known, LEAST_PATIENCE_MS)
         self.steps[step.subnet] += 1
         return step
 
@@ -231,7 +245,7 @@ class StepScheduler:
         slack_ms = min([request.due_ms for request, _ in step.parts]) - now_ms
         slack_ms = min(slack_ms, pace(now_ms, [0], due_ms))
         if self._waiting and len(self._active) >= self._places:
-            left = [one.answer - len(one.tokens) for one in self._active.values()]
+            left = [one.ask.answer - len(one.tokens) for one in self._active.values()]
             slack_ms = min(slack_ms, pace(now_ms, left, [due for due, _, _ in self._waiting[: self._places]]))
         return slack_ms
 
@@ -261,21 +275,19 @@ class StepScheduler:
         for request, token, found in zip(step.answered, tokens, logprobs, strict=False):
             if request.outcome is not None:  # it ended while its step ran
                 continue
-            if not request.tokens:
-                request.first_ms = now_ms - request.accepted_ms
             if found is not None:
-                request.found.append(found)  # first, as clients on other threads read it behind the token
+                request.logprobs.append(found)  # first, as clients on other threads read it behind the token
             request.tokens.append(token)
             request.subnets.append(step.subnet)
-            late, length = now_ms > request.due_ms, len(request.tokens)
+            request.times_ms.append(now_ms - request.accepted_ms)
+            ask, late, length = request.ask, now_ms > request.due_ms, len(request.tokens)
             request.late += late
             self.counts["tokens"] += 1
             self.counts["late"] += late
-            request.due_ms = request.deadlines.due_ms(request.accepted_ms, length)
-            stops = token in request.stop and length >= request.least
-            if stops or length == request.answer:
-                finish = "stop" if stops else "length"
-                self._end(request, request.generated(now_ms, finish), "finished")
+            request.due_ms = ask.deadlines.due_ms(request.accepted_ms, length)
+            stops = token in ask.stop and length >= ask.least
+            if stops or length == ask.answer:
+                self._finish(request, now_ms, "stop" if stops else "length", "finished")
             elif token == request.planned[0].end or length >= request.turns:
                 self._next_phase(request)
         return answered
@@ -330,8 +342,12 @@ class StepScheduler:
             self.push_out(request)
 
     def _wait(self, request: StepRequest) -> None:
-        request.left, request.writer = len(request.prompt) + len(request.tokens), None
+        request.left, request.writer = request.length, None
         insort(self._waiting, (request.due_ms, request.number, request))
+
+    def _finish(self, request: StepRequest, now_ms: float, finish: str, kind: str) -> bool:
+        """End a request with the tokens that it has."""
+        return self._end(request, request.generated(now_ms, finish, self.policy.table.subnets), kind)
 
     def _end(self, request: StepRequest, outcome: Generated | RequestError, kind: str) -> bool:
         if request.outcome is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.responses import Response
 
 from subnetact.generation import Generator
-from subnetact.generation.step_scheduler import COUNTS
 from subnetact.serve.base_app import BaseApp, Exchange, taking
 from subnetact.serve.exchange import JSON, Raw, Refusal, reply
 from subnetact.serve.limits import Limits
@@ -18,6 +18,7 @@ from subnetact.serve.text_answer import EventStream, TextAnswer, TextService
 from subnetact.serve.text_bodies import ChatBody, CompletionBody, TextBody, TextTerms, error_document
 from subnetact.serve.text_codec import TextCodec
 
+KINDS: dict[str, Any] = {"Counter": CounterMetricFamily, "Gauge": GaugeMetricFamily}
 Asked = tuple[TextBody, list[int], dict[str, Any]]
 
 
@@ -79,14 +80,13 @@ class TextApp(BaseApp):
         """Yield metrics as families of `prometheus_client`."""
         yield from super().collect()
         stats, prefix = self.generator.stats(), "subnetact_generation_"
-        for name in COUNTS:
-            yield CounterMetricFamily(prefix + name, f"GeneratorStats.{name}", getattr(stats, name))
+        for one in fields(stats):
+            if kind := KINDS.get(one.metadata["kind"]):
+                yield kind(prefix + one.name, one.metadata["text"], getattr(stats, one.name))
         steps = CounterMetricFamily(f"{prefix}steps", "Steps that each subnet ran.", labels=["subnet"])
         for i, count in stats.steps.items():
             steps.add_metric([self.generator.table.subnets[i]], count)
         yield steps
-        yield GaugeMetricFamily(f"{prefix}active", "Requests under way.", stats.active)
-        yield GaugeMetricFamily(f"{prefix}up", "Whether steps are computed, and none hangs.", stats.up)
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
         """Return what a client of the address `path` is told of a `refusal`, as OpenAI's interface has it."""

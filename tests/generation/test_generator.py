@@ -28,7 +28,8 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.generation import Completion, Generator, Phase, StepTable, TokenDeadlines, profile_steps
-from subnetact.generation.step_scheduler import StepRequest
+from subnetact.generation.completion import tell
+from subnetact.generation.step_scheduler import StepRequest, TokenAsk
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -261,30 +262,6 @@ def test_a_step_that_hangs_is_seen_and_requests_end_at_their_deadlines(
     assert len(begun.tokens()) == 1
     stats = generator.stats()
     assert (stats.expired, stats.cancelled, stats.finished, stats.active) == (2, 1, 1, 0)
-
-
-def test_a_callback_that_blocks_does_not_stop_the_watchdog(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, free = Clock(), threading.Event()
-    generator = make(clock_ms=clock, watchdog_ms=2e3)
-    gate = Gate(generator, monkeypatch)
-    running = generator.submit([1, 2], max_new_tokens=9, **LONG)
-    gate.wait()
-    first, second = (generator.submit([1, 2], first_ms=first_ms) for first_ms in (3e3, 6e3))
-    first.listen(lambda: free.wait(60))
-    for completion in (first, second):
-        clock.now_ms += 3.1e3
-        with pytest.raises(DeadlinePassed):
-            completion.result(30)
-    running.listen(lambda: free.wait(60))  # on the thread that computes, behind the first token
-    gate.free.release(100)
-    next(iter(running))
-    clock.now_ms += 2.1e3
-    assert not generator.stats().up, "no step is computed as long as the callback takes"
-    free.set()
-    assert running.result(60).finish == "length"
-    assert generator.stats().up
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -575,50 +552,22 @@ def test_a_deadline_for_the_whole_answer_is_spread_over_its_tokens() -> None:
         TokenDeadlines(0.0, 1.0)
 
 
-def test_listeners_hear_of_every_token_and_of_the_end() -> None:
-    request, heard = StepRequest([1], 2, TokenDeadlines(1.0, 1.0)), list[int]()
-    completion = Completion(request, lambda: None)
-    completion.listen(lambda: heard.append(len(completion.tokens())))
-    for token in (3, 4):
-        request.tokens.append(token)
-        completion._tell()
-    with pytest.raises(TimeoutError):
-        completion.result(0.0)
-    request.outcome = BatcherClosed("closed")
-    completion._tell()
-    assert heard == [1, 2, 2]
-    assert completion.tokens(1) == (4,)
-    with pytest.raises(BatcherClosed):
-        list(completion)
-    completion.listen(lambda: heard.append(-1))
-    assert heard[-1] == -1
-
-
-def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
-    request, heard = StepRequest([1], 2, TokenDeadlines(1.0, 1.0)), list[int]()
-    completion = Completion(request, lambda: None)
-
-    def broken() -> None:
-        heard.append(len(completion.tokens()))
-        raise ValueError("no client")
-
-    completion.listen(broken)
-    completion.listen(lambda: heard.append(-1))
-    for token in (3, 4):
-        request.tokens.append(token)
-        completion._tell()
-    assert heard == [1, -1, -1]
-
-
-def test_a_listener_hears_once_of_a_token_that_came_while_it_was_added() -> None:
-    request, heard = StepRequest([1], 2, TokenDeadlines(1.0, 1.0)), list[int]()
+def test_a_completion_tells_what_has_come_and_how_it_ended() -> None:
+    request = StepRequest(TokenAsk([1], 2, TokenDeadlines(1.0, 1.0)))
     completion = Completion(request, lambda: None)
     request.tokens.append(3)
-    completion.listen(lambda: heard.append(len(completion.tokens())))
-    completion._tell()
+    tokens = iter(completion)
+    assert next(tokens) == 3
+    with pytest.raises(TimeoutError):
+        completion.result(0.0)
     request.tokens.append(4)
-    completion._tell()
-    assert heard == [1, 2]
+    request.outcome = BatcherClosed("closed")
+    tell([completion])
+    assert (next(tokens), completion.tokens(1)) == (4, (4,))
+    with pytest.raises(BatcherClosed):
+        next(tokens)
+    with pytest.raises(BatcherClosed):
+        completion.result()
 
 
 def test_an_event_loop_gets_tokens_and_results_and_is_woken_once_a_step(

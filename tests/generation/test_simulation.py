@@ -71,7 +71,7 @@ def test_an_empty_trace_asks_for_nothing() -> None:
 @pytest.mark.parametrize("change", [{"tokens": 0}, {"answer": 0}])
 def test_requests_without_tokens_are_refused(change: dict[str, int]) -> None:
     facts: dict[str, Any] = {"arrival_ms": 1.0, "tokens": 3, "answer": 3, "deadlines": DEADLINES} | change
-    with pytest.raises(TraceError, match=r"(tokens|answer) 0; allowed are whole numbers"):
+    with pytest.raises(TraceError, match=r"a prompt has (tokens|answer): 0 must be a whole number"):
         simulate_generation([Prompt(**facts)], step_table(), token_ms=6.0)
 
 
@@ -79,7 +79,7 @@ def test_requests_without_tokens_are_refused(change: dict[str, int]) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e16, "soon", None])
 def test_times_and_accuracies_out_of_range_are_refused(name: str, value: Any) -> None:
     facts: dict[str, Any] = {"arrival_ms": 1.0, "tokens": 3, "answer": 3, "deadlines": DEADLINES, name: value}
-    with pytest.raises(TraceError, match=f"{name} .*; allowed are numbers from"):
+    with pytest.raises(TraceError, match=f"{name}: .* must be a number from"):
         simulate_generation([Prompt(**facts)], step_table(), token_ms=6.0)
 
 

@@ -16,7 +16,7 @@ from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, Invalid
 from subnetact.generation import Generated, Generator, Phase, Prompt, StepPolicy, StepTable, TokenDeadlines
 from subnetact.generation.phases import CacheKinds
 from subnetact.generation.simulation import replay
-from subnetact.generation.step_scheduler import Step, StepRequest, StepScheduler
+from subnetact.generation.step_scheduler import Step, StepRequest, StepScheduler, TokenAsk
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -27,7 +27,7 @@ def made(**options: Any) -> StepScheduler:
 
 
 def asked(prompt: int = 4, answer: int = 3, first_ms: float = 60.0, **facts: Any) -> StepRequest:
-    return StepRequest(range(prompt), answer, TokenDeadlines(first_ms, 6.0), **facts)
+    return StepRequest(TokenAsk(range(prompt), answer, TokenDeadlines(first_ms, 6.0), **facts))
 
 
 def begun(scheduler: StepScheduler, now_ms: float, held: StepRequest | None = None) -> Step | None:
@@ -63,7 +63,6 @@ class Steps:
     def __init__(self, clock: Clock, table: StepTable, prompts: list[Prompt]) -> None:
         self.clock, self.table, self.left = clock, table, deque(prompts)
         self.generator: Generator | None = None
-        self.told: list[list[tuple[float, int]]] = []
         self.running: list[Any] = []
         self.longest = 10**6
 
@@ -84,7 +83,7 @@ class Steps:
             self.clock.now_ms = self.left[0].arrival_ms
             self._submit(self.generator, self.left.popleft())
             self.clock.now_ms = now
-        self.generator._do(self.generator._scheduler.tick, now)
+        self.generator._tick()
 
     def reserve(self, step: Step) -> bool:
         """Take all, as there is room for all."""
@@ -101,10 +100,7 @@ class Steps:
         prompt = [1] * one.tokens
         facts: Any = {"max_new_tokens": one.answer, "min_accuracy": one.min_accuracy, **times}
         facts["phases"] = one.phases
-        completion, heard = generator.submit(prompt, **facts), list[tuple[float, int]]()
-        completion.listen(lambda: heard.append((self.clock.now_ms, len(completion.tokens()))))
-        self.running.append(completion)
-        self.told.append(heard)
+        self.running.append(generator.submit(prompt, **facts))
 
 
 def outcome_of(completion: Any) -> Generated | str:
@@ -128,14 +124,10 @@ def test_the_generator_does_what_the_simulation_predicts(
     rules: dict[str, Any] = {"expired": expired, "step_tokens": 32}
     kinds = CacheKinds([0, 0, 0], [0, 1, 2])
     scheduler = StepScheduler(StepPolicy(table, 6.0), places=4, kinds=kinds, **rules)
-    came: dict[int, list[tuple[float, int]]] = {id(one): [] for one in prompts}
     predicted: dict[int, Generated | str] = {}
-    for now, request in replay(deque(prompts), scheduler):
-        one = id(request.owner)
-        if request.tokens:
-            came[one].append((now, len(request.tokens)))
+    for _, request in replay(deque(prompts), scheduler):
         if outcome := request.outcome:
-            predicted[one] = outcome if isinstance(outcome, Generated) else str(outcome)
+            predicted[id(request.owner)] = outcome if isinstance(outcome, Generated) else str(outcome)
 
     steps = Steps(clock, table, prompts)
     monkeypatch.setattr("subnetact.generation.step_loop.StepLoop", steps)
@@ -147,9 +139,8 @@ def test_the_generator_does_what_the_simulation_predicts(
             assert generator._thread.is_alive()
         outcomes = [outcome_of(completion) for completion in steps.running]
         stats = generator.stats()
-    for one, outcome, heard in zip(prompts, outcomes, steps.told, strict=True):  # all listeners were called
-        assert outcome == predicted[id(one)]
-        assert heard[: len(came[id(one)])] == came[id(one)], "each token came when it was to come"
+    for one, outcome in zip(prompts, outcomes, strict=True):
+        assert outcome == predicted[id(one)], "the same tokens, each when it was to come, or the same error"
     assert {name: getattr(stats, name) for name in scheduler.counts} == scheduler.counts
     assert stats.steps == {i: count for i, count in enumerate(scheduler.steps) if count}
     assert len(stats.steps) == 3
@@ -202,7 +193,7 @@ def test_every_request_ends_once_and_steps_keep_to_their_limits(
                 continue
             assert 0 < len(step.parts) <= places
             assert sum(tokens for _, tokens in step.parts) <= step_tokens
-            assert ACCURACY[step.subnet] >= max(request.min_accuracy for request, _ in step.parts)
+            assert ACCURACY[step.subnet] >= max(request.ask.min_accuracy for request, _ in step.parts)
             assert all(step.subnet in request.among for request, _ in step.parts)
             assert all(request.outcome is None and request is not held for request, _ in step.parts)
             if kind == "hang":
@@ -224,8 +215,8 @@ def test_every_request_ends_once_and_steps_keep_to_their_limits(
     assert counts["tokens"] == sum(len(request.tokens) for request in all_requests)
     assert counts["requests"] == sum(counts[name] for name in ("finished", "expired", "cancelled", "failed"))
     for request in all_requests:
-        assert len(request.tokens) <= request.answer
-        assert all(ACCURACY[subnet] >= request.min_accuracy for subnet in request.subnets)
+        assert len(request.tokens) <= request.ask.answer
+        assert all(ACCURACY[subnet] >= request.ask.min_accuracy for subnet in request.subnets)
 
 
 def test_the_most_urgent_get_places_and_a_sequence_that_lost_its_place_is_computed_again() -> None:

@@ -487,10 +487,10 @@ class Texts:
     def submit(self) -> None:
         """Give the generator a sequence."""
         from subnetact.generation import TokenDeadlines
-        from subnetact.generation.step_scheduler import StepRequest
+        from subnetact.generation.step_scheduler import StepRequest, TokenAsk
 
         prompt = [self.rng.randrange(2, VOCABULARY) for _ in range(self.rng.choice((3, 9, 20)))]
-        self.scheduler.submit(StepRequest(prompt, 12, TokenDeadlines(1e9, 1e9)), 0.0)
+        self.scheduler.submit(StepRequest(TokenAsk(prompt, 12, TokenDeadlines(1e9, 1e9))), 0.0)
 
     def generate(self) -> None:
         """Compute steps; another thread may load weights after a step has begun."""
@@ -514,7 +514,7 @@ class Texts:
 
     def _check(self, request: Any) -> None:
         *before, token = request.tokens
-        prefix = torch.tensor([[*request.prompt, *before]])
+        prefix = torch.tensor([[*request.ask.prompt, *before]])
         logits = self.right(self.now, self.specs[request.subnets[-1]], prefix)[0]
         off = float(logits.max() - logits[token])
         assert off < 1e-2, f"token {len(before)} of request {request.number} is of other weights"

@@ -7,10 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram
 
+Kind = TypeVar("Kind")
 #: every accepted request ends in exactly one of these
 OUTCOMES = ("met", "late", "dropped", "failed", "cancelled", "closed")
 
@@ -19,48 +20,55 @@ _HISTOGRAMS = """`latency_ms` of the answers, `slack_ms` of the most urgent requ
         number of requests per batch."""
 
 
-def _field(kind: str, text: str, default: Any = 0, metric: str = "") -> Any:
+def stat(kind: str, text: str, default: Any = 0, metric: str = "") -> Any:
     """Return a field: its text, which also explains the metric, and the metric's kind, if there is one."""
     facts = {"kind": kind, "text": text, "metric": metric}
     return field(default_factory=lambda: {} if default is dict else default, metadata=facts)
 
 
+def documented(kind: type[Kind]) -> type[Kind]:
+    """Put the texts of a class of `stat` fields into its docstring."""
+    known: Any = kind
+    texts = "".join(f"\n    {one.name}: {one.metadata['text']}" for one in fields(known))
+    kind.__doc__ = f"{kind.__doc__}\n\nAttributes:{texts}\n"
+    return kind
+
+
+@documented
 @dataclass(frozen=True)
 class BatcherStats:
     """A snapshot of a batcher's counters."""
 
-    submitted: int = _field("Counter", "accepted requests: those `queued`, `running`, or with an outcome.")
-    met: int = _field("", "requests that were answered at or before their deadline, an outcome.")
-    late: int = _field("", "answered after their deadline, an outcome like the next four.")
-    dropped: int = _field("", "expired, and ended with `DeadlinePassed`.")
-    failed: int = _field("", "ended with `BatchFailed`.")
-    cancelled: int = _field("", "withdrawn by their client.")
-    closed: int = _field("", "ended with `BatcherClosed`.")
-    refused: int = _field("Counter", "requests that the batcher never accepted: invalid, or queue full.")
-    full: int = _field("Counter", "requests that were refused because the queue was full.")
-    queued: int = _field("Gauge", "requests that wait now, deferred ones included.")
-    running: int = _field("Gauge", "requests that are on a worker now.")
-    batches: int = _field("Counter", "batches that were started.")
-    preempted: int = _field(
-        "Counter", "batches suspended between two blocks, while an urgent one went first."
-    )
-    bisected: int = _field("Counter", "batches that raised and were split.")
-    out_of_memory: int = _field("Counter", "batches that ran out of memory and were split.")
-    not_finite: int = _field("Counter", "requests that failed because their output was not finite.")
-    hung: int = _field("Counter", "workers that took too long for a batch and were replaced.")
-    died: int = _field("Counter", "workers whose thread or process ended.")
-    revived: int = _field("Counter", "worker threads that were started again.")
-    retried: int = _field("Counter", "requests that got a second try after their worker hung or died.")
-    replanned: int = _field("Counter", "how often the policy was given other latencies.")
-    workers: int = _field("Gauge", "number of workers of the batcher.")
-    workers_up: int = _field("Gauge", "workers that can take a batch now or after the one that they run.")
-    accuracy_sum: float = _field("", "sum of the profiled accuracy of all met requests, in percent.", 0.0)
-    correction: float = _field("Gauge", "latency of the typical batch divided by that in the table.", 1.0)
-    served_by: Mapping[int, int] = _field("Counter", "answered requests per subnet id.", dict, "served")
-    batch_sizes: Mapping[int, int] = _field("", "answered batches per planned (padded) batch size.", dict)
-    batch_limits: Mapping[int, int] = _field("Gauge", "largest batch within memory.", dict, "batch_limit")
-    drifted: Mapping[int, float] = _field("Gauge", "corrections beyond their threshold.", dict, "drifted")
-    histograms: Mapping[str, Histogram] = _field("", _HISTOGRAMS, dict)
+    submitted: int = stat("Counter", "accepted requests: those `queued`, `running`, or with an outcome.")
+    met: int = stat("", "requests that were answered at or before their deadline, an outcome.")
+    late: int = stat("", "answered after their deadline, an outcome like the next four.")
+    dropped: int = stat("", "expired, and ended with `DeadlinePassed`.")
+    failed: int = stat("", "ended with `BatchFailed`.")
+    cancelled: int = stat("", "withdrawn by their client.")
+    closed: int = stat("", "ended with `BatcherClosed`.")
+    refused: int = stat("Counter", "requests that the batcher never accepted: invalid, or queue full.")
+    full: int = stat("Counter", "requests that were refused because the queue was full.")
+    queued: int = stat("Gauge", "requests that wait now, deferred ones included.")
+    running: int = stat("Gauge", "requests that are on a worker now.")
+    batches: int = stat("Counter", "batches that were started.")
+    preempted: int = stat("Counter", "batches suspended between two blocks, while an urgent one went first.")
+    bisected: int = stat("Counter", "batches that raised and were split.")
+    out_of_memory: int = stat("Counter", "batches that ran out of memory and were split.")
+    not_finite: int = stat("Counter", "requests that failed because their output was not finite.")
+    hung: int = stat("Counter", "workers that took too long for a batch and were replaced.")
+    died: int = stat("Counter", "workers whose thread or process ended.")
+    revived: int = stat("Counter", "worker threads that were started again.")
+    retried: int = stat("Counter", "requests that got a second try after their worker hung or died.")
+    replanned: int = stat("Counter", "how often the policy was given other latencies.")
+    workers: int = stat("Gauge", "number of workers of the batcher.")
+    workers_up: int = stat("Gauge", "workers that can take a batch now or after the one that they run.")
+    accuracy_sum: float = stat("", "sum of the profiled accuracy of all met requests, in percent.", 0.0)
+    correction: float = stat("Gauge", "latency of the typical batch divided by that in the table.", 1.0)
+    served_by: Mapping[int, int] = stat("Counter", "answered requests per subnet id.", dict, "served")
+    batch_sizes: Mapping[int, int] = stat("", "answered batches per planned (padded) batch size.", dict)
+    batch_limits: Mapping[int, int] = stat("Gauge", "largest batch within memory.", dict, "batch_limit")
+    drifted: Mapping[int, float] = stat("Gauge", "corrections beyond their threshold.", dict, "drifted")
+    histograms: Mapping[str, Histogram] = stat("", _HISTOGRAMS, dict)
 
     @property
     def attainment(self) -> float:
@@ -83,10 +91,6 @@ class BatcherStats:
     def to_json(self) -> str:
         """Return the snapshot as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
-
-
-_TEXTS = "".join(f"\n    {one.name}: {one.metadata['text']}" for one in fields(BatcherStats))
-BatcherStats.__doc__ = f"{BatcherStats.__doc__}\n\nAttributes:{_TEXTS}\n"
 
 
 class Counters:

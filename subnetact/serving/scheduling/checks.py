@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from decimal import ROUND_CEILING, Context
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from subnetact.errors import InvalidRequest, PolicyError, ProfileMismatch, TableError
@@ -105,6 +105,15 @@ def check_deadline(value: object, name: str = "deadline_ms") -> float:
     if not 0.0 < time_ms < math.inf:
         raise InvalidRequest(f"{name}: {value} must be finite and > 0, in milliseconds from now")
     return min(time_ms, LONGEST_MS)
+
+
+def check_within(value: Any, name: str, low: float, high: float = math.inf, whole: bool = True) -> Any:
+    """Return a number that a client gave, or raise InvalidRequest if it is not in its range."""
+    kind: Any = Integral if whole else Real
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{name}: {value!r:.40} must be a {'whole ' * whole}number {limit}")
+    return int(value) if whole else float(value)
 
 
 def check_request_number(value: object, name: str, hint: str) -> float:

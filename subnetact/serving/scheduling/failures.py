@@ -1,4 +1,7 @@
-"""The errors that requests end with. Each says what happened, what was allowed, and what to do next."""
+"""The errors that requests end with, and after how long work is taken to hang.
+
+Each error says what happened, what was allowed, and what to do next.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,15 @@ def share_full(max_queue: int) -> QueueFull:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that torch or Python ran out of memory; its class name tells."""
     return any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
+
+
+def patience_ms(
+    watchdog_ms: float | None, expected_ms: float = 0.0, known: bool = False, least_ms: float = 1000.0
+) -> float:
+    """Return after how long work is taken to hang; if it did not run before (`known`), not within 30 s."""
+    if watchdog_ms is not None:
+        return watchdog_ms
+    return max(least_ms if known else 30_000.0, 20.0 * expected_ms)
 
 
 def deadline_passed(request: Request, now_ms: float, fastest_ms: float) -> DeadlinePassed:

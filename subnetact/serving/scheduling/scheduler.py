@@ -365,10 +365,8 @@ class Scheduler:
         self.jobs[job.worker] = job
 
     def _patience_ms(self, job: Job) -> float:
-        if self._watchdog_ms is not None:
-            return self._watchdog_ms
         known = (job.worker, job.subnet, job.size) in self._ran
-        return max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
+        return failures.patience_ms(self._watchdog_ms, job.expected_ms, known)
 
     def _advance(self, job: Job, now_ms: float) -> None:
         job.advance()
