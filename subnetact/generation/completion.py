@@ -22,6 +22,7 @@ class TokenDeadlines:
     Args:
         first_ms: time from the submission to the first token, in ms.
         token_ms: time from one token to the next, in ms.
+        total_ms: time from the submission to the last token, in ms, if only this was promised.
 
     Raises:
         PolicyError: a time is not above 0. It may be infinite.
@@ -29,6 +30,7 @@ class TokenDeadlines:
 
     first_ms: float
     token_ms: float
+    total_ms: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "first_ms", check_positive(self.first_ms, "first_ms"))
@@ -38,7 +40,7 @@ class TokenDeadlines:
     def total(cls, total_ms: float, tokens: int) -> TokenDeadlines:
         """Spread the time from the submission to the last token, in ms, evenly over so many tokens."""
         share = check_positive(total_ms, "total_ms") / max(tokens, 1)
-        return cls(share, share)
+        return cls(share, share, total_ms)
 
     def due_ms(self, accepted_ms: float, position: int) -> float:
         """Return when a token is due, by the time of the submission and its position from 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class Generator(ClosedOnExit):
         step_tokens: the largest number of tokens that one step computes; longer prompts take several steps.
         expired: what becomes of a request whose first token cannot come in time any more: `drop` (it ends
             with `DeadlinePassed`) or `serve`.
-        seed: seed of the sampling. If None, a random one.
+        seed: seed of the requests that have none of their own. If None, a random one.
         watchdog_ms: time after which a step is taken to hang, in ms; inf: never. If None, 20 times the
             expected latency, but at least 10 s, and at least 30 s if a subnet runs for the first time.
         clock_ms: returns the time in ms. If None, the monotonic clock of the process.
@@ -136,8 +137,8 @@ class Generator(ClosedOnExit):
             sequences=max_sequences,
             cache_tokens=check_count(cache_tokens, "cache_tokens"),
             step_tokens=step_tokens,
-            seed=seed,
         )
+        self._seeds = random.Random(seed)
         if self._loop.longest < 2:
             self._loop.tear_down()
             raise PolicyError(
@@ -169,6 +170,7 @@ class Generator(ClosedOnExit):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        seed: int | None = None,
         min_accuracy: float = 0.0,
         logprobs: int | None = None,
         phases: Sequence[Phase | tuple[Any, ...]] = (Phase(),),
@@ -188,6 +190,8 @@ class Generator(ClosedOnExit):
                 `top_k` and `top_p` are None, the most likely token is taken. Otherwise, None is 1.0.
             top_k: a token is drawn from this number of most likely ones. If None, from all.
             top_p: a token is drawn from the most likely ones that together have this probability.
+            seed: whole number of 64 bits. The same seed, prompt and subnets give the same drawn tokens,
+                whatever else is in the steps. If None, one that follows from the generator's `seed`.
             min_accuracy: minimum accuracy of the subnets that generate this answer, in percent.
             logprobs: tell the log-probability of every generated token, and of this number of the most likely
                 ones, from 0 to 20. If None, none are told.
@@ -199,6 +203,9 @@ class Generator(ClosedOnExit):
         Raises:
             InvalidRequest: the prompt is empty, too long, or has unknown tokens, or an argument is out of
                 range.
+            DeadlinePassed: with `expired="drop"`, by the table even the fastest subnets would need more time
+                than `first_ms` for the prompt alone, or than `deadline_ms` for the prompt and the tokens that
+                the answer has at least.
             QueueFull: too many requests are under way.
             BatcherClosed: the generator is closed.
         """
@@ -226,7 +233,10 @@ class Generator(ClosedOnExit):
             parts,
             least=check_within(min_tokens, "min_tokens", 0, count),
         )
-        request = StepRequest(ask)
+        if seed is None:
+            seed = self._seeds.getrandbits(63)
+        check_within(seed, "seed", -(2**63), 2**63 - 1)
+        request = StepRequest(ask, draws=ask.sampling and self._loop.random_numbers(seed))
         completion = request.owner = Completion(request, lambda: self._cancel(request))
         with self._lock:
             self._scheduler.submit(request, self._now_ms())

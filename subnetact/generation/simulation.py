@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from subnetact.errors import InvalidRequest, PolicyError, TraceError
+from subnetact.errors import DeadlinePassed, InvalidRequest, PolicyError, TraceError
 from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.phases import CacheKinds, Phase, checked_phases
 from subnetact.generation.step_policy import StepPolicy
@@ -131,7 +131,12 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
         while trace and trace[0].arrival_ms <= now:
             one = trace.popleft()
             ask = TokenAsk(range(one.tokens), one.answer, one.deadlines, one.min_accuracy, phases=one.phases)
-            scheduler.submit(StepRequest(ask, one), one.arrival_ms)
+            request = StepRequest(ask, one)
+            try:
+                scheduler.submit(request, one.arrival_ms)
+            except DeadlinePassed as error:
+                request.outcome = error
+                yield one.arrival_ms, request
         scheduler.prepare(now)
         yield from zip(repeat(now), scheduler.tick(now), strict=False)
         scheduler.candidates().take_all()

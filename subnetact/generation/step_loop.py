@@ -43,8 +43,22 @@ with extra_needed("generation needs transformers 5.20 or newer: pip install 'sub
 logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())
 SCHEDULER = "subnetact_planned"
 PAGE = 16  # tokens of a page of the cache
-GREEDY = {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
+LEAST_DRAW = 1e-9  # of an exponential variable, below which random numbers of this precision are too coarse
 PLAIN = 1.0 - 1e-9  # a temperature and a share that change nothing; transformers does not skip them
+
+
+class _Draws(logits_process.LogitsProcessor):
+    """Makes the most likely token of a row one that is drawn, with random numbers of its request's own."""
+
+    supports_continuous_batching = True
+    sources: Sequence[torch.Generator | None] = ()  # of the rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
+        """Add Gumbel noise to the scores of every row with random numbers."""
+        for row, source in zip(scores, self.sources, strict=False):
+            if source is not None:
+                row -= torch.empty_like(row).exponential_(generator=source).clamp_(min=LEAST_DRAW).log_()
+        return scores
 
 
 class ElasticDecoder(nn.Module):
@@ -102,7 +116,7 @@ class ElasticDecoder(nn.Module):
         self.end_tokens = frozenset([ends] if isinstance(ends, int) else ends or ())
         self.device, self.dtype = network.device, network.dtype
         self._take_views()
-        self.chosen, self.keeps_logits = 0, False
+        self.chosen, self.keeps_logits, self.draws = 0, False, _Draws()
         self.logits: Any = None  # of the last step that kept them, a row for each request that it answers
         # What transformers asks of a model:
         self._supports_logits_to_keep = network._supports_logits_to_keep
@@ -113,7 +127,7 @@ class ElasticDecoder(nn.Module):
     def _get_logits_processor(self, generation_config: Any) -> Any:  # noqa: ARG002
         heat, top_p = logits_process.TemperatureLogitsWarper(PLAIN), logits_process.TopPLogitsWarper(PLAIN)
         top_k = logits_process.TopKLogitsWarper(self.vocabulary)
-        return logits_process.LogitsProcessorList([heat, top_k, top_p])
+        return logits_process.LogitsProcessorList([heat, top_k, top_p, self.draws])
 
     def prepare(self, cache: Any) -> None:
         """Let the subnets share pages of a cache, and let those with fewer key and value heads use them."""
@@ -238,7 +252,7 @@ class _Planned(FIFOScheduler):
             return state
         if self.block_new_requests and self.active_requests:
             return None
-        sampling = {**GREEDY, **(request.ask.sampling or {})}
+        sampling = dict(request.ask.sampling or {})
         return self.waiting_requests.get(request) or RequestState(  # Others know when it ends.
             request, list(request.ask.prompt), max_new_tokens=None, logit_processor_kwargs=sampling
         )
@@ -261,7 +275,6 @@ class StepLoop(ContinuousBatchingManager):
         sequences: int,
         cache_tokens: int,
         step_tokens: int,
-        seed: int | None = None,
     ) -> None:
         batching = ContinuousBatchingConfig(
             page_size=PAGE,
@@ -274,10 +287,9 @@ class StepLoop(ContinuousBatchingManager):
             use_cuda_graph=False,
             scheduler_type=SCHEDULER,
             per_request_processors=True,
-            seed=seed,
         )
         model, settings = cast(Any, decoder), cast(Any, GenerationConfig)
-        super().__init__(model, settings(do_sample=True, eos_token_id=-1, max_new_tokens=1), batching)
+        super().__init__(model, settings(do_sample=False, eos_token_id=-1, max_new_tokens=1), batching)
         self._decoder = decoder
         self.batch_processor = processor = self._create_batch_processor()
         self._planned = planned = cast(Any, processor.scheduler)
@@ -296,6 +308,10 @@ class StepLoop(ContinuousBatchingManager):
                 self._planned.finish_request(name)
                 self._planned.add_waiting_request(state.create_equivalent_initial_request())
 
+    def random_numbers(self, seed: int) -> torch.Generator:
+        """Return the random numbers of a request."""
+        return torch.Generator(self._decoder.device).manual_seed(seed)
+
     def reserve(self, step: Step) -> bool:
         """Take those candidates of a step for whom there is memory; return False if others have to be found.
 
@@ -312,9 +328,8 @@ class StepLoop(ContinuousBatchingManager):
     def compute(self, step: Step) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Compute a step whose memory is reserved, and return what its answered requests get."""
         processor: Any = self.batch_processor
-        states = [future.state for future in processor.inputs_and_outputs.requests_in_batch]
-        sampled = any(state.logit_processor_kwargs["top_k"] != 1 for state in states)
-        processor.model_runner.do_sample = processor.logit_processor.do_processing = sampled
+        self._decoder.draws.sources = sources = [one.draws for one in step.answered]
+        processor.logit_processor.do_processing = any(sources)
         self._decoder.chosen = step.subnet
         self._decoder.keeps_logits = any(one.ask.logprobs is not None for one in step.answered)
         processor._generation_step(self._decoder)

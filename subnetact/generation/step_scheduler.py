@@ -43,10 +43,11 @@ class TokenAsk:
 
 @dataclass(eq=False, slots=True)
 class StepRequest:
-    """An ask, and what has come of it; `owner` is handed on to the driver."""
+    """An ask, and what has come of it; `owner` and `draws` are handed on to the driver."""
 
     ask: TokenAsk
     owner: Any = None
+    draws: Any = None  # the random numbers of a request whose tokens are drawn
     number: int = -1
     accepted_ms: float = 0.0
     left: int = 0  # tokens of the prompt, and of an answer that lost its place, that are not computed
@@ -179,13 +180,15 @@ class StepScheduler:
         self._limit_ms = math.inf  # when what runs is taken to hang
 
     def submit(self, request: StepRequest, now_ms: float) -> None:
-        """Accept a request, or raise InvalidRequest, BatcherClosed or QueueFull."""
+        """Accept a request, or raise InvalidRequest, BatcherClosed, DeadlinePassed or QueueFull."""
         accurate = rows_of(self._accuracy, request.ask.min_accuracy)
         names, phases = self.policy.table.subnets, request.ask.phases
         request.planned = planned_phases(phases, names, self._kinds, self._usual, accurate)
         request.among, request.turns = request.planned[0].among, request.planned[0].tokens
         if self.closed is not None:
             raise BatcherClosed(f"the generator is closed{self.closed}")
+        if self._drop:
+            self._refuse_hopeless(request)
         if len(self.requests) >= self._max_queue:
             raise QueueFull(f"{len(self.requests)} requests are under way; try again later")
         request.number, request.accepted_ms = next(self._numbers), now_ms
@@ -193,6 +196,28 @@ class StepScheduler:
         self.requests[request.number] = request
         self.counts["requests"] += 1
         self._wait(request)
+
+    def _refuse_hopeless(self, request: StepRequest) -> None:
+        """Raise DeadlinePassed if a request has less time than the fastest subnets need for it alone."""
+        ask, deadlines = request.ask, request.ask.deadlines
+        known, limit_ms, name = 1, deadlines.first_ms, "first_ms"
+        if deadlines.total_ms is not None:
+            known, limit_ms, name = max(ask.least, 1), deadlines.total_ms, "deadline_ms"
+            known = known if ask.stop else ask.answer
+        steps, rest = divmod(len(ask.prompt), self._step_tokens)
+        sizes = (steps, (0, 1.0, self._step_tokens)), (1, (0, 1.0, rest)), (known - 1, (1, len(ask.prompt)))
+        among = frozenset().union(*[phase.among for phase in request.planned])
+        least_ms = 0.0
+        for number, size in sizes:
+            times_ms = self.policy.table.latencies_ms(*size)
+            least_ms += number * min([times_ms[i] for i in among])
+        if limit_ms < least_ms * min(self.policy.slowdown, 1.0):
+            self.counts["requests"] += 1
+            self.counts["expired"] += 1
+            raise DeadlinePassed(
+                f"{name}: {limit_ms:g} ms were given, and the fastest subnet alone needs at least "
+                f"{least_ms:.3g} ms for its prompt and token {known}; allow more, or send a shorter prompt"
+            )
 
     def cancel(self, request: StepRequest, now_ms: float) -> list[StepRequest]:
         """End a request with the tokens that it has."""

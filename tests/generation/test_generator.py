@@ -75,6 +75,7 @@ def test_a_fixed_subnet_generates_what_transformers_does(
             answer = generator.submit(prompt, max_new_tokens=9, **LONG).result(60)
             assert list(answer.tokens) == expected[0, len(prompt) :].tolist(), subnet
             assert (answer.finish, answer.met, answer.subnets) == ("length", True, (0,) * 9)
+            assert answer.subnets_used == (spec.key,)
 
 
 @pytest.mark.parametrize("cache_tokens", [16_384, 160])
@@ -168,6 +169,34 @@ def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
     for temperature in (0.0, 1e-320):
         cold = generator.submit(second, max_new_tokens=20, temperature=temperature, **LONG)
         assert list(cold.result(60).tokens) == expected
+
+
+def test_a_seed_decides_what_is_drawn_whatever_else_is_in_the_steps(make: Callable[..., Generator]) -> None:
+    first, second = prompts(2)
+    warm: dict[str, Any] = {"max_new_tokens": 20, "temperature": 2.0, **LONG}
+    drawn = [make(seed=i).submit(first, seed=7, **warm).result(60).tokens for i in range(2)]
+    generator = make(cache_tokens=160)  # too few for all, so that some are pushed out and computed again
+    crowd = [generator.submit(second, top_k=9, **warm) for _ in range(4)]
+    same = [generator.submit(first, seed=7, **warm) for _ in range(2)]
+    other = generator.submit(first, seed=-8, **warm)
+    assert {one.result(60).tokens for one in same} == {*drawn}
+    assert len({one.result(60).tokens for one in (*crowd, same[0], other)}) == 6
+    again = {make(seed=3).submit(first, **warm).result(60).tokens for _ in range(2)}
+    assert len(again) == 1, "a generator's seed gives its requests theirs"
+
+
+def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
+    pytest.importorskip("transformers")
+    from subnetact.generation.step_loop import _Draws
+
+    draws, scores = _Draws(), torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).log()
+    draws.sources = [torch.Generator().manual_seed(i) for i in range(4000)]
+    ids = torch.zeros(1, dtype=torch.long)
+    shares = draws(ids, scores.expand(4000, -1).clone()).argmax(-1).bincount(minlength=5) / 4000
+    assert torch.allclose(shares, scores.exp(), atol=0.03)
+    assert shares[4] == 0.0
+    draws.sources = [None]
+    assert torch.equal(draws(ids, scores[None].clone())[0], scores), "others are left alone"
 
 
 def test_log_probabilities_are_those_of_the_model(
@@ -446,6 +475,8 @@ def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Genera
         ([1], {"min_accuracy": float("nan")}, "min_accuracy"),
         ([1], {"deadline_ms": 5.0, "first_ms": 5.0}, "deadline_ms"),
         ([1], {"first_ms": "soon"}, "first_ms"),
+        ([1], {"seed": 1.5}, "seed: 1.5"),
+        ([1], {"seed": 2**64}, "seed"),
     ],
 )
 def test_what_cannot_be_generated_is_refused_at_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -100,10 +101,15 @@ class Steps:
         prompt = [1] * one.tokens
         facts: Any = {"max_new_tokens": one.answer, "min_accuracy": one.min_accuracy, **times}
         facts["phases"] = one.phases
-        self.running.append(generator.submit(prompt, **facts))
+        try:
+            self.running.append(generator.submit(prompt, **facts))
+        except DeadlinePassed as error:
+            self.running.append(error)
 
 
 def outcome_of(completion: Any) -> Generated | str:
+    if isinstance(completion, DeadlinePassed):
+        return str(completion)
     try:
         answer: Generated = completion.result(60)
     except DeadlinePassed as error:
@@ -175,8 +181,9 @@ def test_every_request_ends_once_and_steps_keep_to_their_limits(
         if kind == "submit":
             phases = PHASES[number % len(PHASES)] if not floor else (Phase(),)
             request = asked(1 + number, 1 + number % 5, 1.0 + 2 * number, min_accuracy=floor, phases=phases)
-            scheduler.submit(request, now)
-            all_requests.append(request)
+            with suppress(DeadlinePassed):  # less time than the fastest subnets need
+                scheduler.submit(request, now)
+                all_requests.append(request)
         elif kind in ("cancel", "push_out") and all_requests:
             request = all_requests[number % len(all_requests)]
             if kind == "cancel":
@@ -315,3 +322,31 @@ def test_a_step_hangs_after_the_time_of_the_watchdog() -> None:
     assert isinstance(ended.outcome, DeadlinePassed)
     assert scheduler.step_done([7], 101.0) == [], "an answer that comes after the end is nobody's"
     assert not scheduler.hangs(200.0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "least_ms"),
+    [
+        ({"first_ms": 0.0}, 3.2),  # a step of 16 tokens and one of 4, of the smallest subnet
+        ({"first_ms": 0.0, "min_accuracy": 45.0}, 4.16),
+        ({"total_ms": 0.0, "stop": frozenset({1})}, 3.2),
+        ({"total_ms": 0.0, "stop": frozenset({1}), "least": 2}, 4.3),
+        ({"total_ms": 0.0}, 5.4),  # no token ends it: all three come
+    ],
+)
+def test_deadlines_below_what_the_fastest_subnet_needs_alone_are_refused_at_once(
+    facts: dict[str, Any], least_ms: float
+) -> None:
+    def submit(scheduler: StepScheduler, time_ms: float) -> None:
+        options = {name: value for name, value in facts.items() if not name.endswith("_ms")}
+        deadlines = TokenDeadlines(time_ms, 6.0)
+        if "total_ms" in facts:
+            deadlines = TokenDeadlines.total(time_ms, 3)
+        scheduler.submit(StepRequest(TokenAsk(range(20), 3, deadlines, **options)), 0.0)
+
+    scheduler = made(places=1)
+    with pytest.raises(DeadlinePassed, match=f"needs at least {least_ms} ms"):
+        submit(scheduler, least_ms - 0.01)
+    assert (scheduler.counts["requests"], scheduler.counts["expired"]) == (1, 1)
+    submit(scheduler, least_ms + 0.01)
+    submit(made(expired="serve"), least_ms - 0.01)

@@ -381,7 +381,6 @@ class Texts:
             sequences=3,
             cache_tokens=512,
             step_tokens=16,
-            seed=0,
         )
 
     def right(self, state: State, spec: SubnetSpec, tokens: Tensor) -> Tensor:
