@@ -13,6 +13,7 @@ from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, Invalid
 from subnetact.serve.base_app import unix_ms
 from subnetact.serving.live.answers import Answer
 from subnetact.serving.live.batcher import monotonic_ms
+from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.stats import BatcherStats, Counters
 
@@ -28,7 +29,7 @@ OUTCOMES = {
 """The counter of every error; those of all others is `failed`."""
 
 
-class ReplicaClient:
+class ReplicaClient(ClosedOnExit):
     """Sends requests to replicas from one event loop, once more if a replica dies, and counts the outcomes.
 
     `call` sends the rows of one request to a replica, as `EngineReplica.answer` takes them; the exceptions

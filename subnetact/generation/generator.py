@@ -6,18 +6,11 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from subnetact.errors import (
-    BatcherClosed,
-    BatchFailed,
-    InvalidRequest,
-    PolicyError,
-    ProfileMismatch,
-    RequestError,
-)
+from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.files.fork import hear_of_forks, new_lock
 from subnetact.generation.completion import Completion, TokenDeadlines, TokenLogprobs, tell
 from subnetact.generation.phases import Phase, checked_phases
@@ -35,8 +28,7 @@ from subnetact.supernet.supernet import Supernet
 logger = logging.getLogger("subnetact.generation")
 COLDEST = 1e-6  # at lower temperatures the most likely token is taken; quotients could be infinite
 MOST_LOGPROBS = 20  # that are told of the most likely tokens
-IDLE_S = 0.05  # how long the loop waits for a request before it looks for expired ones
-TICK_S = 0.02  # how often the watchdog looks for expired requests and for a step that hangs
+TICK_S = 0.02  # how often expired requests and a step that hangs are looked for
 
 
 class Generator(ClosedOnExit):
@@ -237,15 +229,12 @@ class Generator(ClosedOnExit):
             seed = self._seeds.getrandbits(63)
         check_within(seed, "seed", -(2**63), 2**63 - 1)
         request = StepRequest(ask, draws=ask.sampling and self._loop.random_numbers(seed))
-        completion = request.owner = Completion(request, lambda: self._cancel(request))
+        cancel = partial(self._scheduler.cancel, request)
+        completion = request.owner = Completion(request, lambda: self._do(cancel))
         with self._lock:
             self._scheduler.submit(request, self._now_ms())
         self._news.set()
         return completion
-
-    def _cancel(self, request: StepRequest) -> None:
-        with self._acting() as changed:
-            changed += self._scheduler.cancel(request, self._now_ms())
 
     def stats(self) -> GeneratorStats:
         """Return the counts so far."""
@@ -265,18 +254,13 @@ class Generator(ClosedOnExit):
         Those that are not end with `BatcherClosed`, and so do all if a step hangs; its thread ends with it.
         """
         error = BatcherClosed("the generator was closed before the answer was complete")
-        self._refuse("", None if drain else error)
+        self._do(lambda _: self._scheduler.close("", None if drain else error))
         self._news.set()
         while self._thread.is_alive() and self._thread is not threading.current_thread():
             if self._scheduler.hangs(self._now_ms()):
-                self._refuse("", error)
+                self._do(lambda _: self._scheduler.close("", error))
                 return
             self._thread.join(TICK_S)
-
-    def _refuse(self, reason: str, error: RequestError | None) -> None:
-        """Accept no further request, and end those under way if there is an error for them."""
-        with self._acting() as changed:
-            changed += self._scheduler.close(reason, error)
 
     def note_fork(self) -> None:
         """Refuse requests in a forked process, and end those under way: nobody answers them there."""
@@ -292,30 +276,29 @@ class Generator(ClosedOnExit):
         try:
             while True:
                 scheduler.prepare(self._now_ms())
-                self._tick()
+                self._do(scheduler.tick)
                 try:
                     made = self._compute()
                 except Exception as error:
                     if scheduler.step is None or not scheduler.step.parts:
                         raise
                     logger.warning("a step failed, and with it its requests: %s", error)
-                    with self._acting() as changed:
-                        changed += scheduler.failed(error, self._now_ms())
+                    self._do(partial(scheduler.failed, error))
                     continue
                 if made is not None:
-                    with self._acting() as changed:
-                        changed += scheduler.step_done(made[0], self._now_ms(), made[1])
+                    self._do(partial(scheduler.step_done, made[0], logprobs=made[1]))
                     continue
                 with self._lock:
                     scheduler.prepare(math.inf)
                     if scheduler.closed is not None and not scheduler.requests:
                         return
-                self._news.wait(IDLE_S)
+                self._news.wait(TICK_S)
                 self._news.clear()
         except BaseException as error:
             logger.exception("the generator ends")
             cause = f"its loop raised {type(error).__name__}: {error}"
-            self._refuse(f": {cause}", BatchFailed(f"the generator ends, because {cause}"))
+            failed = BatchFailed(f"the generator ends, because {cause}")
+            self._do(lambda _: scheduler.close(f": {cause}", failed))
         finally:
             self._loop.tear_down()
 
@@ -335,24 +318,17 @@ class Generator(ClosedOnExit):
     def _watch(self) -> None:
         """Look for a step that hangs, on a thread that computes nothing."""
         while self._thread.is_alive():
-            self._tick()
+            self._do(self._scheduler.tick)
             self._thread.join(TICK_S)
-
-    def _tick(self) -> None:
-        """End the requests that wait in vain."""
-        with self._acting() as changed:
-            changed += self._scheduler.tick(self._now_ms())
 
     def _push_out(self, request: StepRequest) -> None:
         with self._lock:
             self._scheduler.push_out(request)
 
-    @contextmanager
-    def _acting(self) -> Iterator[list[StepRequest]]:
-        """Hold the scheduler's lock, and then tell the clients of the requests in the list."""
-        changed: list[StepRequest] = []
+    def _do(self, act: Callable[[float], list[StepRequest]]) -> None:
+        """Let the scheduler act now, and tell the clients of the requests that it changed."""
         with self._lock:
-            yield changed
+            changed = act(self._now_ms())
         tell([request.owner for request in changed])
 
 

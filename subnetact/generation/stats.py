@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from subnetact.serving.live.stats import documented, stat
 
@@ -34,7 +34,3 @@ class GeneratorStats:
     active: int = stat("Gauge", "requests under way.")
     slowdown: float = stat("Gauge", "how long steps take, as a multiple of the table's latency.", 1.0)
     up: bool = stat("Gauge", "whether steps are computed: the thread lives, and no step hangs.", False)
-
-
-COUNTS = tuple(one.name for one in fields(GeneratorStats) if one.metadata["kind"] == "Counter")
-"""What the scheduler counts."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count, repeat
@@ -17,7 +18,6 @@ from typing import Any
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
 from subnetact.generation.completion import Generated, TokenDeadlines, TokenLogprobs
 from subnetact.generation.phases import CacheKinds, Phase, PlannedPhase, planned_phases, rows_of
-from subnetact.generation.stats import COUNTS
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.serving.scheduling.checks import check_count, check_positive
 from subnetact.serving.scheduling.failures import patience_ms
@@ -72,17 +72,10 @@ class StepRequest:
 
     def generated(self, now_ms: float, finish: str, names: Sequence[str] = ()) -> Generated:
         """Return the answer if it ends now, by the names of all subnets."""
-        return Generated(
-            tuple(self.tokens),
-            tuple(self.subnets),
-            tuple(names[subnet] for subnet in dict.fromkeys(self.subnets)),
-            self.late,
-            tuple(self.times_ms),
-            now_ms - self.accepted_ms,
-            finish,
-            tuple(self.logprobs),
-            "approximate" if self.approximate else "exact",
-        )
+        used = tuple([names[subnet] for subnet in dict.fromkeys(self.subnets)])
+        tokens = tuple(self.tokens), tuple(self.subnets), used, self.late, tuple(self.times_ms)
+        cache = "approximate" if self.approximate else "exact"
+        return Generated(*tokens, now_ms - self.accepted_ms, finish, tuple(self.logprobs), cache)
 
 
 @dataclass(slots=True)
@@ -174,7 +167,7 @@ class StepScheduler:
         self._waiting: list[tuple[float, int, StepRequest]] = []  # the others; the first is due first
         self.step: Step | None = None
         self.closed: str | None = None  # why no request is accepted any more
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts: Counter[str] = Counter()  # fields of `GeneratorStats`
         self.steps = [0] * len(policy.table.subnets)  # how many each subnet ran
         self._numbers = count()
         self._limit_ms = math.inf  # when what runs is taken to hang
@@ -199,11 +192,11 @@ class StepScheduler:
 
     def _refuse_hopeless(self, request: StepRequest) -> None:
         """Raise DeadlinePassed if a request has less time than the fastest subnets need for it alone."""
-        ask, deadlines = request.ask, request.ask.deadlines
-        known, limit_ms, name = 1, deadlines.first_ms, "first_ms"
-        if deadlines.total_ms is not None:
-            known, limit_ms, name = max(ask.least, 1), deadlines.total_ms, "deadline_ms"
-            known = known if ask.stop else ask.answer
+        ask, known = request.ask, 1
+        limit_ms, name = ask.deadlines.first_ms, "first_ms"
+        if ask.deadlines.total_ms is not None:
+            known = max(ask.least, 1) if ask.stop else ask.answer
+            limit_ms, name = ask.deadlines.total_ms, "deadline_ms"
         steps, rest = divmod(len(ask.prompt), self._step_tokens)
         sizes = (steps, (0, 1.0, self._step_tokens)), (1, (0, 1.0, rest)), (known - 1, (1, len(ask.prompt)))
         among = frozenset().union(*[phase.among for phase in request.planned])
@@ -233,8 +226,16 @@ class StepScheduler:
         self._limit_ms = now_ms + patience_ms(self._watchdog_ms)
 
     def candidates(self) -> Step:
-        """Return the next step with those who may be in it, of whom the caller takes those with room."""
-        ready = self._ready()
+        """Return the next step, of whose candidates the caller takes those with room.
+
+        Their order: who decodes, whose prompts are computed, who waits.
+        """
+        ready = sorted(self._active.values(), key=lambda one: one.left > 0)
+        ready += [one for _, _, one in self._waiting[: self._places - len(self._active)]]
+        if ready and not frozenset.intersection(*[one.among for one in ready]):
+            first = min(ready, key=lambda one: (one.missed < MOST_MISSED, one.due_ms, -one.missed))
+            ready.remove(first)
+            ready.insert(0, first)
         joining = {one for one in ready if one.number not in self._active}
         every = frozenset(range(len(self.steps)))
         self.step = Step(ready, joining, self._step_tokens, every)
@@ -258,8 +259,13 @@ class StepScheduler:
             request.missed += 1
         step.began_ms = now_ms
         step.measure()
-        self._choose(step, self._slack_ms(step, now_ms))
-        expected_ms, known = self.policy.slowdown * step.tabled_ms, self.steps[step.subnet] > 0
+        policy, slack_ms, (sequences, context, prompts) = self.policy, self._slack_ms(step, now_ms), step.size
+        step.subnet = policy.choose(
+            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, among=step.among
+        )
+        step.tabled_ms = policy.tabled_ms
+        self.counts["lifted"] += policy.lifted and len({request.among for request, _ in step.parts}) > 1
+        expected_ms, known = policy.slowdown * step.tabled_ms, self.steps[step.subnet] > 0
         self._limit_ms = now_ms + patience_ms(self._watchdog_ms, expected_ms, known, LEAST_PATIENCE_MS)
         self.steps[step.subnet] += 1
         return step
@@ -273,15 +279,6 @@ class StepScheduler:
             left = [one.ask.answer - len(one.tokens) for one in self._active.values()]
             slack_ms = min(slack_ms, pace(now_ms, left, [due for due, _, _ in self._waiting[: self._places]]))
         return slack_ms
-
-    def _choose(self, step: Step, slack_ms: float) -> None:
-        """Choose the subnet of a step."""
-        policy, (sequences, context, prompts) = self.policy, step.size
-        step.subnet = policy.choose(
-            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, among=step.among
-        )
-        step.tabled_ms = policy.tabled_ms
-        self.counts["lifted"] += policy.lifted and len({request.among for request, _ in step.parts}) > 1
 
     def step_done(
         self, tokens: Sequence[int], now_ms: float, logprobs: Iterable[TokenLogprobs | None] = repeat(None)
@@ -346,16 +343,6 @@ class StepScheduler:
         """Accept no further request, and end those under way if there is an error for them."""
         self.closed = self.closed or reason
         return [one for one in list(self.requests.values()) if error and self._end(one, error, "failed")]
-
-    def _ready(self) -> list[StepRequest]:
-        """Return those who may be in the next step, in their order: who decodes, whose prompts, who waits."""
-        ready = sorted(self._active.values(), key=lambda one: one.left > 0)
-        ready += [one for _, _, one in self._waiting[: self._places - len(self._active)]]
-        if ready and not frozenset.intersection(*[one.among for one in ready]):
-            first = min(ready, key=lambda one: (one.missed < MOST_MISSED, one.due_ms, -one.missed))
-            ready.remove(first)
-            ready.insert(0, first)
-        return ready
 
     def _next_phase(self, request: StepRequest) -> None:
         """Begin the next phase of a request, which waits for a place again if it needs another cache."""

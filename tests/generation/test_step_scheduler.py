@@ -84,7 +84,7 @@ class Steps:
             self.clock.now_ms = self.left[0].arrival_ms
             self._submit(self.generator, self.left.popleft())
             self.clock.now_ms = now
-        self.generator._tick()
+        self.generator._do(self.generator._scheduler.tick)
 
     def reserve(self, step: Step) -> bool:
         """Take all, as there is room for all."""
