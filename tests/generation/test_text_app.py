@@ -348,6 +348,7 @@ def test_a_server_without_steps_is_not_healthy(
         ({"prompt": "a", "min_accuracy": False}, 400, "min_accuracy"),
         ({"prompt": "a", "min_accuracy": -1}, 400, "min_accuracy"),
         ({"prompt": "a", "model": "other"}, 404, "tiny"),
+        ({"prompt": "a", "slo_ttft_ms": 0.1}, 504, "the fastest subnet alone needs at least"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_with_the_reason(
