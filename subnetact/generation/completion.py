@@ -46,6 +46,10 @@ class TokenDeadlines:
         """Return when a token is due, by the time of the submission and its position from 0."""
         return accepted_ms + self.first_ms + position * self.token_ms
 
+    def latest_ms(self, accepted_ms: float, position: int) -> float:
+        """Return after when a token is late: behind its due time, or behind `total_ms` if this is given."""
+        return self.due_ms(accepted_ms, position) if self.total_ms is None else accepted_ms + self.total_ms
+
 
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position of an answer, before temperature, `top_k` and `top_p` change them.
@@ -67,7 +71,7 @@ class Generated:
         tokens: the generated tokens, with the stop token if there was one.
         subnets: id of the subnet that generated each token.
         subnets_used: the names of these subnets, as in the table, in the order of their first tokens.
-        late: how many tokens came after they were due.
+        late: how many tokens came after they were due, or after `deadline_ms` if the request gave this.
         times_ms: time from the submission to each token, in ms.
         total_ms: time from the submission to the end, in ms.
         finish: "stop" (by a stop token), "length" (by the largest number of tokens) or "cancelled".

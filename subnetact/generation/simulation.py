@@ -115,7 +115,7 @@ def simulate_generation(
         count = len(request.tokens)  # 0 if it was dropped
         if count == 1:
             first_ms.append(request.times_ms[0])
-        if count and now <= request.ask.deadlines.due_ms(request.accepted_ms, count - 1):
+        if count and now <= request.ask.deadlines.latest_ms(request.accepted_ms, count - 1):
             in_time += 1
             accuracy += table.accuracy[request.subnets[-1]]
     dropped, steps = scheduler.counts["expired"], sum(scheduler.steps)

@@ -302,7 +302,8 @@ class StepScheduler:
             request.tokens.append(token)
             request.subnets.append(step.subnet)
             request.times_ms.append(now_ms - request.accepted_ms)
-            ask, late, length = request.ask, now_ms > request.due_ms, len(request.tokens)
+            ask, length = request.ask, len(request.tokens)
+            late = now_ms > ask.deadlines.latest_ms(request.accepted_ms, length - 1)
             request.late += late
             self.counts["tokens"] += 1
             self.counts["late"] += late

@@ -259,6 +259,22 @@ def test_prompts_take_what_is_left_of_a_step() -> None:
     assert (len(first.tokens), len(second.tokens)) == (3, 1)
 
 
+@pytest.mark.parametrize(
+    ("deadlines", "late"), [(TokenDeadlines(3.0, 3.0), 2), (TokenDeadlines.total(9.0, 3), 0)]
+)
+def test_with_a_time_for_the_whole_answer_no_token_before_its_end_is_late(
+    deadlines: TokenDeadlines, late: int
+) -> None:
+    scheduler = made(expired="serve")
+    scheduler.submit(request := StepRequest(TokenAsk([1], 3, deadlines)), 0.0)
+    for now in (4.0, 7.0, 9.0):
+        begun(scheduler, now - 1.0)
+        scheduler.step_done([7], now)
+    outcome: Any = request.outcome
+    assert (outcome.late, outcome.met, scheduler.counts["late"]) == (late, not late, late)
+    assert outcome.times_ms == (4.0, 7.0, 9.0)
+
+
 @pytest.mark.parametrize("first_ms", [1e9, float("inf")])
 def test_requests_of_different_phases_take_turns_and_none_waits_for_long(first_ms: float) -> None:
     scheduler = made(places=8)
