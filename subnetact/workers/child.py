@@ -113,9 +113,9 @@ def _serve(pipe: Connection, parts: Parts, requests: BatchMemory, answers: Batch
                     raise TypeError("the engine returned a mapping; run() returns one output per input")
                 pipe.send_bytes(DONE + answers.write(list(outputs)))
             elif kind == CHANGE:
-                part, content, sizes = pickle.loads(data)
+                content, sizes = pickle.loads(data)
                 segments = {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}
-                apply(part, Package(content, segments), parts)
+                apply(Package(content, segments), parts)
                 pipe.send_bytes(DONE)
         except Exception as error:
             pipe.send_bytes(FAILED + _pickled(error))

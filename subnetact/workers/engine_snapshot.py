@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from operator import attrgetter
 from threading import RLock
@@ -63,49 +63,49 @@ class EngineSnapshot:
         for engine in finder.engines:
             engine.sample  # noqa: B018 - it raises if there is none, and without one no process can warm up
         self._followed = [_Followed(supernet) for supernet in finder.supernets]
-        self._packed: dict[int, tuple[Package, States]] = {}
-        self._whole = self._pack(lambda: tuple(self._parts), finder.supernets)
+        self._whole = self._pack(lambda: tuple(self._parts))
+        self._change: tuple[States, Package, States] = (), *self._whole  # from, by what, to
 
     def whole(self) -> tuple[Package, States]:
         """Return the whole runner as it is now, for a new process, and the states of its parts."""
         with self._lock:
             if not self.is_current(self._whole[1]):
-                self._whole = self._pack(lambda: tuple(self._parts), self._parts.supernets)
+                self._whole = self._pack(lambda: tuple(self._parts))
             return self._whole
 
     def is_current(self, states: States) -> bool:
         """Tell whether a process with these states is up to date; this takes microseconds."""
         return states == self._states()
 
-    def changes(self, states: States) -> tuple[list[tuple[int, Package]], States]:
-        """Return what a process with these states has to `apply`, by part, and its states afterwards."""
+    def changes(self, states: States) -> tuple[Package, States]:
+        """Return what a process with these states has to `apply`, and its states afterwards."""
         with self._lock:
-            found, after = [], list(self._states())
-            for part, (known, now) in enumerate(zip(states, after, strict=True)):
-                if known == now:
-                    continue
-                package = Package(b"", {})
-                if part >= len(self._followed):
-                    engine = self._parts.engines[part - len(self._followed)]
-                    package = Package(pickle.dumps(engine.config), {})
-                elif known[0] != now[0] or not all(
-                    _segment_of(t.untyped_storage()) for t in self._parts.supernets[part].tensors()
-                ):
-                    if part not in self._packed or self._packed[part][1][part] != now:
-                        supernet = self._parts.supernets[part]
-                        self._packed[part] = self._pack(supernet.__getstate__, [supernet])
-                    package, packed = self._packed[part]
-                    after[part] = packed[part]
-                found.append((part, package))
-            return found, tuple(after)
+            if self._change[0] != states or not self.is_current(self._change[2]):
+                self._change = states, *self._pack(lambda: self._changed(states))
+            return self._change[1:]
 
     def _states(self) -> States:
         with self._lock:
             return (*(f.state() for f in self._followed), *(engine.changes for engine in self._parts.engines))
 
-    def _pack(self, what: Callable[[], Any], supernets: Sequence[Supernet]) -> tuple[Package, States]:
+    def _changed(self, states: States) -> list[tuple[int, Any]]:
+        """Return by part an engine's configuration, a supernet's state, or None for changes in place."""
+        _, engines, supernets = self._parts
+        changed: list[tuple[int, Any]] = []
+        for part, (known, now) in enumerate(zip(states, self._states(), strict=True)):
+            if known == now:
+                continue
+            if part >= len(supernets):
+                changed.append((part, engines[part - len(supernets)].config))
+            elif known[0] == now[0] and all(map(_segment_of, supernets[part].tensors())):
+                changed.append((part, None))
+            else:
+                changed.append((part, supernets[part].__getstate__()))
+        return changed
+
+    def _pack(self, what: Callable[[], Any]) -> tuple[Package, States]:
         """Pickle objects of one moment, when the tensors of supernets are in shared memory."""
-        moved = False
+        supernets, moved = self._parts.supernets, False
         with ExitStack() as stack:
             for supernet in supernets:
                 stack.enter_context(supernet.generation.lock)
@@ -116,14 +116,14 @@ class EngineSnapshot:
                 except StaleWeights:
                     continue
                 placed = packer.finish()
-                if self._states() != states:
-                    continue
-                own = [s for s in supernets if not placed.keys().isdisjoint(map(storage_id, s.tensors()))]
-                if moved or not own:
+                outside = [s for s in supernets if not placed.keys().isdisjoint(map(storage_id, s.tensors()))]
+                unchanged = self._states() == states
+                if not outside or (moved and unchanged):  # Some tensors may have to stay where they are.
                     return Package(data, packer.segments), states
-                for supernet in own:
-                    supernet.exchange_storage(placed)
-                moved = True  # Some tensors may have to stay where they are.
+                if unchanged:
+                    for supernet in outside:
+                        supernet.exchange_storage(placed)
+                    moved = True
         raise StaleWeights(
             "the weights are changed in place faster than they can be copied to the memory that worker "
             "processes share; start the processes between two steps of the training"
@@ -223,19 +223,20 @@ def unpack(package: Package) -> Any:
     return unpickler.load()
 
 
-def apply(part: int, package: Package, parts: Parts) -> None:
-    """Follow a change of the parent: an engine has other subnets, or a supernet other tensors or values."""
-    if part >= len(parts.supernets):
-        parts.engines[part - len(parts.supernets)].follow(unpack(package))
-    elif package.data:
-        parts.supernets[part].__setstate__(unpack(package))
-    else:
-        parts.supernets[part].refresh()
+def apply(package: Package, parts: Parts) -> None:
+    """Follow changes of the parent: engines have other subnets, or supernets other tensors or values."""
+    for part, change in unpack(package):
+        if part >= len(parts.supernets):
+            parts.engines[part - len(parts.supernets)].follow(change)
+        elif change is None:
+            parts.supernets[part].refresh()
+        else:
+            parts.supernets[part].__setstate__(change)
 
 
-def _segment_of(storage: UntypedStorage) -> int:
-    """Return the address of the segment that a storage is in, or 0."""
-    at = storage.data_ptr()
+def _segment_of(of: Tensor | UntypedStorage) -> int:
+    """Return the address of the segment that holds a tensor or a storage, or 0."""
+    at = of.data_ptr()
     return next((n for n, segment in list(_segments.items()) if n <= at < n + len(segment)), 0)
 
 

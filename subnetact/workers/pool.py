@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ STOP_LIMIT_S = 5.0
 TICK_S = 0.05
 NICENESS = 5
 PAUSE_S = 30.0  # until a process that nobody waits for is started again, after one did not start
+STOPPED = "the worker processes were stopped; open another batcher"
 _log = logging.getLogger("subnetact.workers")
 
 
@@ -95,39 +97,38 @@ class ProcessPool:
         self._threads = torch.get_num_threads() if threads is None else threads
         self._batch_sizes = tuple(batch_sizes)
         self._workers, self._spares = workers, spares
-        self._changed = threading.Condition()
-        self._wake = threading.Event()
+        self._lock = threading.RLock()
         self._starting: dict[WorkerProcess, float] = {}
         self._ready: list[WorkerProcess] = []
         self._serving: set[WorkerProcess] = set()
-        self._waiting = workers
+        first = [Future[WorkerProcess]() for _ in range(workers)]
+        self._waiting = list(first)  # for a process each
         self.runners: list[ProcessRunner] = []
-        self._failures = 0
-        self._failure: BaseException | None = None
         self._next_start = 0.0
-        self._closed = False
+        self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="subnetact-worker-processes", daemon=True)
         self._keeper.start()
         try:
-            for _ in range(workers):
-                self.runners.append(ProcessRunner(self, self._wait(0)))
+            for waiting in first:
+                self.runners.append(ProcessRunner(self, waiting.result()))
         except BaseException:
             self.close()
             raise
-        self._wake.set()
 
     def take(self) -> WorkerProcess:
         """Wait for a process that has nothing to do; raise what the runner raised while it started."""
-        with self._changed:
-            self._waiting += 1
-            failures = self._failures
-        self._wake.set()
-        return self._wait(failures)
+        with self._lock:
+            if (process := self.take_spare()) is not None:
+                return process
+            if self._closed.is_set():
+                raise EngineError(STOPPED)
+            waiting = Future[WorkerProcess]()
+            self._waiting.append(waiting)
+        return waiting.result()
 
     def take_spare(self) -> WorkerProcess | None:
         """Return a process that has nothing to do, or None if there is none now."""
-        self._wake.set()
-        with self._changed:
+        with self._lock:
             while self._ready:
                 process = self._ready.pop(0)
                 if process.ended is None:
@@ -141,43 +142,27 @@ class ProcessPool:
 
     def close(self) -> None:
         """End all processes: those that run a batch are given a few seconds to finish it."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._wake.set()
+        self._closed.set()
         if threading.current_thread() is not self._keeper:
             self._keeper.join()
-
-    def _wait(self, failures: int) -> WorkerProcess:
-        with self._changed:
-            try:
-                while (process := self.take_spare()) is None:
-                    if self._closed:
-                        raise EngineError("the worker processes were stopped; open another batcher")
-                    if self._failures > failures and self._failure is not None:
-                        raise self._failure
-                    self._changed.wait()
-                return process
-            finally:
-                self._waiting -= 1
 
     # -- the keeper's thread ----------------------------------------------------------------------
 
     def _keep(self) -> None:
         # Processes inherit this until they ignore these signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        while not self._closed:
+        while True:
             try:
                 self._start_missing()
                 self._look()
             except Exception:
                 _log.exception("the worker processes are kept although an error was raised")
-            self._wake.wait(TICK_S)
-            self._wake.clear()
+            if self._closed.wait(TICK_S):
+                break
         self._end_all()
 
     def _start_missing(self) -> None:
-        with self._changed:
+        with self._lock:
             missing = self._workers - len(self._ready) - len(self._serving)
             niceness = 0
             if missing > 0:  # A spare that is just starting gives way to others, so it is no replacement.
@@ -191,7 +176,7 @@ class ProcessPool:
                 package, states = self.snapshot.whole()
                 process = WorkerProcess(package, states, self._threads, niceness, self._batch_sizes)
             except Exception as error:
-                self._failed(error)
+                self._fail(error)
                 return
             self._starting[process] = time.monotonic() + START_LIMIT_S
 
@@ -199,44 +184,48 @@ class ProcessPool:
         """See which processes have started or ended."""
         for process, limit in list(self._starting.items()):
             if process.pipe.poll():
-                self._started(process)
+                self._note_start(process)
             elif time.monotonic() > limit:
                 process.kill(f"because it had not started after {START_LIMIT_S:g} s")
         for process in (*self._starting, *self._ready, *self._serving):
             if process.ended is not None:
                 process.stop()  # A program that it started may hold the other end of its pipe.
                 if process not in self._starting:  # Whoever starts one reads its message, or that it ended.
-                    with self._changed:
+                    with self._lock:
                         self._ready = [one for one in self._ready if one is not process]
                         self._serving.discard(process)
                     if not process.is_awaited:
                         _log.warning("worker process %d %s", process.pid, process.reason())
 
-    def _started(self, process: WorkerProcess) -> None:
+    def _note_start(self, process: WorkerProcess) -> None:
+        """Give a process that has started to whoever waits first, or keep it as a spare."""
+        del self._starting[process]
         try:
             process.wait_until_ready()
         except Exception as error:
             self._serving.add(process)  # until it has ended
-            del self._starting[process]
             process.kill("because it does not start")
-            self._failed(error)
+            self._fail(error)
             return
-        with self._changed:
-            del self._starting[process]
-            self._ready.append(process)
+        with self._lock:
             self._next_start = 0.0
-            self._changed.notify_all()
+            self._ready.append(process)
+            if self._waiting and (spare := self.take_spare()) is not None:
+                self._waiting.pop(0).set_result(spare)
 
-    def _failed(self, error: BaseException) -> None:
-        with self._changed:
-            self._failures += 1
-            self._failure = error
+    def _fail(self, error: Exception) -> None:
+        """Tell those who wait why there is no process."""
+        with self._lock:
             self._next_start = time.monotonic() + PAUSE_S
             if not self._waiting:
                 _log.warning("a spare worker process does not start, next try in %d s: %s", PAUSE_S, error)
-            self._changed.notify_all()
+            while self._waiting:
+                self._waiting.pop().set_exception(error)
 
     def _end_all(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._fail(EngineError(STOPPED))
         everyone = [*self._starting, *self._ready, *self._serving]
         for process in everyone:
             process.stop()
@@ -245,7 +234,7 @@ class ProcessPool:
             if process in self._starting:
                 process.kill("because its batcher was closed")
             process.wait(max(0.0, limit - time.monotonic()))
-        with self._changed:
+        with self._lock:
             for runner in self.runners:
                 runner.process = None  # Descriptors and memory are closed with the last reference.
             for processes in (self._starting, self._ready, self._serving):

@@ -92,12 +92,11 @@ class WorkerProcess:
         answer = self._ask(RUN + pickle.dumps((subnet, batch_size, layout)))
         return self._answers.read(answer, copy=True)
 
-    def follow(self, changes: Sequence[tuple[int, Package]], states: States) -> None:
+    def follow(self, package: Package, states: States) -> None:
         """Apply changes of the runner; a process in which one fails ends."""
-        for part, package in changes:
-            sizes = {n: len(segment) for n, segment in package.segments.items()}
-            content = pickle.dumps((part, package.data, sizes))
-            self._ask(CHANGE + content, [segment.descriptor for segment in package.segments.values()])
+        sizes = {number: len(segment) for number, segment in package.segments.items()}
+        content = pickle.dumps((package.data, sizes))
+        self._ask(CHANGE + content, [segment.descriptor for segment in package.segments.values()])
         self.states = states
 
     def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> bytes:

@@ -173,13 +173,11 @@ def test_while_no_process_lives_nobody_is_up_and_requests_end_at_their_deadline(
             future.result(60)
     assert batcher.stats().workers_up == 0, "the worker waits for a process"
     monkeypatch.undo()
-    batcher._runners[0]._pool._wake.set()
     wait_for(lambda: batcher.stats().workers_up == 1, 60)
     monkeypatch.setattr(ProcessPool, "_start_missing", lambda pool: None)
     os.kill(batcher.processes[0], signal.SIGKILL)  # It has nothing to do, and no request tells of it.
     wait_for(lambda: batcher.stats().workers_up == 0)
     monkeypatch.undo()
-    batcher._runners[0]._pool._wake.set()
     wait_for(lambda: batcher.stats().workers_up == 1, 60)
     assert ask(batcher, "double", 4.0).result(60).output == np.array([8.0])
 
