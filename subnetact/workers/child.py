@@ -14,10 +14,10 @@ import select
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from multiprocessing.reduction import recv_handle
 from multiprocessing.spawn import prepare
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from subnetact.errors import failure_text
 
 if TYPE_CHECKING:
     from subnetact.workers.engine_snapshot import Parts
-    from subnetact.workers.memory import BatchMemory, SharedMemory
+    from subnetact.workers.memory import BatchMemory
 
 
 RUN, CHANGE, DONE, FAILED = b"r", b"c", b"d", b"f"
@@ -73,23 +73,19 @@ def _start(
     niceness: int,
     batch_sizes: Sequence[int],
     main_program: dict[str, Any],
-    memories: Sequence[tuple[int, int]],
-    numbers: Sequence[int],
-    data: bytes,
+    sent: bytes,
 ) -> tuple[Parts, BatchMemory, BatchMemory]:
     """Import the package, unpack the runner and warm up."""
     if niceness and sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     import torch
 
-    from subnetact.workers.engine_snapshot import Package, Parts, unpack
-    from subnetact.workers.memory import BatchMemory, SharedMemory
+    from subnetact.workers.engine_snapshot import Parts, unpack
 
     torch.set_num_threads(threads)
     prepare(main_program)  # It runs under another name, for the classes and functions that it defines.
-    requests, answers = (BatchMemory(SharedMemory(size, descriptor)) for descriptor, size in memories[:2])
-    segments = dict(zip(numbers, map(_opened, memories[2:]), strict=True))
-    parts = Parts(*unpack(Package(data, segments)))
+    requests, answers, package = pickle.loads(sent)
+    parts = Parts(*unpack(package))
     for engine in parts.engines:
         engine.warm_up(batch_sizes, WARM_UP_S)
     return parts, requests, answers
@@ -98,6 +94,7 @@ def _start(
 def _serve(pipe: Connection, parts: Parts, requests: BatchMemory, answers: BatchMemory) -> int:
     """Run batches until the parent closes the pipe."""
     from subnetact.workers.engine_snapshot import Package, apply
+    from subnetact.workers.memory import SharedMemory
 
     while True:
         try:
@@ -114,22 +111,13 @@ def _serve(pipe: Connection, parts: Parts, requests: BatchMemory, answers: Batch
                 pipe.send_bytes(DONE + answers.write(list(outputs)))
             elif kind == CHANGE:
                 content, sizes = pickle.loads(data)
-                segments = {n: _opened((recv_handle(pipe), size)) for n, size in sizes.items()}
+                segments = {n: SharedMemory(size, recv_handle(pipe)) for n, size in sizes.items()}
                 apply(Package(content, segments), parts)
                 pipe.send_bytes(DONE)
         except Exception as error:
             pipe.send_bytes(FAILED + _pickled(error))
             if kind == CHANGE:  # It may be half done.
                 return 1
-
-
-def _opened(place: tuple[int, int]) -> SharedMemory:
-    from subnetact.workers.memory import SharedMemory
-
-    descriptor, size = place
-    memory = SharedMemory(size, descriptor)
-    memory.close_descriptor()  # What is mapped needs no descriptor.
-    return memory
 
 
 def _end_with(parent: int, pipe: Connection) -> None:
@@ -145,16 +133,12 @@ def _end_with(parent: int, pipe: Connection) -> None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Pickle an error and its traceback; an error that cannot be pickled is replaced by one that can."""
+    """Pickle an error whose cause tells its traceback; one that cannot be pickled is replaced."""
     try:
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except BaseException:  # The error's own methods run here, and may do anything.
-        trace = failure_text(error)
-    try:
-        data = pickle.dumps((error, trace))
+        data = pickle.dumps(ExceptionWithTraceback(error, error.__traceback__))
         pickle.loads(data)
         return data
-    except BaseException:
+    except BaseException:  # The error's own methods run here, and may do anything.
         exhausted = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
-        text = failure_text(error)
-        return pickle.dumps((MemoryError(text) if exhausted else RuntimeError(text), trace))
+        other = (MemoryError if exhausted else RuntimeError)(failure_text(error))
+        return pickle.dumps(ExceptionWithTraceback(other, error.__traceback__))

@@ -42,6 +42,10 @@ class SharedMemory(mmap.mmap):
         memory.descriptor = file
         return memory
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say what a new process maps, which inherits the descriptor."""
+        return SharedMemory, (len(self), self.descriptor)
+
     def __del__(self) -> None:
         self.close_descriptor()
 

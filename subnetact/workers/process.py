@@ -28,10 +28,6 @@ _PROGRAM = (
 )
 
 
-class RemoteTraceback(Exception):
-    """The traceback of an error in a worker process, as text."""
-
-
 class WorkerProcess:
     """A process that runs batches, one at a time; Linux ends it with the thread that made this object."""
 
@@ -44,9 +40,9 @@ class WorkerProcess:
         self._requests, self._answers = (BatchMemory(SharedMemory(FIRST_BYTES)) for _ in range(2))
         memories = [self._requests.memory, self._answers.memory, *package.segments.values()]
         self.pipe, theirs = Pipe()
-        facts = theirs.fileno(), os.getpid(), threads, niceness, tuple(batch_sizes)
-        places = [(m.descriptor, len(m)) for m in memories]
-        content = (*facts, _main_program(package.data), places, list(package.segments), package.data)
+        sent = pickle.dumps((self._requests, self._answers, package))
+        main_program = _main_program(package.data)
+        content = (theirs.fileno(), os.getpid(), threads, niceness, tuple(batch_sizes), main_program, sent)
         try:
             with theirs, os.fdopen(new_file(), "w+b") as written:
                 written.write(pickle.dumps(list(sys.path)) + pickle.dumps(content))
@@ -159,10 +155,10 @@ def _content(answer: bytes) -> bytes:
     if answer[:1] != FAILED:
         return answer[1:]
     try:
-        error, trace = pickle.loads(answer[1:])
+        error = pickle.loads(answer[1:])
     except Exception as failure:
         text = failure_text(failure)
         raise RuntimeError(f"a worker process failed, and its error cannot be read here: {text}") from None
     if not isinstance(error, Exception):
-        error = EngineError(f"in a worker process: {failure_text(error)}")
-    raise error from RemoteTraceback(trace)
+        raise EngineError(f"in a worker process: {failure_text(error)}") from error
+    raise error
