@@ -178,7 +178,22 @@ def tensor_reply(
     model: Model, request: InferRequest, all_binary: bool, answers: Sequence[Answer], facts: Mapping[str, Any]
 ) -> Response:
     """Return the answer of the protocol, the raw bytes of outputs behind its JSON."""
-    outputs, raw = _outputs(request, all_binary, [one.output for one in answers])
+    rows = [dict(named_tensors(one.output, "output")) for one in answers]
+    wished = {one.name: getattr(one.parameters, "binary_data", None) for one in request.outputs or ()}
+    outputs: list[dict[str, Any]] = []
+    raw: list[bytes] = []
+    for name, as_bytes in (wished or dict.fromkeys(rows[0])).items():
+        if name not in rows[0]:
+            raise InvalidRequest(f"outputs: there is no {name[:60]!r}; the outputs are {', '.join(rows[0])}")
+        tensor = torch.stack([row[name].detach().cpu() for row in rows])
+        tensor = tensor if tensor.dtype in DATATYPES else tensor.float()
+        shown = {"name": name, "datatype": DATATYPES[tensor.dtype], "shape": list(tensor.shape)}
+        if all_binary if as_bytes is None else as_bytes:
+            raw.append(tensor.flatten().view(torch.uint8).numpy().tobytes())
+            shown["parameters"] = {"binary_data_size": len(raw[-1])}
+        else:
+            shown["data"] = tensor.flatten().tolist()
+        outputs.append(shown)
     document: dict[str, Any] = {
         "model_name": model.name,
         "model_version": model.version,
@@ -222,29 +237,3 @@ def _rows(model: Model, inputs: Sequence[RequestTensor], raw: memoryview) -> lis
         raise InvalidRequest(f"body: {len(raw)} bytes more than the tensors have; correct binary_data_size")
     join = model.signature.join
     return [join({name: tensor[row] for name, tensor in tensors.items()}) for row in range(rows)]
-
-
-def _outputs(
-    request: InferRequest, all_binary: bool, answers: Sequence[Any]
-) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the outputs that the client wants, and the raw bytes of those that it wants as such."""
-    rows = [dict(named_tensors(one, "output")) for one in answers]
-    binary = dict.fromkeys(rows[0], all_binary)
-    if request.outputs:
-        wished = {one.name: getattr(one.parameters, "binary_data", None) for one in request.outputs}
-        binary = {name: all_binary if wish is None else wish for name, wish in wished.items()}
-    outputs: list[dict[str, Any]] = []
-    raw: list[bytes] = []
-    for name, as_bytes in binary.items():
-        if name not in rows[0]:
-            raise InvalidRequest(f"outputs: there is no {name[:60]!r}; the outputs are {', '.join(rows[0])}")
-        tensor = torch.stack([row[name].detach().cpu() for row in rows])
-        tensor = tensor if tensor.dtype in DATATYPES else tensor.float()
-        shown = {"name": name, "datatype": DATATYPES[tensor.dtype], "shape": list(tensor.shape)}
-        if as_bytes:
-            raw.append(tensor.flatten().view(torch.uint8).numpy().tobytes())
-            shown["parameters"] = {"binary_data_size": len(raw[-1])}
-        else:
-            shown["data"] = tensor.flatten().tolist()
-        outputs.append(shown)
-    return outputs, raw

@@ -11,6 +11,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import cache
 from operator import attrgetter
 from threading import RLock
 from typing import Any, NamedTuple
@@ -209,14 +210,15 @@ class _Packer(pickle.Pickler):
 
 def unpack(package: Package) -> Any:
     """Return the objects of a package, in the process that it was sent to."""
-    storages: dict[tuple[int, int], UntypedStorage] = {}
+
+    @cache  # Tensors that share a storage do so there as well.
+    def storage(number: int, *place: int) -> UntypedStorage:
+        return _storage(package.segments[number], *place)
 
     def load(address: Any) -> Any:
-        dtype, number, offset, size = address
-        if (number, offset) not in storages:
-            storages[number, offset] = _storage(package.segments[number], offset, size)
+        dtype, *place = address
         make: Any = TypedStorage
-        return make(wrap_storage=storages[number, offset], dtype=dtype, _internal=True)
+        return make(wrap_storage=storage(*place), dtype=dtype, _internal=True)
 
     unpickler: Any = pickle.Unpickler(io.BytesIO(package.data))
     unpickler.persistent_load = load
