@@ -93,8 +93,8 @@ def build_app(
         ray_actor_options={"num_cpus": 0},
         request_router_config=ROUTED,
     )
-    interface = {"limits": limits or Limits(), "tokens": tokens, "allowed_hosts": allowed_hosts}
-    interface["name"] = name or os.path.basename(str(source.bundle))
+    name = name or os.path.basename(str(source.bundle))
+    interface = {"name": name, "limits": limits, "tokens": tokens, "allowed_hosts": allowed_hosts}
     return front.bind(_replicas_of(source, replicas, autoscaling, cpus), source, interface)
 
 
@@ -112,8 +112,6 @@ def app_from(args: dict[str, Any]) -> Any:
     for name, text in args.items():
         with suppress(ValueError):
             given[name] = json.loads(text) if isinstance(text, str) else text
-    if "bundle" not in given:
-        raise ServeError("bundle: not given; name the folder of a saved engine")
     try:
         for name, kind in (("autoscaling", Autoscaling), ("limits", Limits)):
             if isinstance(given.get(name), dict):
@@ -202,9 +200,8 @@ class ReplicaCount:
             except Exception:  # Ray's controller may be restarting; the last counts stay
                 continue
             counts = {str(getattr(state, "value", state)): number for state, number in states.items()}
-            up = counts.get("RUNNING", 0)
             wanted = sum(number for state, number in counts.items() if state != "STOPPING")
-            self._counts = (up, max(up, wanted))
+            self._counts = counts.get("RUNNING", 0), wanted
 
 
 def open_replicas(

@@ -18,7 +18,6 @@ from subnetact.serve.source import Source
 from subnetact.serving.live.answers import Answer
 from subnetact.serving.live.batcher import monotonic_ms
 
-WARM_UP_S = 2.0  # that a new replica runs batches of its own before it takes requests
 Reply = Sequence[Answer] | RequestError
 """The answers to all rows, with their outputs as arrays; or the error."""
 
@@ -51,7 +50,7 @@ class EngineReplica:
         self._files = self._tensor_files()
         self.engine = source.engine(mapped=True)
         table = source.latency_table(self.engine)
-        self.engine.warm_up(table.batch_sizes, WARM_UP_S)  # the first requests would be late
+        self.engine.warm_up(table.batch_sizes)  # the first requests would be late
         self._input_ms, self._arrived, self._clock_ms, self._since_ms = input_ms, 0, clock_ms, clock_ms()
         self.batcher = source.batcher(self.engine, table)
 

@@ -616,7 +616,7 @@ class Engine:
         self.prepared = tuple(sorted(map(int, sizes)))
         self.changes += 1
 
-    def warm_up(self, batch_sizes: Sequence[int], limit_s: float) -> None:
+    def warm_up(self, batch_sizes: Sequence[int], limit_s: float = 2.0) -> None:
         """Run the subnets once per batch size, small ones first, until the time is used up.
 
         An engine with `compile` runs what it was prepared for and nothing else, so it is left alone.

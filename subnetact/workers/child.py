@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 RUN, CHANGE, DONE, FAILED = b"r", b"c", b"d", b"f"
 """The first byte of a message says its kind. File descriptors follow a change."""
 
-WARM_UP_S = 2.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 in_worker = False  # whether this process is a worker process
 
@@ -87,7 +86,7 @@ def _start(
     requests, answers, package = pickle.loads(sent)
     parts = Parts(*unpack(package))
     for engine in parts.engines:
-        engine.warm_up(batch_sizes, WARM_UP_S)
+        engine.warm_up(batch_sizes)
     return parts, requests, answers
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-STEP = mmap.ALLOCATIONGRANULARITY
 
 
 class SharedMemory(mmap.mmap):
@@ -28,7 +27,7 @@ class SharedMemory(mmap.mmap):
 
     def __new__(cls, size: int, descriptor: int | None = None) -> SharedMemory:
         """Make the memory, or map that of a descriptor, which belongs to this object then."""
-        size = -(-max(1, size) // STEP) * STEP
+        size = max(1, size)
         if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             raise MemoryError(f"{size} bytes of shared memory are more than this machine has")
         file = new_file() if descriptor is None else descriptor

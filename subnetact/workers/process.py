@@ -21,7 +21,6 @@ from subnetact.workers.child import CHANGE, FAILED, RUN
 from subnetact.workers.engine_snapshot import Package, States
 from subnetact.workers.memory import BatchMemory, SharedMemory, new_file
 
-FIRST_BYTES = 2**16
 _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from subnetact.workers.child import main; main()"
@@ -37,7 +36,7 @@ class WorkerProcess:
         self.states, self.niceness = states, niceness
         self.is_awaited = True  # whether somebody waits for its answer, and is told how it ends
         self._killed = ""
-        self._requests, self._answers = (BatchMemory(SharedMemory(FIRST_BYTES)) for _ in range(2))
+        self._requests, self._answers = (BatchMemory(SharedMemory(1)) for _ in range(2))
         memories = [self._requests.memory, self._answers.memory, *package.segments.values()]
         self.pipe, theirs = Pipe()
         sent = pickle.dumps((self._requests, self._answers, package))
