@@ -79,12 +79,12 @@ def _start(
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     import torch
 
-    from subnetact.workers.engine_snapshot import Parts, unpack
+    from subnetact.workers.engine_snapshot import unpack
 
     torch.set_num_threads(threads)
     prepare(main_program)  # It runs under another name, for the classes and functions that it defines.
     requests, answers, package = pickle.loads(sent)
-    parts = Parts(*unpack(package))
+    parts: Parts = unpack(package)
     for engine in parts.engines:
         engine.warm_up(batch_sizes)
     return parts, requests, answers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
 from operator import attrgetter
@@ -64,47 +64,44 @@ class EngineSnapshot:
         for engine in finder.engines:
             engine.sample  # noqa: B018 - it raises if there is none, and without one no process can warm up
         self._followed = [_Followed(supernet) for supernet in finder.supernets]
-        self._whole = self._pack(lambda: tuple(self._parts))
-        self._change: tuple[States, Package, States] = (), *self._whole  # from, by what, to
+        self._packed: dict[States, tuple[Package, States]] = {}
+        self.package()
 
-    def whole(self) -> tuple[Package, States]:
-        """Return the whole runner as it is now, for a new process, and the states of its parts."""
+    def package(self, known: States = ()) -> tuple[Package, States]:
+        """Return what a process with `known` states has to `apply`, and its states afterwards.
+
+        Without states, return the whole `Parts`, for a new process.
+        """
         with self._lock:
-            if not self.is_current(self._whole[1]):
-                self._whole = self._pack(lambda: tuple(self._parts))
-            return self._whole
+            if known not in self._packed or not self.is_current(self._packed[known][1]):
+                self._packed = {of: one for of, one in self._packed.items() if self.is_current(one[1])}
+                self._packed[known] = self._pack(known)
+            return self._packed[known]
 
     def is_current(self, states: States) -> bool:
         """Tell whether a process with these states is up to date; this takes microseconds."""
         return states == self._states()
 
-    def changes(self, states: States) -> tuple[Package, States]:
-        """Return what a process with these states has to `apply`, and its states afterwards."""
-        with self._lock:
-            if self._change[0] != states or not self.is_current(self._change[2]):
-                self._change = states, *self._pack(lambda: self._changed(states))
-            return self._change[1:]
-
     def _states(self) -> States:
         with self._lock:
             return (*(f.state() for f in self._followed), *(engine.changes for engine in self._parts.engines))
 
-    def _changed(self, states: States) -> list[tuple[int, Any]]:
+    def _changed(self, known: States) -> list[tuple[int, Any]]:
         """Return by part an engine's configuration, a supernet's state, or None for changes in place."""
         _, engines, supernets = self._parts
         changed: list[tuple[int, Any]] = []
-        for part, (known, now) in enumerate(zip(states, self._states(), strict=True)):
-            if known == now:
+        for part, (former, now) in enumerate(zip(known, self._states(), strict=True)):
+            if former == now:
                 continue
             if part >= len(supernets):
                 changed.append((part, engines[part - len(supernets)].config))
-            elif known[0] == now[0] and all(map(_segment_of, supernets[part].tensors())):
+            elif former[0] == now[0] and all(map(_segment_of, supernets[part].tensors())):
                 changed.append((part, None))
             else:
                 changed.append((part, supernets[part].__getstate__()))
         return changed
 
-    def _pack(self, what: Callable[[], Any]) -> tuple[Package, States]:
+    def _pack(self, known: States) -> tuple[Package, States]:
         """Pickle objects of one moment, when the tensors of supernets are in shared memory."""
         supernets, moved = self._parts.supernets, False
         with ExitStack() as stack:
@@ -113,7 +110,7 @@ class EngineSnapshot:
             for _ in range(_TRIES):
                 packer, states = _Packer(), self._states()
                 try:
-                    data = _dump(packer, what(), self._parts.runner)
+                    data = _dump(packer, self._changed(known) if known else self._parts, self._parts.runner)
                 except StaleWeights:
                     continue
                 placed = packer.finish()

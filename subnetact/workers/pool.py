@@ -59,7 +59,7 @@ class ProcessRunner:
             raise WorkerDied("a worker process died while it had nothing to do, and no spare is ready")
         try:
             if not self._pool.snapshot.is_current(process.states):
-                process.follow(*self._pool.snapshot.changes(process.states))
+                process.follow(*self._pool.snapshot.package(process.states))
             return process.run(subnet, inputs, batch_size)
         except WorkerDied:
             if self.process is process:
@@ -173,7 +173,7 @@ class ProcessPool:
                 return
         for _ in range(missing):
             try:
-                package, states = self.snapshot.whole()
+                package, states = self.snapshot.package()
                 process = WorkerProcess(package, states, self._threads, niceness, self._batch_sizes)
             except Exception as error:
                 self._fail(error)

@@ -40,13 +40,13 @@ def bias(supernet: Supernet) -> torch.nn.Parameter:
 def test_blueprints_of_one_supernet_share_its_memory(engine: Engine) -> None:
     other = Engine(engine.supernet, engine.specs, example=BATCHES[0][:1], memory_budget_mb=0)
     first = EngineSnapshot(engine)
-    _, states = first.whole()
+    _, states = first.package()
     moved = engine.supernet.generation.number
     second = EngineSnapshot(other)
     assert engine.supernet.generation.number == moved
     assert first.is_current(states)
     for one in (first, second):
-        runner, _, (supernet,) = unpack(one.whole()[0])
+        runner, _, (supernet,) = unpack(one.package()[0])
         with torch.no_grad():
             bias(engine.supernet).add_(1)
         assert torch.equal(bias(supernet), bias(engine.supernet))
@@ -62,7 +62,7 @@ def test_a_change_while_weights_are_copied_is_kept(engine: Engine, monkeypatch: 
             bias(engine.supernet).add_(1)
 
     during_copies(monkeypatch, change)
-    _, _, (supernet,) = unpack(EngineSnapshot(engine).whole()[0])
+    _, _, (supernet,) = unpack(EngineSnapshot(engine).package()[0])
     assert torch.equal(bias(engine.supernet), expected)
     assert torch.equal(bias(supernet), expected)
 
