@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -13,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,8 +28,11 @@ from subnetact.errors import DeadlinePassed, InvalidRequest, ServeError
 from subnetact.serve.access import Access
 from subnetact.serve.exchange import GONE, LATER, CommonTerms, Raw, Refusal, refusal_of, reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
+from subnetact.serve.logs import request_id
 from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
+from subnetact.serving.live.histograms import MILLISECONDS, Histogram
+from subnetact.serving.live.prometheus import buckets
 
 CLOSES = (400, 401, 408, 413, 415, 431)  # the connection, as part of the body may not have been read
 SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and longer ones on a thread
@@ -35,6 +41,9 @@ DECODERS = 2  # threads
 ARRIVED = "subnetact.arrived_unix_ms"
 """The key in an ASGI scope of the time of day when a proxy got the request, from when on its time counts."""
 DUE = "x-deadline-unix-ms"
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")  # W3C Trace Context
+_log = logging.getLogger(__name__)
 Asked = TypeVar("Asked")
 DOCUMENT: Mapping[str, Any] = orjson.loads((files("subnetact.serve") / "openapi.json").read_bytes())
 """All addresses of all applications in OpenAPI, without what they take."""
@@ -48,7 +57,8 @@ def unix_ms() -> float:
 class Exchange(Request):
     """A request with its checked `fields` (headers), the name of its `sender` and when it arrived.
 
-    Its answer is counted as it begins; `outcome` says whether it was in time, if that was asked for.
+    Its answer is counted as it ends; `outcome` says whether it was in time, if that was asked for. The `id`
+    is that of the header `x-request-id`, or of the trace in `traceparent`, or a new one.
     """
 
     def __init__(self, app: BaseApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +68,17 @@ class Exchange(Request):
             self.arrived_ms -= max(0.0, unix_ms() - scope[ARRIVED])
         self.path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         self.fields: Mapping[str, str] = {}
-        self.sender, self.outcome, self.begun = "", "", False  # whether the answer has begun
+        self.id = os.urandom(8).hex()
+        self.sender, self.outcome, self.status, self.counted = "", "", 0, False
+
+    def name(self, fields: Mapping[str, str]) -> None:
+        """Take the headers, and the id of the request from them, if they have one."""
+        self.fields = fields
+        if REQUEST_ID.fullmatch(given := fields.get("x-request-id", "")):
+            self.id = given
+        elif trace := TRACE.fullmatch(fields.get("traceparent", "")):
+            self.id = trace[1]
+        request_id.set(self.id)
 
     def header_values(self, kind: type[CommonTerms]) -> dict[str, str]:
         """Return the fields of `kind` that are given as headers.
@@ -78,16 +98,21 @@ class Exchange(Request):
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Send a part of the answer."""
         if message["type"] == "http.response.start":
-            self.begun = True
-            self.count(message["status"])
+            self.status = message["status"]
+            message["headers"].append((b"x-request-id", self.id.encode()))
             if self.app.closing or message["status"] in CLOSES:
                 message["headers"].append((b"connection", b"close"))
+        elif not message.get("more_body"):
+            self.count(self.status)
         await self._send(message)
 
     def count(self, status: int) -> None:
         """Count the answer. All addresses that do not exist have one label, so that labels stay few."""
-        route = self.path if self.path in self.app.paths else ""
+        route, took_ms = self.path if self.path in self.app.paths else "", monotonic_ms() - self.arrived_ms
+        self.counted = True
         self.app.responses[route, str(status), self.outcome] += 1
+        self.app.latencies_ms[route].add(took_ms)
+        _log.debug("%s %s %d in %.1f ms for %s", self.method, self.path, status, took_ms, self.sender)
 
 
 class Endpoint(NamedTuple):
@@ -142,6 +167,7 @@ class BaseApp:
         self.held_bytes = 0  # of all bodies
         self.closing, self._close = False, close
         self.responses: Counter[tuple[str, str, str]] = Counter()
+        self.latencies_ms: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(MILLISECONDS))
         self.paths: dict[str, Any] = {}
         self.names: Mapping[str, str] = names or {}
         self.schemas: dict[str, Any] = {}
@@ -162,18 +188,21 @@ class BaseApp:
             return await self.router(scope, receive, send)
         exchange = Exchange(self, scope, receive, send)
         try:
-            exchange.fields = fields = _fields(scope["headers"], self.limits.header_bytes)
+            exchange.name(fields := _fields(scope["headers"], self.limits.header_bytes))
             self._check_host(fields.get("host", ""))
             sender, open_ = scope.get("client") or [""], exchange.path in self._open
             exchange.sender = self.access.client(fields.get("authorization"), sender[0], open_)
             await self.router.app(exchange.scope, receive, exchange.send)
         except Exception as error:
             refusal = refusal_of(error)
-            if refusal.status == GONE[0] and not exchange.begun:
-                exchange.count(GONE[0])
-            elif not exchange.begun:  # otherwise the server closes the connection
+            if exchange.status or refusal.status == GONE[0]:  # the server closes the connection
+                exchange.count(refusal.status)
+            else:
                 told = self.error_document(refusal, exchange.path)
                 await reply(told, refusal.status, refusal.headers)(scope, receive, exchange.send)
+        finally:
+            if not exchange.counted:
+                exchange.count(GONE[0])
 
     def add(self, method: str, path: str, answer: Any, open_: bool = False, **taken: Any) -> None:
         """Let `answer` answer the requests for a path of openapi.json; `open_` ones need no token.
@@ -208,6 +237,11 @@ class BaseApp:
     def collect(self) -> Iterator[Any]:
         """Yield metrics as families of `prometheus_client`."""
         yield responses_metric(self.responses)
+        text = "Time from the arrival of a request to the end of its answer, by route."
+        family = HistogramMetricFamily("subnetact_http_latency_seconds", text, labels=["route"])
+        for route, histogram in self.latencies_ms.items():
+            family.add_metric([route], *buckets(histogram, 1e-3))
+        yield family
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""

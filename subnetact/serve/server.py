@@ -80,7 +80,8 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         port,
         loop="asyncio",  # uvloop saves no time here
         ws="none",
-        log_level="error",
+        log_config=None,  # lines go where the program's own go
+        log_level="error",  # strangers cause warnings
         access_log=False,
         proxy_headers=False,
         server_header=False,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,26 +16,38 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from subnetact.errors import RequestError
-from subnetact.generation import Completion, Generator
+from subnetact.generation import Completion, Generated, Generator
+from subnetact.serve.base_app import Exchange
 from subnetact.serve.exchange import refusal_of
 from subnetact.serve.text_bodies import ChatBody, TextBody, error_document
 from subnetact.serve.text_codec import TextCodec
+from subnetact.serving.live.batcher import monotonic_ms
+from subnetact.serving.live.histograms import Histogram
 
 
 class TextService(NamedTuple):
-    """A generator, the texts of its tokens, its name, and the tokens that end every answer."""
+    """A generator, the texts of its tokens, its name, and the tokens that end every answer.
+
+    `first_ms` has the times from the arrival of a request to its first tokens, and `between_ms` those from
+    one token of an answer to the next, as its client gets them.
+    """
 
     generator: Generator
     codec: TextCodec
     name: str
     stop: tuple[int, ...]
+    first_ms: Histogram
+    between_ms: Histogram
 
 
 class Choice:
     """One of the answers to a request; what has come of it and was not taken yet is in its attributes."""
 
-    def __init__(self, index: int, completion: Completion, service: TextService, body: TextBody) -> None:
+    def __init__(
+        self, index: int, completion: Completion, service: TextService, body: TextBody, arrived_ms: float
+    ) -> None:
         self.index, self.completion = index, completion
+        self._service, self._last_ms = service, arrived_ms
         self._write = service.codec.writer()
         self._ends = {*service.stop, *service.generator.end_tokens}
         self._stops = [body.stop] if isinstance(body.stop, str) else body.stop
@@ -41,7 +55,8 @@ class Choice:
         self.read = 0  # tokens
         self._held = ""  # the last characters, which may be the beginning of a text that ends the answer
         self.text, self.finish = "", ""
-        self.cache: dict[str, str] = {}  # told with the end of an answer in phases
+        self.facts: dict[str, Any] = {}  # told with the end of an answer
+        self.late = False
         self.told: list[tuple[int, Any]] = []  # tokens with their log-probabilities
         self.offset = 0  # characters of the tokens that were told
 
@@ -50,6 +65,7 @@ class Choice:
         outcome = self.completion.result(0.0) if self.completion.done else None
         tokens = self.completion.tokens(self.read)
         told = self.completion.logprobs(self.read) if self.tells else ()
+        self._measure(len(tokens))
         for at, token in enumerate(tokens):
             self.read += 1
             if self.tells:
@@ -61,8 +77,27 @@ class Choice:
         if outcome is not None:
             self.text += self._held
             self.finish = "length" if outcome.finish == "length" else "stop"
-            self.cache = {"cache": outcome.cache} if self._phased else {}
+            self._conclude(outcome)
         return bool(self.text or self.finish or self.told)
+
+    def _measure(self, count: int) -> None:
+        """Count the times of new tokens."""
+        if count:
+            now = monotonic_ms()
+            first = not self.read
+            if first:
+                self._service.first_ms.add(now - self._last_ms)
+            self._service.between_ms.add_all([(now - self._last_ms) / count] * (count - first))
+            self._last_ms = now
+
+    def _conclude(self, outcome: Generated) -> None:
+        """Keep what is told of an answer that has ended: whether it was in time, and who gave its tokens."""
+        self.late = bool(outcome.late)
+        names = self._service.generator.table.subnets
+        served = Counter(outcome.subnets)
+        self.facts = {"met": not self.late, "subnets": {names[i]: count for i, count in served.items()}}
+        if self._phased:
+            self.facts["cache"] = outcome.cache
 
     def _show(self, new: str) -> None:
         """Show what can be shown of held back and new text, up to a text of `stop`, which ends the answer."""
@@ -71,6 +106,8 @@ class Choice:
         if found:
             self.text, self.finish = self.text + text[: min(found)], "stop"
             self.completion.cancel()
+            with suppress(RequestError):  # it may have failed behind the text that ends the answer
+                self._conclude(self.completion.result(0.0))
             return
         longest = min(max(map(len, self._stops), default=1) - 1, len(text))
         kept = next((n for n in range(longest, 0, -1) if text[-n:] in {s[:n] for s in self._stops}), 0)
@@ -81,9 +118,15 @@ class TextAnswer:
     """The answer to one request, whose `n` choices are requests of their own to the generator."""
 
     def __init__(
-        self, service: TextService, body: TextBody, prompt: list[int], options: dict[str, Any]
+        self,
+        service: TextService,
+        body: TextBody,
+        prompts: Sequence[list[int]],
+        options: Mapping[str, Any],
+        exchange: Exchange,
     ) -> None:
-        self.body, self._service, self._prompt = body, service, len(prompt)
+        self.body, self._service, self._prompt = body, service, sum(map(len, prompts))
+        self._exchange = exchange
         self._chat = isinstance(body, ChatBody)
         self._news = asyncio.Event()
         kind = "chat.completion" if self._chat else "text_completion"
@@ -95,9 +138,12 @@ class TextAnswer:
         }
         self._choices: list[Choice] = []
         try:
-            for index in range(body.n):
-                completion = service.generator.submit(prompt, **options)
-                self._choices.append(Choice(index, completion, service, body))
+            for index in range(body.n * len(prompts)):
+                prompt = prompts[index // body.n]
+                room = service.generator.max_length - len(prompt)
+                count = body.max_completion_tokens or body.max_tokens or body.most_tokens(room)
+                completion = service.generator.submit(prompt, max_new_tokens=count, **options)
+                self._choices.append(Choice(index, completion, service, body, exchange.arrived_ms))
                 completion.watch(self._news)
         except BaseException:
             self.cancel()
@@ -116,6 +162,7 @@ class TextAnswer:
             for choice in self._choices:
                 if not choice.finish and choice.follow():
                     yield choice
+        self._exchange.outcome = "late" if any(choice.late for choice in self._choices) else "met"
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
@@ -127,12 +174,18 @@ class TextAnswer:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the answer piece by piece; an error before the first piece is raised."""
         begun: set[int] = set()
+        options = self.body.stream_options
         try:
             async for choice in self._ready():
                 role = {} if choice.index in begun else {"role": "assistant"}
                 begun.add(choice.index)
-                yield _event({**self._facts, "choices": [self._taken(choice, "delta", role)]})
-            if self.body.stream_options.include_usage:
+                piece = {**self._facts, "choices": [self._taken(choice, "delta", role)]}
+                if options.continuous_usage_stats:
+                    piece |= self._usage()
+                elif options.include_usage:
+                    piece["usage"] = None
+                yield _event(piece)
+            if options.include_usage:
                 yield _event({**self._facts, "choices": [], **self._usage()})
         except RequestError as error:
             if not begun:
@@ -146,7 +199,7 @@ class TextAnswer:
             "index": choice.index,
             "finish_reason": choice.finish or None,
             "logprobs": self._logprobs(choice) if choice.tells else None,
-            **choice.cache,
+            **choice.facts,
         }
         text, choice.text, choice.told = choice.text, "", []
         return {**facts, **({name: {**role, "content": text}} if self._chat else {"text": text})}

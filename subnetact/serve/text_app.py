@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from starlette.responses import Response
 
+from subnetact.errors import DeadlinePassed, InvalidRequest
 from subnetact.generation import Generator
 from subnetact.serve.base_app import BaseApp, Exchange, taking
 from subnetact.serve.exchange import JSON, Raw, Refusal, reply
 from subnetact.serve.limits import Limits
 from subnetact.serve.text_answer import EventStream, TextAnswer, TextService
-from subnetact.serve.text_bodies import ChatBody, CompletionBody, TextBody, TextTerms, error_document
+from subnetact.serve.text_bodies import (
+    MOST_ANSWERS,
+    ChatBody,
+    CompletionBody,
+    TextBody,
+    TextTerms,
+    error_document,
+)
 from subnetact.serve.text_codec import TextCodec
+from subnetact.serving.live.batcher import monotonic_ms
+from subnetact.serving.live.histograms import MILLISECONDS, Histogram
+from subnetact.serving.live.prometheus import buckets
 
 KINDS: dict[str, Any] = {"Counter": CounterMetricFamily, "Gauge": GaugeMetricFamily}
-Asked = tuple[TextBody, list[int], dict[str, Any]]
+IGNORED_TEXT = "Fields of bodies that clients sent and that this server does not look at."
+Asked = tuple[TextBody, list[list[int]], dict[str, Any]]
 
 
 class TextApp(BaseApp):
@@ -63,11 +76,15 @@ class TextApp(BaseApp):
         tokens: Mapping[str, str] | None = None,
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(limits, tokens, allowed_hosts, close=generator.close)
+        super().__init__(limits, tokens, allowed_hosts, close=generator.close, names={"name": name})
         self.generator = generator
-        self.service = TextService(generator, TextCodec(tokenizer), name, tuple(stop))
+        times = Histogram(MILLISECONDS), Histogram(MILLISECONDS)
+        self.service = TextService(generator, TextCodec(tokenizer), name, tuple(stop), *times)
+        self.ignored: Counter[str] = Counter()
         model = {"id": name, "object": "model", "created": 0, "owned_by": "subnetact"}
         self.get("/v1/models", lambda: reply({"object": "list", "data": [model]}))
+        self.get("/v1/models/{name}", lambda: reply(model))
+        self.get("/health", self._health, open_=True)
         for path, body in (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)):
             taken = taking({JSON: self.model_schema(body)}, TextTerms)
             self.add("POST", path, partial(self._complete, body), **taken)
@@ -87,6 +104,17 @@ class TextApp(BaseApp):
         for i, count in stats.steps.items():
             steps.add_metric([self.generator.table.subnets[i]], count)
         yield steps
+        ignored = CounterMetricFamily(f"{prefix}ignored_fields", IGNORED_TEXT, labels=["field"])
+        for field, count in self.ignored.items():
+            ignored.add_metric([field], count)
+        yield ignored
+        for times, text, histogram in (
+            ("first_token", "Time from the arrival of a request to each first token.", self.service.first_ms),
+            ("between_tokens", "Time from one token of an answer to the next.", self.service.between_ms),
+        ):
+            family = HistogramMetricFamily(f"{prefix}{times}_seconds", text)
+            family.add_metric([], *buckets(histogram, 1e-3))
+            yield family
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
         """Return what a client of the address `path` is told of a `refusal`, as OpenAI's interface has it."""
@@ -95,7 +123,7 @@ class TextApp(BaseApp):
     async def _complete(self, kind: type[TextBody], exchange: Exchange) -> Response:
         read = partial(self._asked, kind, exchange)
         async with self.body(exchange, self.body_bytes) as raw:
-            answer = TextAnswer(self.service, *await self.decoded(read, raw))
+            answer = TextAnswer(self.service, *await self.decoded(read, raw), exchange)
             try:
                 if not answer.body.stream:
                     return reply(await answer.whole())
@@ -107,17 +135,31 @@ class TextApp(BaseApp):
                 raise
 
     def _asked(self, kind: type[TextBody], exchange: Exchange, raw: Raw) -> Asked:
-        """Return the body of a request, the tokens of its prompt, and the arguments of `submit`."""
+        """Return the body of a request, the tokens of its prompts, and the arguments of `submit`."""
         body, service = kind.read(raw), self.service
         terms = body.completed(TextTerms, exchange.header_values(TextTerms), self.limits.deadline_ms)
         if body.model not in (None, service.name):
             raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")
         wishes = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-        wishes |= {"deadline_ms": terms.deadline_ms, "min_accuracy": terms.min_accuracy}
-        wishes |= {"max_new_tokens": body.max_completion_tokens or body.max_tokens, "stop": service.stop}
-        wishes |= {"first_ms": terms.slo_ttft_ms, "logprobs": body.likely(), "phases": body.planned()}
+        wishes |= {"min_accuracy": terms.min_accuracy, "stop": service.stop}
+        wishes |= {"logprobs": body.likely(), "phases": body.planned()}
+        wishes |= {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens}
+        spent_ms = monotonic_ms() - exchange.arrived_ms
+        for name, field in (("deadline_ms", "deadline_ms"), ("first_ms", "slo_ttft_ms")):
+            if (limit_ms := getattr(terms, field)) is not None:
+                if limit_ms <= spent_ms:
+                    raise DeadlinePassed(
+                        f"{field}: {limit_ms:g} ms passed before the request was read; allow more"
+                    )
+                wishes[name] = limit_ms - spent_ms
         options = {name: value for name, value in wishes.items() if value is not None}
-        return body, body.tokens(service.codec), options
+        prompts = body.prompts(service.codec)
+        if body.n * len(prompts) > MOST_ANSWERS:
+            raise InvalidRequest(
+                f"n: {body.n} answers to {len(prompts)} prompts are more than {MOST_ANSWERS}; ask for fewer"
+            )
+        self.ignored.update(body.ignored())
+        return body, prompts, options
 
 
 build_text_app = TextApp

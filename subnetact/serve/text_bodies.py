@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from subnetact.errors import InvalidRequest
 from subnetact.generation import Phase
 from subnetact.serve.exchange import CommonTerms, Refusal, Strict
 from subnetact.serve.text_codec import TextCodec
 
-MOST_ANSWERS = 16
+MOST_ANSWERS = 64
+COMPLETION_TOKENS = 16  # of an answer to a prompt that names no number, as OpenAI's interface has it
+IGNORED = frozenset(
+    (
+        "metadata",
+        "name",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "safety_identifier",
+        "seed",
+        "service_tier",
+        "store",
+        "tool_calls",
+        "user",
+        "verbosity",
+    )
+)
+"""Fields that clients send and that change nothing here; the metrics count them."""
 NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
     "echo": False,
@@ -21,29 +39,37 @@ NEUTRAL: Mapping[str, Any] = {
     "min_p": 0,
     "presence_penalty": 0,
     "repetition_penalty": 1,
+    "modalities": ["text"],
     "response_format": {"type": "text"},
-    "store": False,
     "suffix": "",
+    "tool_choice": "none",
     "tools": [],
 }
-"""Fields that are not supported, each with the value that changes nothing, which is accepted."""
+"""Fields that are not supported, each with the value that changes nothing, which alone is accepted."""
 
 
 class _Part(Strict):
-    @model_validator(mode="before")
+    _ignored: set[str] = PrivateAttr(default_factory=set)
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _given(cls, value: Any) -> Any:
+    def _read(cls, value: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
         """Leave out what is null; refuse what is not supported, unless it changes nothing."""
         if not isinstance(value, dict):
-            return value
-        given = {name: one for name, one in value.items() if one is not None}
-        for name in NEUTRAL.keys() & given.keys() - cls.model_fields.keys():
-            one, neutral = given.pop(name), NEUTRAL[name]
+            return read(value)
+        fields = {name: one for name, one in value.items() if one is not None}
+        ignored = fields.keys() & IGNORED
+        for name in ignored:
+            del fields[name]
+        for name in NEUTRAL.keys() & fields.keys() - cls.model_fields.keys():
+            one, neutral = fields.pop(name), NEUTRAL[name]
             if one != neutral or isinstance(one, bool) != isinstance(neutral, bool):
                 raise InvalidRequest(
                     f"{name}: this server supports no other value than {neutral!r}; leave it out"
                 )
-        return given
+        part = read(fields)
+        part._ignored = ignored
+        return part
 
 
 class TextTerms(CommonTerms):
@@ -53,9 +79,11 @@ class TextTerms(CommonTerms):
 
 
 class StreamOptions(_Part):
-    """What a stream has besides its text."""
+    """What a stream has besides its text: the usage at its end, or with every piece."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = Field(default=False, description="ignored")
 
 
 class PhaseBody(_Part):
@@ -78,17 +106,22 @@ class _Body(TextTerms, _Part):
     """What the bodies of both addresses have in common."""
 
     model: str | None = None
-    max_tokens: int = Field(default=64, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    n: int = Field(default=1, ge=1, le=MOST_ANSWERS, description="number of answers")
+    n: int = Field(default=1, ge=1, le=MOST_ANSWERS, description="number of answers to each prompt")
+    min_tokens: int = Field(default=0, ge=0, description="no token ends the answer before")
+    ignore_eos: bool = Field(default=False, description="whether the model's end tokens do not end an answer")
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str | None = Field(default=None, description="ignored")
     phases: list[PhaseBody] | None = Field(default=None, description="which subnets generate which part")
+
+    def ignored(self) -> set[str]:
+        """Return the names of the fields that are not looked at."""
+        return self._ignored
 
     def planned(self) -> list[Phase] | None:
         """Return the phases as `Generator.submit` takes them."""
@@ -98,17 +131,21 @@ class _Body(TextTerms, _Part):
 class CompletionBody(_Body):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: str | list[int] | Annotated[list[str] | list[list[int]], Field(max_length=MOST_ANSWERS)]
     logprobs: Annotated[int, Field(ge=0, le=5)] | Literal[False] = Field(
         default=False, description="number of most likely tokens to tell with every token"
     )
 
-    def tokens(self, codec: TextCodec) -> list[int]:
-        """Return the tokens of the prompt."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            [prompt] = prompt
-        return codec.prompt(prompt) if isinstance(prompt, str) else list(prompt)
+    def prompts(self, codec: TextCodec) -> list[list[int]]:
+        """Return the tokens of every prompt."""
+        several: Any = self.prompt
+        if isinstance(several, str) or not several or isinstance(several[0], int):
+            several = [several]
+        return [codec.prompt(one) if isinstance(one, str) else list(one) for one in several]
+
+    def most_tokens(self, room: int) -> int:  # noqa: ARG002
+        """Return how many tokens an answer has if the body names no number."""
+        return COMPLETION_TOKENS
 
     def likely(self) -> int | None:
         """Return the field, in which 0 is not False."""
@@ -141,9 +178,13 @@ class ChatBody(_Body):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
 
-    def tokens(self, codec: TextCodec) -> list[int]:
-        """Return the tokens of the chat."""
-        return codec.chat([{"role": one.role, "content": one.text()} for one in self.messages])
+    def prompts(self, codec: TextCodec) -> list[list[int]]:
+        """Return the tokens of the chat, which is one prompt."""
+        return [codec.chat([{"role": one.role, "content": one.text()} for one in self.messages])]
+
+    def most_tokens(self, room: int) -> int:
+        """Return how many tokens an answer has if the body names no number: all that there is room for."""
+        return max(1, room)
 
     def likely(self) -> int | None:
         """Return what both fields say."""

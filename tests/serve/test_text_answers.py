@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,7 +40,8 @@ class Scripted:
     def result(self, timeout_s: float) -> Any:
         if self._error is not None:
             raise self._error
-        return type("Generated", (), {"finish": "length"})
+        facts = {"finish": "length", "late": 0, "subnets": (1,) * len(self._tokens)}
+        return type("Generated", (), facts)
 
     def watch(self, news: asyncio.Event) -> None:
         if self.done:
@@ -53,6 +55,8 @@ class ScriptedGenerator:
     """Answers the requests in order with the texts that it was given."""
 
     end_tokens: frozenset[int] = frozenset()
+    max_length = 100
+    table = SimpleNamespace(subnets=("small", "large"))
 
     def __init__(self, *texts: Any) -> None:
         self._texts, self.asked, self.made = list(texts), [], []

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from subnetact import __version__
 from subnetact.errors import extra_needed
+from subnetact.serving.live.histograms import Histogram
 from subnetact.serving.live.stats import OUTCOMES, BatcherStats
 
 _HISTOGRAMS = (
@@ -95,7 +96,10 @@ def _metrics(batcher: Any, stats: BatcherStats) -> Iterator[tuple[str, str, str,
     text = "the version of subnetact, and the fingerprint of the supernet if it is known."
     yield "Gauge", "info", text, ["version", "fingerprint"], [(pair, 1) for pair in facts]
     for shown, text, name, unit in _HISTOGRAMS:
-        histogram = stats.histograms[name]
-        edges = [*(f"{edge * unit:.12g}" for edge in histogram.edges), "+Inf"]
-        buckets = list(zip(edges, accumulate(histogram.counts), strict=True))
-        yield "Histogram", shown, text, (), [((), buckets, histogram.total * unit)]
+        yield "Histogram", shown, text, (), [((), *buckets(stats.histograms[name], unit))]
+
+
+def buckets(histogram: Histogram, unit: float) -> tuple[list[tuple[str, int]], float]:
+    """Return the buckets and the sum of a histogram as `prometheus_client` takes them, in another unit."""
+    edges = [*(f"{edge * unit:.12g}" for edge in histogram.edges), "+Inf"]
+    return list(zip(edges, accumulate(histogram.counts), strict=True)), histogram.total * unit
