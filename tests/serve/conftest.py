@@ -193,7 +193,7 @@ def post():
     """Sends a request to an application as uvicorn does: (status, headers, body)."""
 
     async def send_one(
-        app, values, leave=None, path="/infer", headers=(), method="POST", raw=None, query=b""
+        app, values, leave=None, path="/infer", headers=(), method="POST", raw=None, query=b"", **more
     ):
         body = json.dumps({"input": values}).encode() if raw is None else raw
         scope = {
@@ -203,6 +203,7 @@ def post():
             "headers": list(headers),
             "query_string": query,
             "client": ("127.0.0.1", 1),
+            **more,
         }
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ pytest.importorskip("transformers")
 
 from subnetact.errors import DeadlinePassed, QueueFull, RequestError
 from subnetact.serve import build_text_app
+from subnetact.serve.base_app import ARRIVED, unix_ms
+from subnetact.serve.text_bodies import IGNORED, NEUTRAL
 
 
 class Told(NamedTuple):
@@ -24,7 +27,10 @@ class Told(NamedTuple):
 class Scripted:
     """A completion that has all its tokens at once, or that has none and never ends."""
 
-    def __init__(self, text: str | None, likely: int | None, error: RequestError | None = None) -> None:
+    def __init__(
+        self, text: str | None, likely: int | None, error: RequestError | None = None, late: int = 0
+    ) -> None:
+        self._late = late
         self._tokens = [] if text is None else [ord(one) for one in text]
         self._likely, self._error = likely, error
         self.done, self.cancelled = text is not None, False
@@ -40,7 +46,7 @@ class Scripted:
     def result(self, timeout_s: float) -> Any:
         if self._error is not None:
             raise self._error
-        facts = {"finish": "length", "late": 0, "subnets": (1,) * len(self._tokens)}
+        facts = {"finish": "length", "late": self._late, "subnets": (1,) * len(self._tokens)}
         return type("Generated", (), facts)
 
     def watch(self, news: asyncio.Event) -> None:
@@ -58,8 +64,8 @@ class ScriptedGenerator:
     max_length = 100
     table = SimpleNamespace(subnets=("small", "large"))
 
-    def __init__(self, *texts: Any) -> None:
-        self._texts, self.asked, self.made = list(texts), [], []
+    def __init__(self, *texts: Any, late: int = 0) -> None:
+        self._texts, self._late, self.asked, self.made = list(texts), late, [], []
 
     def submit(self, prompt: list[int], logprobs: int | None = None, **options: Any) -> Scripted:
         self.asked.append((prompt, options))
@@ -67,7 +73,7 @@ class ScriptedGenerator:
         if isinstance(text, QueueFull):
             raise text
         error = text if isinstance(text, RequestError) else None
-        self.made.append(Scripted("" if error else text, logprobs, error))
+        self.made.append(Scripted("" if error else text, logprobs, error, self._late))
         return self.made[-1]
 
     def close(self, wait: bool = True) -> None:
@@ -95,6 +101,132 @@ def ask(post: Any, generator: Any, path: str = "/v1/completions", **body: Any) -
     *events, end, rest = answer.decode().split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")
     return status, [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+FIELDS: list[tuple[str, Any, int, str]] = [  # field, value, status, and whether it is used
+    ("min_tokens", 2, 200, "used"),
+    ("ignore_eos", True, 200, "used"),
+    ("temperature", 0.5, 200, "used"),
+    ("top_k", 3, 200, "used"),
+    ("metadata", {"a": "b"}, 200, "ignored"),
+    ("parallel_tool_calls", False, 200, "ignored"),
+    ("prompt_cache_key", "k", 200, "ignored"),
+    ("reasoning_effort", "low", 200, "ignored"),
+    ("safety_identifier", "u1", 200, "ignored"),
+    ("seed", 1234, 200, "ignored"),
+    ("service_tier", "auto", 200, "ignored"),
+    ("store", True, 200, "ignored"),
+    ("user", "u", 200, "ignored"),
+    ("verbosity", "low", 200, "ignored"),
+    ("frequency_penalty", 0, 200, "neutral"),
+    ("frequency_penalty", 0.5, 400, "frequency_penalty"),
+    ("logit_bias", {"1": 5}, 400, "logit_bias"),
+    ("response_format", {"type": "text"}, 200, "neutral"),
+    ("response_format", {"type": "json_object"}, 400, "response_format"),
+    ("tool_choice", "none", 200, "neutral"),
+    ("tool_choice", "auto", 400, "tool_choice"),
+    ("tools", [{"type": "function"}], 400, "tools"),
+    ("echo", True, 400, "echo"),
+    ("best_of", 2, 400, "best_of"),
+    ("unheard_of", 1, 400, "unheard_of"),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(("field", "value", "status", "fate"), FIELDS)
+def test_a_field_is_used_or_ignored_and_counted_or_refused(
+    post: Any, path: str, field: str, value: Any, status: int, fate: str
+) -> None:
+    generator = ScriptedGenerator("ab")
+    app = build_text_app(generator, Letters())
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a", "name": "bob"}], field: value}
+    del body["prompt" if "chat" in path else "messages"]
+    answered, _, answer = asyncio.run(post(app, None, path=path, raw=json.dumps(body).encode()))
+    assert answered == status, answer
+    assert status == 200 or fate in json.loads(answer)["error"]["message"]
+    assert app.ignored == ({field: 1} if fate == "ignored" else {})
+    assert fate != "used" or generator.asked[0][1][field] == value
+
+
+def test_every_ignored_field_and_every_neutral_one_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "openai.md").read_text()
+    assert [name for name in (*IGNORED, *NEUTRAL) if f"`{name}`" not in page] == []
+
+
+def test_every_prompt_of_a_list_has_its_answers(post: Any) -> None:
+    generator = ScriptedGenerator("ab", "cd", "ef", "gh")
+    status, answer = ask(post, generator, prompt=["x", "yz"], n=2)
+    assert status == 200
+    assert [choice["text"] for choice in answer["choices"]] == ["ab", "cd", "ef", "gh"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [prompt for prompt, _ in generator.asked] == [[120], [120], [121, 122], [121, 122]]
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert ask(post, ScriptedGenerator("ab", "cd"), prompt=[[1, 2], [3]])[0] == 200
+    assert ask(post, ScriptedGenerator(), prompt=["x"] * 33, n=2)[0] == 400
+
+
+@pytest.mark.parametrize(("path", "count"), [("/v1/completions", 16), ("/v1/chat/completions", 100 - 18)])
+def test_without_a_number_a_chat_has_all_the_room_and_a_completion_16_tokens(
+    post: Any, path: str, count: int
+) -> None:
+    generator = ScriptedGenerator("ab", "ab")
+    assert ask(post, generator, path)[0] == ask(post, generator, path, max_tokens=5)[0] == 200
+    assert [options["max_new_tokens"] for _, options in generator.asked] == [count, 5]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_end_of_an_answer_names_its_subnets_and_whether_it_was_late(
+    post: Any, stream: bool, late: int
+) -> None:
+    generator = ScriptedGenerator("ab", late=late)
+    app = build_text_app(generator, Letters())
+    raw = json.dumps({"prompt": "a", "stream": stream}).encode()
+    _, _, answer = asyncio.run(post(app, None, path="/v1/completions", raw=raw))
+    [choice] = json.loads(answer.partition(b"\n")[0].removeprefix(b"data: "))["choices"]
+    assert (choice["met"], choice["subnets"]) == (not late, {"large": 2})
+    assert app.responses == {("/v1/completions", "200", "late" if late else "met"): 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "usages"),
+    [
+        ({}, []),
+        ({"include_usage": True}, [None, 3]),
+        ({"include_usage": True, "continuous_usage_stats": True}, [3, 3]),
+    ],
+)
+def test_pieces_of_a_stream_tell_the_usage_if_asked(post: Any, options: Any, usages: Any) -> None:
+    _, events = ask(post, ScriptedGenerator("ab"), stream=True, stream_options=options)
+    told = [event["usage"] for event in events if "usage" in event]
+    assert [usage and usage["total_tokens"] for usage in told] == usages
+
+
+def test_time_that_passed_on_the_way_counts(post: Any) -> None:
+    app = build_text_app(generator := ScriptedGenerator("ab"), Letters())
+    body = json.dumps({"prompt": "a", "deadline_ms": 60000, "slo_ttft_ms": 50000}).encode()
+    sent = {ARRIVED: unix_ms() - 20000.0}
+    assert asyncio.run(post(app, None, path="/v1/completions", raw=body, **sent))[0] == 200
+    options = generator.asked[0][1]
+    assert options["deadline_ms"] <= 40000
+    assert options["first_ms"] <= 30000
+    sent = {ARRIVED: unix_ms() - 55000.0}
+    assert asyncio.run(post(app, None, path="/v1/completions", raw=body, **sent))[0] == 504
+
+
+def test_the_model_and_the_health_of_the_server_have_addresses(post: Any) -> None:
+    app = build_text_app(ScriptedGenerator(), Letters(), name="mine")
+    status, _, answer = asyncio.run(post(app, None, method="GET", path="/v1/models/mine"))
+    assert (status, json.loads(answer)["id"]) == (200, "mine")
+    assert asyncio.run(post(app, None, method="GET", path="/v1/models/other"))[0] == 404
+    assert "/health" in app.paths
+
+
+def test_times_to_the_first_token_and_between_tokens_are_metrics(post: Any) -> None:
+    app = build_text_app(ScriptedGenerator("abc"), Letters())
+    body = json.dumps({"prompt": "a"}).encode()
+    assert asyncio.run(post(app, None, path="/v1/completions", raw=body))[0] == 200
+    assert (app.service.first_ms.count, app.service.between_ms.count) == (1, 2)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
