@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from types import SimpleNamespace
 
@@ -12,8 +13,10 @@ pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 from starlette.responses import StreamingResponse
 
+from subnetact.errors import BatchFailed
 from subnetact.serve import build_text_app
 from subnetact.serve.base_app import BaseApp
+from subnetact.serve.logs import setup
 
 TOKEN = "a-token-of-the-tests"
 KNOWN = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"host", b"tiny.example:80")]
@@ -123,3 +126,50 @@ def test_long_prompts_keep_nobody_waiting(post):
         assert (await waiting)[0] == 500  # the generator of this test is broken
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def app(gated):
+    with gated() as (app, *_):
+        yield app
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("headers", "name"),
+    [
+        ({}, r"[0-9a-f]{16}"),
+        ({"x-request-id": "order-7"}, "order-7"),
+        ({"x-request-id": "order-7", "traceparent": TRACE}, "order-7"),
+        ({"traceparent": TRACE}, "0af7651916cd43dd8448eb211c80319c"),
+        ({"x-request-id": "two words"}, r"[0-9a-f]{16}"),
+        ({"x-request-id": "x" * 129, "traceparent": "nonsense"}, r"[0-9a-f]{16}"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/infer", "/livez", "/nowhere"])
+def test_every_answer_has_the_id_of_its_request(app, post, headers, name, path):
+    pairs = [(key.encode(), value.encode()) for key, value in headers.items()]
+    _, told, _ = asyncio.run(post(app, [0], path=path, headers=pairs))
+    assert re.fullmatch(name, told["x-request-id"])
+
+
+def test_the_log_of_a_request_that_fails_has_its_id(app, post, monkeypatch, capsys):
+    setup("info", as_json=True)
+
+    async def fail(*_, **__):
+        raise BatchFailed("the network raised")
+
+    monkeypatch.setattr(app, "_infer_rows", fail)
+    sent = [(b"x-request-id", b"order-7")]
+    assert asyncio.run(post(app, [1, 0, 0, 0], headers=sent))[0] == 500
+    assert [json.loads(line)["request_id"] for line in capsys.readouterr().err.splitlines()] == ["order-7"]
+
+
+def test_times_of_answers_are_a_histogram_by_route(app, post):
+    for path in ("/livez", "/livez", "/nowhere"):
+        asyncio.run(post(app, None, method="GET", path=path))
+    text = app.prometheus()
+    assert 'subnetact_http_latency_seconds_count{route="/livez"} 2.0' in text
+    assert 'subnetact_http_latency_seconds_bucket{le="+Inf",route=""} 1.0' in text
