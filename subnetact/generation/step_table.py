@@ -12,6 +12,8 @@ from subnetact.errors import TableError
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.table import LatencyTable
 
+DECODE, PREFILL = "decode-", "prefill"
+"""The names in a bundle of the tables of a step table; a context follows on the first."""
 FORMAT = DocumentFormat("a step table", "subnetact.step_table", 1, "give a file that StepTable.save() wrote")
 
 
@@ -120,6 +122,23 @@ class StepTable:
     def known_accuracy(self) -> tuple[float, ...]:
         """Return the accuracy of every subnet; TableError if one is not known."""
         return self.decode[self._contexts[0]].known_accuracy()
+
+    def to_tables(self) -> dict[str, LatencyTable]:
+        """Return its tables by names; `engine.tables.update(...)` puts them in the bundle of an engine."""
+        decode = {f"{DECODE}{context}": table for context, table in self.decode.items()}
+        return {**decode, PREFILL: self.prefill}
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, LatencyTable]) -> StepTable:
+        """Return the step table whose `to_tables` are among the tables of an engine, or raise TableError."""
+        contexts = {name: name.removeprefix(DECODE) for name in tables if name.startswith(DECODE)}
+        decode = {int(context): tables[name] for name, context in contexts.items() if context.isdecimal()}
+        if not decode or PREFILL not in tables:
+            raise TableError(
+                f"tables: {', '.join(tables) or 'none'} are no step table; measure one and keep it in the "
+                "bundle: engine.tables.update(profile_steps(...).to_tables())"
+            )
+        return cls(decode, tables[PREFILL])
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as dictionaries, lists, strings and numbers."""

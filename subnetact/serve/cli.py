@@ -8,9 +8,9 @@ input is one. /v2 is the Open Inference Protocol of KServe and Triton. Deadlines
 parameters of the query, fields of the body, or the headers x-deadline-ms and x-min-accuracy. / shows a status
 page, /openapi.json describes all addresses, and /metrics returns Prometheus text.
 
---text serves the language model of the package instead, at the addresses of OpenAI's interface:
-/v1/completions and /v1/chat/completions, whole or streamed. Deadlines are the headers x-slo-ttft-ms (to the
-first token) and x-deadline-ms (to the last one).
+--text serves the language model of a bundle, or without one that of the package, at the addresses of
+OpenAI's interface: /v1/completions and /v1/chat/completions, whole or streamed. Deadlines are the headers
+x-slo-ttft-ms (to the first token) and x-deadline-ms (to the last one).
 
 GET /livez returns 200 while the process answers; /readyz and /healthz return 503 while no worker is up. After
 SIGTERM or SIGINT they return 503 for --grace-s seconds while the server keeps serving, so that load balancers
@@ -44,6 +44,7 @@ from subnetact.serve.logs import LEVELS, setup
 from subnetact.serve.source import Source
 
 OF_SOURCE = {field.name for field in fields(Source)} - {"processes", "checksum"}
+OF_BUNDLE = {"bundle", "model", "constructor"}
 NOT_OF_TEXT = {*OF_SOURCE, "worker_processes", "image_mean", "image_std"} - {"slo_ms", "max_queue"}
 """Options that say nothing about a language model."""
 MOST_BODY_MB = 2**20
@@ -82,11 +83,12 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     texts: Any = {"description": __doc__, "epilog": backend.epilog, "formatter_class": OptionFormatter}
     parser = argparse.ArgumentParser(f"python -m {backend.command}", **texts)
     backend.add_options(parser)
-    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source = parser.add_mutually_exclusive_group().add_argument
     source("--bundle", help="folder of a saved engine")
     source("--demo", action="store_true", help="serve the supernet for digits of the package")
-    source("--text", action="store_true", help="serve the language model of the package (the extra hf)")
     add = parser.add_argument
+    text = "serve the bundle as a language model, or without one that of the package (the extra hf)"
+    add("--text", action="store_true", help=text)
     add("--model", metavar="PKG.MOD:FACTORY", help="function that builds the bundle's own network")
     add("--constructor", type=json_object, default={}, metavar="JSON", help="arguments of the factory")
     add("--table", help="latency table; default: the bundle's, or a new profile")
@@ -137,6 +139,8 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
     from subnetact.serve import build_app, build_text_app, read_tokens
 
+    if not (args.bundle or args.demo or args.text) or (args.demo and args.text):
+        raise ServeError("give --bundle FOLDER, --demo, --text, or --bundle FOLDER with --text")
     tokens = read_tokens(args.token_file) if args.token_file else {}
     if own := os.environ.get("SUBNETACT_TOKEN"):
         tokens = {own: "environment", **tokens}
@@ -154,21 +158,33 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
         if type(backend) is not Backend:
             raise ServeError("--text: the language model is served by python -m subnetact.serve alone")
         parser = options()
-        for name in NOT_OF_TEXT:
+        for name in NOT_OF_TEXT - (OF_BUNDLE if args.bundle else set()):
             if getattr(args, name) != parser.get_default(name):
                 raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
         from subnetact.generation.text import END_TOKEN
-        from subnetact.serve.text_codec import prompt_tokenizer, text_generator
+        from subnetact.serve import text_codec
 
-        generator = text_generator(args.slo_ms, args.max_queue)
+        stop: tuple[int, ...] = ()  # besides the end tokens of the model
+        if args.bundle:
+            tokenizer = text_codec.bundle_tokenizer(args.bundle)
+            engine = Source(**{name: getattr(args, name) for name in OF_BUNDLE}).engine()
+            generator = text_codec.bundle_generator(engine, args.slo_ms, args.max_queue)
+        else:
+            tokenizer, stop = text_codec.prompt_tokenizer(), (END_TOKEN,)
+            generator = text_codec.text_generator(args.slo_ms, args.max_queue)
         stack.callback(generator.close, drain=False)
-        name, stop = args.name or "docstrings", (END_TOKEN,)
-        return build_text_app(generator, prompt_tokenizer(), name=name, stop=stop, **common)
+        name = _name(args, "docstrings")
+        return build_text_app(generator, tokenizer, name=name, stop=stop, **common)
     source = Source(processes=args.worker_processes, **{name: getattr(args, name) for name in OF_SOURCE})
     engine, batcher = backend.open(args, source, stack)
-    name = args.name or ("digits" if args.demo else Path(args.bundle).resolve().name)
+    name = _name(args, "digits")
     images: Any = {"image_mean": tuple(args.image_mean), "image_std": tuple(args.image_std)}
     return build_app(batcher, engine, slo_ms=args.slo_ms, name=name, **images, **common)
+
+
+def _name(args: argparse.Namespace, embedded: str) -> str:
+    """Return the name of what is served: that of the bundle's folder, or of the embedded model."""
+    return args.name or (Path(args.bundle).resolve().name if args.bundle else embedded)
 
 
 def _hosts(args: argparse.Namespace) -> list[str]:

@@ -1,12 +1,13 @@
-"""Texts and tokens: what a server does with a tokenizer, and the embedded model of `--text`."""
+"""Texts and tokens: what a server does with a tokenizer, and the models of `--text`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from subnetact.errors import InvalidRequest
-from subnetact.generation import Generator, profile_steps
+from subnetact.engine.engine import Engine
+from subnetact.errors import InvalidRequest, ServeError
+from subnetact.generation import Generator, StepTable, profile_steps
 from subnetact.generation import text as embedded
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character yet
@@ -86,3 +87,23 @@ def prompt_tokenizer() -> Any:
     found = Tokenizer.from_str(embedded.text_tokenizer().to_str())
     found.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, embedded.END_TOKEN)])
     return found
+
+
+def bundle_generator(engine: Engine, token_ms: float, max_queue: int) -> Generator:
+    """Return a generator of the subnets of a language model's bundle, by the step table that is in it."""
+    table, subnets = StepTable.from_tables(engine.tables), [engine.specs[i] for i in engine.ids]
+    how: Any = {"token_ms": token_ms, "max_queue": max_queue, "allow_approximate": True}
+    return Generator(engine.supernet, subnets, table, **how)
+
+
+def bundle_tokenizer(folder: str) -> Any:
+    """Return the tokenizer whose files are in a bundle; nothing is executed or downloaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ServeError(
+            f"--bundle {folder}: no tokenizer is in it ({str(error).splitlines()[0]:.100}); "
+            "tokenizer.save_pretrained(folder) of transformers puts its files there"
+        ) from None

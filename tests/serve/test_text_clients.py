@@ -1,4 +1,4 @@
-"""Programs of others that speak OpenAI's interface, unchanged, against the command; each where it is installed."""
+"""The bundle of a language model, served by the command to the clients that others wrote for such servers."""
 
 from __future__ import annotations
 
@@ -11,37 +11,141 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("transformers")
+pytest.importorskip("starlette", reason="serving needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
-PROMPTS = [">>> help(abs)", "Return the", "def "]
-TOKENS = 6
+from subnetact import Engine
+from subnetact.generation import profile_steps
+from subnetact.generation.text import DATA, END, load_text_supernet, switchable_subnets
+from subnetact.serve.cli import main
+
+PROMPTS = [">>> help(json.dumps)\n", ">>> help(re.sub)\n"]
+TOKENS = 12
+
+
+def tokenizer() -> Any:
+    """Return the tokenizer of the bundle."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(DATA / "text_tokenizer.json"), bos_token=END, eos_token=END
+    )
 
 
 @pytest.fixture(scope="module")
-def url(start: Callable[..., Any], python_path: str) -> str:
-    return str(start("--text", "--slo-ms", "60000", environment={"PYTHONPATH": python_path}).url)
+def engine() -> Engine:
+    """An engine of two subnets, with their step table."""
+    supernet = load_text_supernet()
+    specs = [switchable_subnets(supernet)[i] for i in (0, -1)]
+    sizes: Any = {"sequences": (1, 4), "contexts": (64,), "prompt_tokens": (8, 64), "rounds": 1}
+    table = profile_steps(supernet, specs, **sizes, accuracy=[30.0, 40.0], progress=False)
+    engine = Engine(supernet, specs, accuracy=[30.0, 40.0])
+    engine.tables.update(table.to_tables())
+    return engine
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_lm_eval_generates(url: str, path: str) -> None:
-    pytest.importorskip("tenacity", reason="needs lm_eval[api]")
-    models: Any = pytest.importorskip("lm_eval.models.openai_completions")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.api_models import JsonChatStr
+@pytest.fixture(scope="module")
+def bundle(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with a tokenizer; it is saved again, which leaves the tokenizer where it is."""
+    folder = tmp_path_factory.mktemp("text") / "docs"
+    engine.save(folder)
+    tokenizer().save_pretrained(folder)
+    engine.save(folder)
+    return folder
 
-    chats = path.startswith("chat")
-    kind = models.LocalChatCompletion if chats else models.LocalCompletionsAPI
-    more: Any = {} if chats else {"tokenizer_backend": None, "tokenized_requests": False, "batch_size": 3}
-    model = kind(base_url=f"{url}/v1/{path}", model="docstrings", max_retries=1, **more)
-    prompts: list[Any] = PROMPTS
-    if chats:
-        prompts = [JsonChatStr(json.dumps([{"role": "user", "content": prompt}])) for prompt in PROMPTS]
-    how = {"until": ["no such text"], "max_gen_toks": TOKENS, "temperature": 0.0}
-    asked = [Instance("generate_until", {}, (prompt, how), i) for i, prompt in enumerate(prompts)]
-    answers = model.generate_until(asked)
-    assert len(answers) == len(PROMPTS)
-    assert all(isinstance(answer, str) and answer.strip() for answer in answers)
+
+@pytest.fixture(scope="module")
+def url(start: Callable[..., Any], bundle: Path, python_path: str) -> str:
+    """The address of the command, which serves the bundle."""
+    options = ["--bundle", str(bundle), "--text", "--slo-ms", "60000"]
+    return f"{start(*options, environment={'PYTHONPATH': python_path}).url}/v1"
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> Callable[[str], str]:
+    """Return what the largest subnet continues."""
+    import torch
+
+    def continued(prompt: str) -> str:
+        tokens, view = tokenizer(), engine.supernet.subnet(engine.specs[1])
+        given = torch.tensor([tokens.encode(prompt)])
+        answer = view.generate(given, max_new_tokens=TOKENS, do_sample=False)[0, given.shape[1] :]
+        return str(tokens.decode(answer, skip_special_tokens=True))
+
+    return continued
+
+
+def test_openais_client_asks_the_bundle_of_a_language_model(url: str, expected: Callable[[str], str]) -> None:
+    openai = pytest.importorskip("openai")
+    best = {"x-min-accuracy": "40"}
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        assert client.models.retrieve("docs").id == "docs"
+        asked = {"model": "docs", "prompt": PROMPTS, "max_tokens": TOKENS, "n": 2, "extra_headers": best}
+        answer = client.completions.create(**asked, seed=1234, user="one")
+        texts = [(one.index, one.text) for one in answer.choices]
+        assert texts == list(enumerate(expected(prompt) for prompt in PROMPTS for _ in range(2)))
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="gpt", prompt="a")
+
+
+def test_the_client_of_hugging_face_reads_whole_chats_and_streams(
+    url: str, expected: Callable[[str], str]
+) -> None:
+    inference = pytest.importorskip("huggingface_hub").InferenceClient
+    client = inference(base_url=url, api_key="none", timeout=60, headers={"x-min-accuracy": "40"})
+    wanted = expected("user: a\nassistant:")
+    asked = {"messages": [{"role": "user", "content": "a"}], "model": "docs", "max_tokens": TOKENS, "seed": 1}
+    assert client.chat_completion(**asked).choices[0].message.content == wanted
+    usage = {"include_usage": True}
+    *pieces, last = client.chat_completion(**asked, stream=True, stream_options=usage)
+    assert "".join(piece.choices[0].delta.content for piece in pieces) == wanted
+    assert (len(last.choices), last.usage.completion_tokens) == (0, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "tokenizer"),
+    [
+        ("local-completions", "completions", None),
+        ("local-completions", "completions", "huggingface"),  # its prompts are lists of tokens
+        ("local-chat-completions", "chat/completions", None),
+    ],
+)
+def test_lm_eval_runs_a_local_task_at_the_server(
+    name: str, address: str, tokenizer: str | None, url: str, bundle: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("tenacity", reason="the models of lm_eval for servers need lm_eval[api]")
+    pytest.importorskip("aiohttp", reason="the models of lm_eval for servers need lm_eval[api]")
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    lines = [{"text": prompt} for prompt in PROMPTS * 2]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    task = {
+        **{"task": "local", "dataset_path": "json", "test_split": "test", "output_type": "generate_until"},
+        **{"dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}}},
+        **{"doc_to_text": "{{text}}", "doc_to_target": "", "metadata": {"version": 1}},
+        **{"generation_kwargs": {"until": ["\n\n\n\n"], "max_gen_toks": TOKENS, "do_sample": False}},
+        **{"metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]},
+    }
+    (tmp_path / "local.yaml").write_text(json.dumps(task))  # JSON is YAML.
+    results = lm_eval.simple_evaluate(
+        model=name,
+        model_args={
+            **{"model": "docs", "base_url": f"{url}/{address}", "max_retries": 1},
+            **{"tokenizer_backend": tokenizer, "tokenizer": str(bundle) if tokenizer else None},
+        },
+        tasks=["local"],
+        batch_size=1 if "chat" in name else 2,
+        apply_chat_template="chat" in name,
+        bootstrap_iters=0,
+        log_samples=True,
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+    )
+    answers = [one["resps"][0][0] for one in results["samples"]["local"]]
+    assert len(answers) == 4
+    assert all(answers)
+    assert answers[:2] == answers[2:]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -52,7 +156,7 @@ def test_guidellm_measures(url: str, path: str, tmp_path: Path) -> None:
     data.write_text(
         "".join(json.dumps({"prompt": one, "output_tokens_count": TOKENS}) + "\n" for one in PROMPTS)
     )
-    backend = f"kind=openai_http,target={url},model=docstrings,request_format={path}"
+    backend = f"kind=openai_http,target={url.removesuffix('/v1')},model=docs,request_format={path}"
     options = ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3"]
     options += ["--data", f"kind=json_file,path={data}", "--output", f"kind=json,path={report}"]
     subprocess.run(
@@ -66,20 +170,29 @@ def test_guidellm_measures(url: str, path: str, tmp_path: Path) -> None:
     ] * 3
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_litellm_chats(url: str, stream: bool) -> None:
-    litellm: Any = pytest.importorskip("litellm")
-    answer = litellm.completion(
-        model="openai/docstrings",
-        api_base=f"{url}/v1",
-        api_key="none",
-        messages=[{"role": "user", "content": PROMPTS[0]}],
-        max_tokens=TOKENS,
-        stream=stream,
-    )
-    if stream:
-        text = "".join(piece.choices[0].delta.content or "" for piece in answer)
-    else:
-        text = answer.choices[0].message.content
-        assert answer.usage.completion_tokens == TOKENS
-    assert text
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "give --bundle"),
+        (["--demo", "--text"], "give --bundle"),
+        (["--text", "--model", "a:b"], "--model: it does not apply"),
+        (["--text", "--bundle", "FOLDER", "--workers", "2"], "--workers: it does not apply"),
+    ],
+)
+def test_what_is_no_language_model_is_refused(
+    options: list[str], words: str, bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(bundle) if one == "FOLDER" else one for one in options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_bundle_without_a_tokenizer_or_a_step_table_is_refused(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.save(tmp_path / "one")
+    assert main(["--text", "--bundle", str(tmp_path / "one")]) == 2
+    assert "tokenizer.save_pretrained" in capsys.readouterr().err
+    Engine(engine.supernet, engine.specs, accuracy=engine.accuracy).save(tmp_path / "two")
+    tokenizer().save_pretrained(tmp_path / "two")
+    assert main(["--text", "--bundle", str(tmp_path / "two")]) == 2
+    assert "profile_steps" in capsys.readouterr().err
