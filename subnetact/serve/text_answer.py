@@ -142,6 +142,8 @@ class TextAnswer:
                 prompt = prompts[index // body.n]
                 room = service.generator.max_length - len(prompt)
                 count = body.max_completion_tokens or body.max_tokens or body.most_tokens(room)
+                if body.seed is not None:
+                    options = {**options, "seed": body.seed + index}
                 completion = service.generator.submit(prompt, max_new_tokens=count, **options)
                 self._choices.append(Choice(index, completion, service, body, exchange.arrived_ms))
                 completion.watch(self._news)

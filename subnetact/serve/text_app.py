@@ -140,7 +140,7 @@ class TextApp(BaseApp):
         terms = body.completed(TextTerms, exchange.header_values(TextTerms), self.limits.deadline_ms)
         if body.model not in (None, service.name):
             raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")
-        wishes = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
+        wishes = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
         wishes |= {"min_accuracy": terms.min_accuracy, "stop": service.stop}
         wishes |= {"logprobs": body.likely(), "phases": body.planned()}
         wishes |= {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens}

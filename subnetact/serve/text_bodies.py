@@ -22,7 +22,6 @@ IGNORED = frozenset(
         "prompt_cache_key",
         "reasoning_effort",
         "safety_identifier",
-        "seed",
         "service_tier",
         "store",
         "tool_calls",
@@ -111,6 +110,7 @@ class _Body(TextTerms, _Part):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - MOST_ANSWERS)
     n: int = Field(default=1, ge=1, le=MOST_ANSWERS, description="number of answers to each prompt")
     min_tokens: int = Field(default=0, ge=0, description="no token ends the answer before")
     ignore_eos: bool = Field(default=False, description="whether the model's end tokens do not end an answer")

@@ -56,6 +56,15 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
         StepTable.load(path)
 
 
+def test_a_table_comes_back_from_the_tables_of_an_engine() -> None:
+    table = step_table()
+    tables = {"scheduler": table.prefill, **table.to_tables()}
+    assert StepTable.from_tables(tables).to_json() == table.to_json()
+    for lacking in ({}, {"scheduler": table.prefill}, {"prefill": table.prefill}):
+        with pytest.raises(TableError, match="no step table"):
+            StepTable.from_tables(lacking)
+
+
 def _other(**changes: Any) -> LatencyTable:
     facts = {"keys": KEYS, "sizes": [1, 4, 16], "first": 1.0} | changes
     rows = [[1.0 + i for i in range(len(facts["sizes"]))] for _ in facts["keys"]]
