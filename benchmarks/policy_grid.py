@@ -20,8 +20,8 @@ is plentiful stays for another reason: without it, two requests of the reference
 late, and none with it.
 
 --deadlines gives each request a deadline of its own, of one SLO or of 20, in the regular cells and 40 random
-ones of each seed, into results/policy_grid_deadlines.json. HullFit plans with the deadlines that wait, or, for
-comparison, as if all had one SLO. Traces last 400 SLOs, or 24,000 requests if that is less.
+ones of each seed, into results/policy_grid_deadlines.json. HullFit plans with the deadlines that wait, or,
+for comparison, as if all had one SLO. Traces last 400 SLOs, or 24,000 requests if that is less.
 """
 
 from __future__ import annotations
