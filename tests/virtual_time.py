@@ -92,8 +92,7 @@ class VirtualTime:
             with driver.lock:
                 states = driver.scheduler.workers
                 threads += len(states.free_at_ms)
-                driver._empty_inbox()  # at the latest the watchdog's next tick does
-                if driver._inbox or driver._undelivered or (driver._idle and len(driver.scheduler)):
+                if driver._undelivered or (driver._idle and len(driver.scheduler)):
                     return False
                 resting += driver._resting - sum(states._hung_threads)
                 turns = driver._turns

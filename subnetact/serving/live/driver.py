@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -35,8 +34,6 @@ _log = logging.getLogger(__name__)
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
 _HUNG = "batcher worker %d hung: its batch of %d on subnet %d has run for %.0f ms, %.1f ms were expected; %s"
 _NOT_FINITE = "subnet %d: %d of %d outputs of a batch are not finite; these requests fail"
-_ROOM = 64
-"""Clients that add a request without the lock leave room for this many others that do so at the same time."""
 _TICK_S = 0.02
 _PAUSE_S = 0.05
 """After this time an idle worker asks again, if requests wait that the policy does not run yet."""
@@ -47,18 +44,12 @@ class SharedWorkers:
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.turns = Turns(shares)
-        self.drivers: list[Driver] = []
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
 
 
 class Driver:
     """Runs the jobs of a scheduler on threads. Any thread may call the methods.
-
-    Clients take the lock only if a thread has to be woken or the queue is nearly full: a new request lands in
-    an inbox, and the methods that look at the queue under the lock empty the inbox into the queue first. A
-    client that waited for the lock while it holds Python's global lock would stop the workers and all other
-    clients.
 
     Whoever takes outcomes delivers them without the lock; `wait_until_drained` waits for that too.
 
@@ -95,15 +86,10 @@ class Driver:
         self._log, self._on_end = log, on_end
         self._turns: Turns | None = None
         self._turned = threading.Condition(self.lock)  # somebody's turn has ended
-        self._drivers = [self]  # of the same workers
         if shared is not None:
             self._turns, self._name, self._turned = shared[0].turns, shared[1], shared[0].changed
             self._turns.schedulers[self._name] = scheduler
-            self._drivers = shared[0].drivers
-            self._drivers.append(self)
             scheduler.shares_workers = True
-        self._guarded = scheduler.gate is not None or scheduler.dispatcher.expired == "defer"
-        self._inbox: deque[Request] = deque()
         conditions = (threading.Condition(self.lock) for _ in range(4))
         self._work, self._wanted, self._watch, self._drained = conditions
         self._idle = self._resting = self._undelivered = 0
@@ -136,62 +122,29 @@ class Driver:
             if type(shape) is not int or not 0 <= shape < count:
                 raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {count} tables")
             request.shape = shape
-        inbox = self._inbox
-        if (
-            not self._guarded
-            and len(self.scheduler.dispatcher.queue) + len(inbox) + _ROOM < self.scheduler.max_queue
-        ):
-            inbox.append(request)
-        else:
-            self._admit_carefully(request)
-        # The flags are read after the request was added, and the threads that set them look into the inbox
-        # afterwards; so one of both sides notices the other.
-        if self.scheduler.closing or (self._idle and not self._waking) or self._watchdog_sleeps:
-            self._wake_for(request)
-        return request
-
-    def _admit_carefully(self, request: Request) -> None:
-        """Queue a request if there is room for one more, which only the owner of the lock can tell."""
         with self.lock:
-            self._empty_inbox()
-            if not self.scheduler.closing:
-                try:
-                    self.scheduler.make_room(request.ask.client)
-                except QueueFull:
-                    self.counters.refused += 1
-                    self.counters.full += 1
-                    if self._log is not None:
-                        self._log.outcome("full", request)
-                    raise
-            self._inbox.append(request)
-
-    def _wake_for(self, request: Request) -> None:
-        """Wake a worker and the watchdog for a new request; refuse the request if no worker will come."""
-        with self.lock:
-            if self.scheduler.closing and request in self._inbox:
-                self._inbox.remove(request)
+            if self.scheduler.closing:
                 raise BatcherClosed("the batcher is closed or draining; open another one")
-            self._empty_inbox()
+            try:
+                self.scheduler.make_room(ask.client)
+            except QueueFull:
+                self.counters.refused += 1
+                self.counters.full += 1
+                if self._log is not None:
+                    self._log.outcome("full", request)
+                raise
+            self.scheduler.submit([request])
             self._wake_a_worker()
             if self._watchdog_sleeps:
                 self._watchdog_sleeps = False
                 self._watch.notify()
+        return request
 
     def _wake_a_worker(self) -> None:
         """Wake an idle worker, if there is one and no other is woken; until it runs, no client has to."""
         if self._idle and not self._waking:
             self._waking = True
             self._work.notify()
-
-    def _empty_inbox(self) -> None:
-        """Move new requests into the queue; if the batcher is closing, their clients take them back."""
-        if self._inbox and not self.scheduler.closing:
-            self._accept_inbox()
-
-    def _accept_inbox(self) -> None:
-        inbox = self._inbox  # clients append meanwhile
-        if inbox:
-            self.scheduler.submit([inbox.popleft() for _ in range(len(inbox))])
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""
@@ -201,7 +154,6 @@ class Driver:
     def withdraw(self, request: Request) -> None:
         """Close a request that its client has cancelled."""
         with self.lock:
-            self._empty_inbox()
             self.scheduler.withdraw(request)
             outcomes = self._outcomes()  # those of requests that were dropped to make room for others
             if outcomes:
@@ -258,8 +210,7 @@ class Driver:
         """Wait for a job of an idle worker, or for outcomes to deliver; None if the worker ends."""
         with self.lock:
             while True:
-                self._waking = False  # before the inbox is read, so that later requests wake somebody again
-                self._empty_inbox()
+                self._waking = False
                 if self.scheduler.is_over:
                     self._give_up(turn)
                     return None
@@ -284,8 +235,7 @@ class Driver:
                 if self.scheduler.is_over:
                     return None
                 self._idle += 1
-                if not self._inbox:
-                    self._rest(self._work, _PAUSE_S if len(self.scheduler) else None)
+                self._rest(self._work, _PAUSE_S if len(self.scheduler) else None)
                 self._idle -= 1
 
     def _rest(self, condition: threading.Condition, timeout_s: float | None = None) -> None:
@@ -359,10 +309,9 @@ class Driver:
 
     def _urgent(self, job: Job, done: float) -> tuple[Job | None, list[Outcome]]:
         """Return the job that goes first between two blocks of another, and outcomes to deliver."""
-        if not (self._inbox or len(self.scheduler.dispatcher.queue)):
+        if not len(self.scheduler):
             return None, []  # without the lock: the next block looks again
         with self.lock:
-            self._empty_inbox()
             urgent = self._asked(partial(self.scheduler.step_done, job, done), waiting=False)
             return urgent, self._outcomes()
 
@@ -396,7 +345,6 @@ class Driver:
             counters.run_ms.add(took_ms)
             if self._log is not None:
                 self._log.batch(job, [request for request, _, _ in outcomes], now - started_ms, met)
-            self._empty_inbox()  # what arrived before the end is in the queue before it
             self.learner.observe(job, took_ms)
             self.scheduler.finished(job, now)
             if outcomes and not failed:
@@ -436,11 +384,9 @@ class Driver:
 
     def _give_way(self, job: Job, done: float, turn: Turn) -> None:
         """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
-        if not (turn.turns.is_wanted(turn.worker) or any(driver._inbox for driver in self._drivers)):
+        if not turn.turns.is_wanted(turn.worker):
             return  # without the lock: the next block looks again
         with self.lock:
-            for driver in self._drivers:
-                driver._empty_inbox()
             if not turn.turns.gives_way(turn, job, done, self.clock_ms()):
                 return
             self._end_turn(turn)
@@ -513,21 +459,18 @@ class Driver:
     def _wait_until_watched(self) -> bool:
         """Sleep for a tick, or until there is something to watch; return whether the watchdog goes on."""
         with self.lock:
-            self._empty_inbox()
             scheduler = self.scheduler
             if scheduler.is_over and not scheduler.jobs:
                 return False
             calm = not (len(scheduler) or scheduler.ended or scheduler.jobs or scheduler.workers.any_down())
             # one more tick follows the last batch, so that what it taught is applied
             self._watchdog_sleeps, self._was_calm = calm and self._was_calm, calm
-            if not (self._watchdog_sleeps and self._inbox):
-                self._watch.wait(None if self._watchdog_sleeps else _TICK_S)
+            self._watch.wait(None if self._watchdog_sleeps else _TICK_S)
             self._watchdog_sleeps = False
             return not scheduler.is_over or bool(scheduler.jobs)
 
     def _tick(self) -> None:
         with self.lock:
-            self._empty_inbox()
             revived = self.scheduler.tick(self.clock_ms())
             outcomes = self._outcomes()
             hung = [worker for worker, (job, _) in self._running.items() if job.abandoned]
@@ -594,7 +537,6 @@ class Driver:
         """Return a consistent snapshot of the counters and histograms."""
         correction, drifted = self.learner.corrections.drift()
         with self.lock:
-            self._empty_inbox()
             scheduler, limits = self.scheduler, dict(self.scheduler.dispatcher.limits)
             now = {"queued": len(scheduler), "running": scheduler.running, "workers": len(self._runners)}
             now |= {"workers_up": scheduler.workers.up(), "replanned": self.learner.replanned}
@@ -611,8 +553,7 @@ class Driver:
         """Refuse all further requests."""
         with self.lock:
             if not self.scheduler.closing:
-                self.scheduler.closing = True  # first: a client that sees it later looks into the inbox
-                self._accept_inbox()
+                self.scheduler.closing = True
                 self.scheduler.assign(range(len(self._runners)), self.clock_ms())
             self._wake_all()
 
