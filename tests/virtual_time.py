@@ -87,20 +87,20 @@ class VirtualTime:
     def _is_settled(self) -> bool:
         with self._lock:
             resting = len(self._sleepers)
-        threads = 0
+        threads, changed = 0, set()
         for driver in self._watched:
             with driver.lock:
                 states = driver.scheduler.workers
                 threads += len(states.free_at_ms)
-                if driver._undelivered or (driver._idle and len(driver.scheduler)):
+                idle = len(driver._work._waiters)
+                if driver._undelivered or (idle and len(driver.scheduler)):
                     return False
-                resting += driver._resting - sum(states._hung_threads)
-                turns = driver._turns
-                if turns is not None and any(
-                    waiting and worker not in turns._holders for worker, waiting in turns._waiting.items()
-                ):
+                resting += idle - sum(states._hung_threads)
+                changed.add(driver._changed)
+                waiting = driver._turns._waiting.items()
+                if any(turns and worker not in driver._turns._holders for worker, turns in waiting):
                     return False
-        return resting == threads
+        return resting + sum(len(condition._waiters) for condition in changed) == threads
 
     def send(self, arrivals: Iterable[tuple[float, Callable[[], Any]]]) -> list[Any]:
         """Plan calls at (ms from now, function), run them all, and return what they returned, in order."""

@@ -40,7 +40,10 @@ _PAUSE_S = 0.05
 
 
 class SharedWorkers:
-    """Lets several drivers use the same workers in turns, by their shares (> 0), under one lock."""
+    """Lets drivers use the same workers in turns, by their shares (> 0), under one lock.
+
+    `changed` tells the threads of workers that a turn has ended, or that a worker is parked or wanted again.
+    """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.turns = Turns(shares)
@@ -76,7 +79,9 @@ class Driver:
         self.scheduler = scheduler
         self.clock_ms = clock_ms
         self.counters = Counters()
-        self.lock = threading.Lock() if shared is None else shared[0].lock
+        workers, name = shared or (SharedWorkers({"": 1.0}), "")
+        scheduler.shares_workers = shared is not None
+        self.lock = workers.lock
         tables = scheduler.tables
         self.learner = Learner(tables, scheduler.dispatcher, self.lock, clock_ms, learn)
         self._runners, self._accuracy = runners, tables[-1].known_accuracy()
@@ -84,17 +89,12 @@ class Driver:
         self._on_decision, self._threads_each = on_decision, threads
         self._check_outputs, self._repeated = check_outputs, RateLimitedLog(_log)
         self._log, self._on_end = log, on_end
-        self._turns: Turns | None = None
-        self._turned = threading.Condition(self.lock)  # somebody's turn has ended
-        if shared is not None:
-            self._turns, self._name, self._turned = shared[0].turns, shared[1], shared[0].changed
-            self._turns.schedulers[self._name] = scheduler
-            scheduler.shares_workers = True
-        conditions = (threading.Condition(self.lock) for _ in range(4))
-        self._work, self._wanted, self._watch, self._drained = conditions
-        self._idle = self._resting = self._undelivered = 0
-        self._waking = self._watchdog_sleeps = self._was_calm = False
-        self._running: dict[int, tuple[Job, Turn | None]] = {}  # what the watchdog ends if it hangs
+        self._turns, self._name, self._changed = workers.turns, name, workers.changed
+        self._turns.schedulers[name] = scheduler
+        self._work, self._watch, self._drained = (threading.Condition(self.lock) for _ in range(3))
+        self._undelivered = 0
+        self._waking = self._watchdog_sleeps = False
+        self._running: dict[int, tuple[Job, Turn]] = {}  # what the watchdog ends if it hangs
         self._current: dict[int, threading.Thread] = {}
         self._owed: SimpleQueue[list[Outcome] | None] = SimpleQueue()
         self._ticked = threading.Event()
@@ -141,8 +141,8 @@ class Driver:
         return request
 
     def _wake_a_worker(self) -> None:
-        """Wake an idle worker, if there is one and no other is woken; until it runs, no client has to."""
-        if self._idle and not self._waking:
+        """Wake an idle worker, if there is one; until a worker looks for work, nobody has to do so again."""
+        if not self._waking:
             self._waking = True
             self._work.notify()
 
@@ -158,7 +158,8 @@ class Driver:
             outcomes = self._outcomes()  # those of requests that were dropped to make room for others
             if outcomes:
                 self._owed.put(outcomes)
-            self._wake_if_settled()
+            if self._is_drained:
+                self._wake_all()
 
     # -- workers ---------------------------------------------------------------------------------
 
@@ -169,80 +170,64 @@ class Driver:
 
     def _work_on(self, worker: int) -> None:
         job: Job | None = None
-        turn = None if self._turns is None else Turn(self._turns, worker, self._name)
+        failure: BaseException | None = None
+        turn = Turn(self._turns, worker, self._name)
         try:
             enter: Any = getattr(self._runners[worker], "enter_worker", None)
             if enter is not None:
                 enter(self._threads_each)
             with self.lock:
                 self.scheduler.workers.started(worker, self.clock_ms())
-            while (found := self._next(worker, turn)) is not None:
-                job, outcomes = found
-                try:
-                    with computing():
-                        self._deliver(outcomes)
-                        if job is not None:
-                            self._run(job, turn)
-                        if job is None or not job.abandoned:
-                            job, outcomes, found = None, [], None  # frees tensors here, a computation
-                finally:
-                    if turn is not None:
-                        with self.lock:
-                            self._end_turn(turn)
-                if job is not None:  # its call returned although the worker was replaced
-                    with self.lock:
-                        self.scheduler.workers.hung_thread_ended(worker)
-                        self._wake_all()
-                    return
+            while (work := self._next(turn)) is not None:
+                job, outcomes = work
+                with computing():
+                    self._deliver(outcomes)
+                    if job is not None:
+                        self._run(job, turn)
+                        if job.abandoned:
+                            break
+                    job, outcomes, work = None, [], None  # frees tensors here, a computation
         except BaseException as error:  # for example SystemExit from a runner; the worker is started again
-            with self.lock:
-                if hung := job is not None and job.abandoned:
-                    self.scheduler.workers.hung_thread_ended(worker)
-                else:
-                    self.scheduler.lost(worker, error, self.clock_ms())
-                outcomes = self._outcomes()
-                self._wake_all()
-            self._deliver(outcomes)
-            if not hung:  # its end was logged when it was replaced
-                _log.warning("batcher worker %d died: %s", worker, failure_text(error))
+            failure = error
+        with self.lock:
+            self._end_turn(turn)
+            self._give_up(turn)
+            if replaced := job is not None and job.abandoned:
+                self.scheduler.workers.hung_thread_ended(worker)
+            elif failure is not None:
+                self.scheduler.lost(worker, failure, self.clock_ms())
+            outcomes = self._outcomes()
+            self._wake_all()
+        self._deliver(outcomes)
+        if failure is not None and not replaced:  # its end was logged when it was replaced
+            _log.warning("batcher worker %d died: %s", worker, failure_text(failure))
 
-    def _next(self, worker: int, turn: Turn | None) -> tuple[Job | None, list[Outcome]] | None:
+    def _next(self, turn: Turn) -> tuple[Job | None, list[Outcome]] | None:
         """Wait for a job of an idle worker, or for outcomes to deliver; None if the worker ends."""
         with self.lock:
-            while True:
-                self._waking = False
-                if self.scheduler.is_over:
-                    self._give_up(turn)
-                    return None
-                if self.scheduler.workers.is_parked(worker):
-                    self._give_up(turn)
-                    self._rest(self._wanted)
-                    continue
-                waiting = len(self.scheduler)
-                if not waiting:
-                    self._give_up(turn)
-                elif turn is not None and not self._begin(turn):
-                    self._wake_a_worker()  # whose turn may come earlier
-                    self._rest(self._turned)
-                    continue
-                job = self._asked(partial(self.scheduler.idle, worker)) if waiting else None
-                outcomes = self._outcomes()
-                if job is not None or outcomes:
-                    if len(self.scheduler):
-                        self._wake_a_worker()  # for the requests that came while this worker was woken
-                    return job, outcomes
+            while not self.scheduler.is_over:
                 self._end_turn(turn)
-                if self.scheduler.is_over:
-                    return None
-                self._idle += 1
-                self._rest(self._work, _PAUSE_S if len(self.scheduler) else None)
-                self._idle -= 1
-
-    def _rest(self, condition: threading.Condition, timeout_s: float | None = None) -> None:
-        """Let a worker's thread wait."""
-        self._resting += 1
-        condition.wait(timeout_s)
-        self._resting -= 1
+                self._waking = False
+                parked = self.scheduler.workers.is_parked(turn.worker)
+                if parked or not len(self.scheduler):
+                    self._give_up(turn)
+                    (self._changed if parked else self._work).wait()
+                    continue
+                self._turns.want(turn)
+                if not self._turns.begin(turn, self.clock_ms()):
+                    self._wake_a_worker()  # whose turn may come earlier
+                    self._changed.wait()
+                    continue
+                job = self._asked(partial(self.scheduler.idle, turn.worker))
+                outcomes = self._outcomes()
+                if job is None and not outcomes:
+                    self._end_turn(turn)
+                    self._work.wait(_PAUSE_S)
+                    continue
+                if len(self.scheduler):
+                    self._wake_a_worker()  # for the requests that came while this worker was woken
+                return job, outcomes
+            return None
 
     def _asked(self, decide: Callable[[float], Job | None], waiting: bool = True) -> Job | None:
         """Ask the scheduler for a job; if the policy raises, requests fail, and the batcher goes on."""
@@ -259,7 +244,7 @@ class Driver:
             counters.decision_ms.add(self.clock_ms() - now)
         return job
 
-    def _run(self, job: Job, turn: Turn | None) -> None:
+    def _run(self, job: Job, turn: Turn) -> None:
         if job.preempted is None:  # it is abandoned together with what preempts it
             self._running[job.worker] = job, turn
         if self._on_decision is not None:
@@ -289,7 +274,7 @@ class Driver:
                 outcomes = self._answer(job, outputs, rejected)
             self._deliver(outcomes)
 
-    def _outputs(self, job: Job, turn: Turn | None) -> Any:
+    def _outputs(self, job: Job, turn: Turn) -> Any:
         """Run the current part of a job, and between its blocks what is more urgent."""
         runner: Any = self._runners[job.worker]
         inputs = [request.x for request in job.part]
@@ -299,8 +284,7 @@ class Driver:
         length = self.scheduler.block_length(job, run.blocks)
         while not run.step(length) and not job.abandoned:
             done = run.position / run.blocks
-            if turn is not None:
-                self._give_way(job, done, turn)
+            self._give_way(job, done, turn)
             urgent, outcomes = self._urgent(job, done)
             self._deliver(outcomes)
             if urgent is not None:
@@ -309,7 +293,7 @@ class Driver:
 
     def _urgent(self, job: Job, done: float) -> tuple[Job | None, list[Outcome]]:
         """Return the job that goes first between two blocks of another, and outcomes to deliver."""
-        if not len(self.scheduler):
+        if not len(self.scheduler.dispatcher.queue):
             return None, []  # without the lock: the next block looks again
         with self.lock:
             urgent = self._asked(partial(self.scheduler.step_done, job, done), waiting=False)
@@ -368,30 +352,25 @@ class Driver:
 
     # -- turns of several drivers ------------------------------------------------------------------
 
-    def _begin(self, turn: Turn) -> bool:
-        turn.turns.want(turn)
-        return turn.turns.begin(turn, self.clock_ms())
+    def _give_up(self, turn: Turn) -> None:
+        if self._turns.give_up(turn):
+            self._changed.notify_all()
 
-    def _give_up(self, turn: Turn | None) -> None:
-        if turn is not None:
-            turn.turns.give_up(turn)
-            self._turned.notify_all()
-
-    def _end_turn(self, turn: Turn | None) -> None:
-        if turn is not None:
-            turn.turns.end(turn, self.clock_ms())
-            self._turned.notify_all()
+    def _end_turn(self, turn: Turn) -> None:
+        if self._turns.end(turn, self.clock_ms()):
+            self._changed.notify_all()
 
     def _give_way(self, job: Job, done: float, turn: Turn) -> None:
         """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
-        if not turn.turns.is_wanted(turn.worker):
+        if not self._turns.is_wanted(turn.worker):
             return  # without the lock: the next block looks again
         with self.lock:
-            if not turn.turns.gives_way(turn, job, done, self.clock_ms()):
+            if not self._turns.gives_way(turn, job, done, self.clock_ms()):
                 return
             self._end_turn(turn)
-            while not self._begin(turn):
-                self._rest(self._turned)
+            self._turns.want(turn)
+            while not self._turns.begin(turn, self.clock_ms()):
+                self._changed.wait()
             self.scheduler.resume(job, self.clock_ms())
 
     # -- outcomes ----------------------------------------------------------------------------------
@@ -425,28 +404,40 @@ class Driver:
         finally:
             with self.lock:
                 self._undelivered -= 1
-                self._wake_if_settled()
+                if self._is_drained:
+                    self._wake_all()
 
     @property
-    def _settled(self) -> bool:
-        """Whether every accepted request has its outcome and every outcome was delivered."""
-        return not self.scheduler.unfinished and not self._undelivered
-
-    def _wake_if_settled(self) -> None:
-        if self._settled:
-            self._drained.notify_all()
-            if self.scheduler.closing:
-                self._wake_all()
+    def _is_drained(self) -> bool:
+        """Whether no request comes, all have their outcomes, and every outcome was delivered."""
+        return self.scheduler.is_over and not self._undelivered
 
     def _wake_all(self) -> None:
-        for condition in (self._work, self._wanted, self._watch, self._drained, self._turned):
+        for condition in (self._work, self._watch, self._drained, self._changed):
             condition.notify_all()
+
+    @property
+    def _ends(self) -> bool:
+        """Whether there is nothing left to watch."""
+        return self.scheduler.is_over and not self.scheduler.jobs
 
     # -- helpers -----------------------------------------------------------------------------------
 
     def _guard(self) -> None:
         """Run the watchdog until the batcher is closed and everything has ended."""
-        while self._wait_until_watched():
+        was_calm = False
+        while True:
+            with self.lock:
+                scheduler = self.scheduler
+                idle = not (len(scheduler) or scheduler.ended or scheduler.jobs)
+                calm = idle and not scheduler.workers.any_down()
+                # one more tick follows the last batch, so that what it taught is applied
+                self._watchdog_sleeps, was_calm = calm and was_calm, calm
+                if not self._ends:
+                    self._watch.wait(None if self._watchdog_sleeps else _TICK_S)
+                self._watchdog_sleeps = False
+                if self._ends:
+                    break
             try:
                 self._tick()
             except Exception:
@@ -455,19 +446,6 @@ class Driver:
         self._ended = True
         self._ticked.set()
         self._owed.put(None)
-
-    def _wait_until_watched(self) -> bool:
-        """Sleep for a tick, or until there is something to watch; return whether the watchdog goes on."""
-        with self.lock:
-            scheduler = self.scheduler
-            if scheduler.is_over and not scheduler.jobs:
-                return False
-            calm = not (len(scheduler) or scheduler.ended or scheduler.jobs or scheduler.workers.any_down())
-            # one more tick follows the last batch, so that what it taught is applied
-            self._watchdog_sleeps, self._was_calm = calm and self._was_calm, calm
-            self._watch.wait(None if self._watchdog_sleeps else _TICK_S)
-            self._watchdog_sleeps = False
-            return not scheduler.is_over or bool(scheduler.jobs)
 
     def _tick(self) -> None:
         with self.lock:
@@ -568,7 +546,7 @@ class Driver:
     def wait_until_drained(self, timeout_s: float | None) -> bool:
         """Wait at most some seconds; return whether every accepted request has its outcome delivered."""
         with self.lock:
-            return self._drained.wait_for(lambda: self._settled, timeout_s)
+            return self._drained.wait_for(lambda: self._is_drained, timeout_s)
 
     def join(self) -> None:
         """Wait until all threads end, except those that hang. The scheduler has to be closing."""

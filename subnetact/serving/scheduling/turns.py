@@ -45,10 +45,12 @@ class Turns:
             waiting.append(turn)
             self._virtual[turn.name] = max(self._virtual[turn.name], self._now)
 
-    def give_up(self, turn: Turn) -> None:
-        """Let a turn wait no longer."""
-        if turn in self._waiting.get(turn.worker, ()):
+    def give_up(self, turn: Turn) -> bool:
+        """Let a turn wait no longer; return whether it waited."""
+        waits = turn in self._waiting.get(turn.worker, ())
+        if waits:
             self._waiting[turn.worker].remove(turn)
+        return waits
 
     def begin(self, turn: Turn, now_ms: float) -> bool:
         """Begin a turn that waits if its worker is free and it goes first; return whether it began."""
@@ -62,13 +64,15 @@ class Turns:
         self._holders[turn.worker] = turn
         return True
 
-    def end(self, turn: Turn, now_ms: float) -> None:
-        """End a turn; nothing happens if it does not hold its worker (any more)."""
-        if self._holders.get(turn.worker) is turn:
+    def end(self, turn: Turn, now_ms: float) -> bool:
+        """End a turn; return whether it held its worker (still)."""
+        holds = self._holders.get(turn.worker) is turn
+        if holds:
             del self._holders[turn.worker]
             used_ms = now_ms - turn.began_ms
             self.used_ms[turn.name] += used_ms
             self._virtual[turn.name] += used_ms / self._shares[turn.name]
+        return holds
 
     def is_wanted(self, worker: int) -> bool:
         """Return whether a scheduler waits for a worker."""
