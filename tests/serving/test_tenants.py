@@ -79,7 +79,7 @@ def opened(time: VirtualTime, given: list[Tenant], workers: int = 1, **options: 
 
 def test_turns_go_to_whoever_used_the_least_of_its_share() -> None:
     turns, got, now = Turns({"a": 3.0, "b": 1.0}), [], 0.0
-    wanted = {name: Turn(turns, 0, name) for name in "ab"}
+    wanted = {name: Turn(0, name) for name in "ab"}
     for _ in range(120):
         for turn in wanted.values():  # both always want the worker
             turns.want(turn)
@@ -94,7 +94,7 @@ def test_turns_go_to_whoever_used_the_least_of_its_share() -> None:
 
 def test_nobody_saves_up_a_claim() -> None:
     turns, now, began = Turns({"a": 1.0, "b": 1.0}), 0.0, []
-    own, other = Turn(turns, 0, "a"), Turn(turns, 0, "b")
+    own, other = Turn(0, "a"), Turn(0, "b")
     for step in range(40):
         if step >= 20:  # b was away, and starts where a is now
             turns.want(other)

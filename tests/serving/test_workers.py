@@ -255,7 +255,7 @@ def test_a_hang_is_noticed_whatever_else_takes_its_time(
         elif busy == "planning":
             monkeypatch.setattr(batcher._driver.learner, "refresh", block)
         else:
-            monkeypatch.setattr(batcher._log, "flush", block)
+            monkeypatch.setattr(batcher._driver._log, "flush", block)
         assert stuck.wait(60)
         clock.now = 100.0
         assert hangs.result(60).output == "the second try"
@@ -729,31 +729,6 @@ def test_an_input_is_not_copied() -> None:
     x = torch.ones(2)
     with open_batcher(Clock()) as batcher:
         assert batcher.submit(x, FOREVER).result(60).output is x
-
-
-class EndsBetween(threading.Event):
-    """Between the planner's look at the event and what it does next, the watchdog ends."""
-
-    def __init__(self, workers: Any) -> None:
-        super().__init__()
-        self.workers = workers
-
-    def clear(self) -> None:
-        self.workers._ended = True
-        self.set()
-        super().clear()
-
-
-def test_the_planner_ends_whenever_the_watchdog_does() -> None:
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=FOREVER) as batcher:
-        workers = batcher._driver
-        ended = EndsBetween(workers)
-        workers._ticked, former = ended, workers._ticked
-        former.set()  # The planner waits on the new event from now on.
-        ended.set()
-        planner = next(thread for thread in workers._helpers if "planner" in thread.name)
-        planner.join(60)
-        assert not planner.is_alive()
 
 
 def test_a_cancelled_request_takes_no_outcome_of_one_that_was_dropped_for_it(wait_for: Any) -> None:

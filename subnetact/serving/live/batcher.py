@@ -192,19 +192,18 @@ class Batcher(ClosedOnExit):
             is_there=(lambda worker: bool(self._runners[worker].is_ready)) if in_processes else None,
         )
         self.max_queue = max_queue
-        self._log: DecisionLog | None = None
+        log: DecisionLog | None = None
         self._runners: Sequence[Any] = runners
         with ExitStack() as opened:  # what is open already is closed if a process does not start
             if decision_log is not None:
                 facts = {"workers": len(runners), "expired": expired, "slo_ms": slo_ms}
                 header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
-                self._log = DecisionLog(decision_log, header, clock_ms())
-                opened.callback(self._log.close)
-            pools = opened.enter_context(ExitStack())
+                log = DecisionLog(decision_log, header, clock_ms())
+                opened.callback(log.close)
             if in_processes:
                 sizes = table.batch_sizes
-                self._runners = open_processes(runners, pools, threads_per_worker, sizes, spares)
-            opened.pop_all()
+                self._runners = open_processes(runners, opened, threads_per_worker, sizes, spares)
+            close_all = opened.pop_all().close
         self._driver = Driver(
             scheduler,
             self._runners,
@@ -214,8 +213,8 @@ class Batcher(ClosedOnExit):
             check_outputs=check_outputs,
             on_decision=on_decision,
             threads=threads_per_worker,
-            log=self._log,
-            on_end=pools.close,
+            log=log,
+            on_end=close_all,
             shared=self._shared,
         )
         self._forked = False
@@ -405,8 +404,6 @@ class Batcher(ClosedOnExit):
         if not drain:
             self._driver.abandon_queue()
         self._driver.join()
-        if self._log is not None:
-            self._log.close()
 
     def __enter__(self) -> Batcher:
         self._check_process()

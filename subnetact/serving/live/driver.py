@@ -98,7 +98,6 @@ class Driver:
         self._current: dict[int, threading.Thread] = {}
         self._owed: SimpleQueue[list[Outcome] | None] = SimpleQueue()
         self._ticked = threading.Event()
-        self._ended = False
         helpers = {"watchdog": self._guard, "messenger": self._send, "planner": self._plan}
         self._helpers = [_thread(name, target) for name, target in helpers.items()]
 
@@ -171,7 +170,7 @@ class Driver:
     def _work_on(self, worker: int) -> None:
         job: Job | None = None
         failure: BaseException | None = None
-        turn = Turn(self._turns, worker, self._name)
+        turn = Turn(worker, self._name)
         try:
             enter: Any = getattr(self._runners[worker], "enter_worker", None)
             if enter is not None:
@@ -425,8 +424,8 @@ class Driver:
 
     def _guard(self) -> None:
         """Run the watchdog until the batcher is closed and everything has ended."""
-        was_calm = False
-        while True:
+        was_calm = ended = False
+        while not ended:
             with self.lock:
                 scheduler = self.scheduler
                 idle = not (len(scheduler) or scheduler.ended or scheduler.jobs)
@@ -436,15 +435,12 @@ class Driver:
                 if not self._ends:
                     self._watch.wait(None if self._watchdog_sleeps else _TICK_S)
                 self._watchdog_sleeps = False
-                if self._ends:
-                    break
             try:
                 self._tick()
             except Exception:
                 _log.exception("the batcher's watchdog goes on after an error")
+            ended = self._ends  # asked for before the planner is woken, which asks, too
             self._ticked.set()
-        self._ended = True
-        self._ticked.set()
         self._owed.put(None)
 
     def _tick(self) -> None:
@@ -483,11 +479,9 @@ class Driver:
                 _log.exception("the batcher's messenger goes on after an error")
 
     def _plan(self) -> None:
-        while True:
+        while not self._ends:
             self._ticked.wait()
-            self._ticked.clear()  # before the end is asked for, which sets both
-            if self._ended:
-                break
+            self._ticked.clear()
             try:
                 self.replan()
                 if self._log is not None:
@@ -530,9 +524,8 @@ class Driver:
     def stop_admitting(self) -> None:
         """Refuse all further requests."""
         with self.lock:
-            if not self.scheduler.closing:
-                self.scheduler.closing = True
-                self.scheduler.assign(range(len(self._runners)), self.clock_ms())
+            self.scheduler.closing = True
+            self.scheduler.assign(range(len(self._runners)), self.clock_ms())
             self._wake_all()
 
     def abandon_queue(self) -> None:

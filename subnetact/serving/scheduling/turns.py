@@ -13,7 +13,6 @@ from subnetact.serving.scheduling.scheduler import Scheduler
 class Turn:
     """The right of a scheduler, by its name, to use one worker; it begins at `began_ms`."""
 
-    turns: Turns
     worker: int
     name: str
     began_ms: float = 0.0
