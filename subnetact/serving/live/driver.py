@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -284,19 +284,15 @@ class Driver:
         while not run.step(length) and not job.abandoned:
             done = run.position / run.blocks
             self._give_way(job, done, turn)
-            urgent, outcomes = self._urgent(job, done)
+            if not len(self.scheduler.dispatcher.queue):
+                continue  # without the lock: the next block looks again
+            with self.lock:
+                urgent = self._asked(partial(self.scheduler.step_done, job, done), waiting=False)
+                outcomes = self._outcomes()
             self._deliver(outcomes)
             if urgent is not None:
                 self._run(urgent, turn)
         return [None] * len(inputs) if job.abandoned else run.outputs()
-
-    def _urgent(self, job: Job, done: float) -> tuple[Job | None, list[Outcome]]:
-        """Return the job that goes first between two blocks of another, and outcomes to deliver."""
-        if not len(self.scheduler.dispatcher.queue):
-            return None, []  # without the lock: the next block looks again
-        with self.lock:
-            urgent = self._asked(partial(self.scheduler.step_done, job, done), waiting=False)
-            return urgent, self._outcomes()
 
     def _answer(self, job: Job, outputs: Sequence[Any], rejected: Sequence[int]) -> list[Outcome]:
         """Answer the part of a job that ran; the requests whose output is rejected fail."""
@@ -309,7 +305,9 @@ class Driver:
             outcomes: list[Outcome] = []
             latencies: list[float] = []
             met = 0
-            failed = self._reject(job, rejected) if rejected else []
+            for request in [part[i] for i in rejected if part[i].open]:
+                self.scheduler.reject(request, output_not_finite(job))
+                counters.not_finite += 1
             for request, output in zip(part, outputs, strict=True):
                 if request.open:
                     in_time = now <= request.deadline_ms
@@ -330,17 +328,7 @@ class Driver:
                 self._log.batch(job, [request for request, _, _ in outcomes], now - started_ms, met)
             self.learner.observe(job, took_ms)
             self.scheduler.finished(job, now)
-            if outcomes and not failed:
-                self._undelivered += 1
-            return outcomes + failed if failed else outcomes
-
-    def _reject(self, job: Job, rejected: Sequence[int]) -> list[Outcome]:
-        """End the requests of a job whose output is not finite. The caller holds the lock."""
-        requests = [request for i in rejected if (request := job.part[i]).open]
-        for request in requests:
-            self.scheduler.reject(request, output_not_finite(job))
-        self.counters.not_finite += len(requests)
-        return self._outcomes()
+            return self._outcomes(outcomes)
 
     def _tell(self, tell: Callable[[Decided], None], job: Job) -> None:
         try:
@@ -374,20 +362,16 @@ class Driver:
 
     # -- outcomes ----------------------------------------------------------------------------------
 
-    def _outcomes(self) -> list[Outcome]:
-        """Return what ended without an answer, for the caller to deliver. The caller holds the lock."""
-        ended = self.scheduler.ended
-        outcomes: list[Outcome] = []
-        if not ended:
-            return []
-        now = self.clock_ms()
+    def _outcomes(self, answers: Iterable[Outcome] = ()) -> list[Outcome]:
+        """Return answers and what ended without one, to be delivered. The caller holds the lock."""
+        ended, outcomes = self.scheduler.ended, list(answers)
         for request, how, error in ended:
             if self._log is not None:
                 self._log.outcome(how, request)
             if how == "dropped":
                 self.learner.dropping = True
                 least_ms = self.scheduler.dispatcher.least_ms(request.ask.floor, request.shape)
-                error = deadline_passed(request, now, least_ms)
+                error = deadline_passed(request, self.clock_ms(), least_ms)
             if how != "cancelled":
                 outcomes.append((request, None, error))
         ended.clear()
