@@ -101,6 +101,7 @@ class Batcher(ClosedOnExit):
     Attributes:
         max_queue: as given.
         subnets: the keys of the subnets, in the order of their ids.
+        accuracy: profiled accuracy per subnet id, in percent.
         fingerprint: the engine's fingerprint of its supernet; empty if it has none.
 
     Raises:
@@ -173,7 +174,7 @@ class Batcher(ClosedOnExit):
                 raise PolicyError(f"{name}: {function!r} is no function")
         check: Any = runners[0].check
         self._check = partial(check, finite=True) if check_finite else check
-        self._accuracy = dict(enumerate(table.accuracy))
+        self.accuracy: Mapping[int, float] = dict(enumerate(table.accuracy))
         self.subnets, self.fingerprint = table.subnets, str(getattr(runners[0], "fingerprint", ""))
         self._floors = Floors(table)
         clock_ms = clock_ms or monotonic_ms
@@ -320,11 +321,6 @@ class Batcher(ClosedOnExit):
         return Collector(self).text()
 
     @property
-    def accuracy(self) -> Mapping[int, float]:
-        """Profiled accuracy per subnet id, in percent."""
-        return self._accuracy
-
-    @property
     def corrections(self) -> Corrections:
         """The corrections of the table that were learned on this machine; they can be saved and loaded."""
         return self._driver.learner.corrections
@@ -400,9 +396,7 @@ class Batcher(ClosedOnExit):
         """
         if self._forked:
             return
-        self._driver.stop_admitting()
-        if not drain:
-            self._driver.abandon_queue()
+        self._driver.stop_admitting(abandon=not drain)
         self._driver.join()
 
     def __enter__(self) -> Batcher:

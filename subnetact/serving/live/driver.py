@@ -505,17 +505,13 @@ class Driver:
             self.scheduler.assign(workers, self.clock_ms())
             self._wake_all()
 
-    def stop_admitting(self) -> None:
-        """Refuse all further requests."""
+    def stop_admitting(self, abandon: bool = False) -> None:
+        """Refuse all further requests, and close those that wait if `abandon`."""
         with self.lock:
             self.scheduler.closing = True
             self.scheduler.assign(range(len(self._runners)), self.clock_ms())
-            self._wake_all()
-
-    def abandon_queue(self) -> None:
-        """Close every request that waits."""
-        with self.lock:
-            self.scheduler.close_all()
+            if abandon:
+                self.scheduler.close_all()
             outcomes = self._outcomes()
             self._wake_all()
         self._deliver(outcomes)
