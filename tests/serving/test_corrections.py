@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from subnetact.errors import FileFormatError, PolicyError, ProfileMismatch
+from subnetact.errors import FileFormatError, ProfileMismatch
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.corrections import Corrections
@@ -113,7 +113,7 @@ def test_relaxing_halves_mean_and_deviation_on_the_log_scale() -> None:
 
 
 def test_a_drift_is_logged_once_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
-    corrections = Corrections(TABLE, threshold=1.5)
+    corrections = Corrections(TABLE)
     teach(corrections, 0, 1, 2.0, 0.0, 100)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -166,8 +166,6 @@ def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
     path.write_text("{")
     with pytest.raises(FileFormatError, match="not readable"):
         corrections.load(path)
-    with pytest.raises(PolicyError, match="threshold"):
-        Corrections(TABLE, threshold=1.0)
 
 
 @pytest.mark.parametrize(

@@ -442,13 +442,11 @@ def _tables(given: Any) -> list[LatencyTable]:
 
 
 def _in_processes(process: Any, spares: Any) -> bool:
-    if process in ("fork", "forkserver"):
-        raise PolicyError(
-            f"process: {process!r} would copy this process with the locks that its threads hold at that "
-            "moment, and CUDA contexts do not work in such a copy; give process=True, which starts by spawn"
-        )
     if process != "spawn" and not isinstance(process, bool):
-        raise PolicyError(f"process: {process!r}; give True or 'spawn' for processes, False for threads")
+        raise PolicyError(
+            f"process: {process!r}; a fork would copy locks that threads hold, and CUDA contexts that do not "
+            "work in the copy; give True or 'spawn' for processes, False for threads"
+        )
     if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares <= 64:
         raise PolicyError(f"spares: {spares!r} must be a whole number from 0 to 64")
     return bool(process)

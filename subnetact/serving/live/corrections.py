@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from subnetact.errors import PolicyError, ProfileMismatch
+from subnetact.errors import ProfileMismatch
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
@@ -87,19 +87,12 @@ class Corrections:
     subnet towards the whole table, and that towards 0 (no correction). Observations count half after 512
     further batches, so that a subnet that was slow for a while is tried again.
 
-    Args:
-        table: the latency table that is corrected.
-        threshold: a subnet has drifted if its typical batch takes more than this many times the table's
-            latency, or less than the inverse. The drift is logged once when it begins.
-
-    Raises:
-        PolicyError: The threshold is not finite and > 1.
+    A subnet has drifted if its typical batch takes more than `threshold` times the latency of the `table`, or
+    less than the inverse. The drift is logged once when it begins.
     """
 
-    def __init__(self, table: LatencyTable, threshold: float = 1.5) -> None:
-        if not (math.isfinite(threshold) and threshold > 1.0):
-            raise PolicyError(f"threshold: {threshold} must be finite and > 1")
-        self.table, self.threshold = table, threshold
+    def __init__(self, table: LatencyTable) -> None:
+        self.table, self.threshold = table, 1.5
         self.loads = 0  # how often a file replaced what was learned
         self._base: list[list[float]] = table.latency_ms.tolist()
         self._lock = Lock()
