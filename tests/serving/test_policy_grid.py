@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import Fixed, HullFit, SlackFit
 from subnetact.serving.policies.fronts import Fronts
@@ -209,10 +208,3 @@ def test_two_distant_subnets_alternate_where_the_load_lies_between_them():
     result = simulate(times, table, HullFit(table, slo_ms), slo_ms, 2, progress=False)
     assert result.attainment > 0.999
     assert 0.3 * len(times) < result.served_by[1] < 0.9 * len(times)
-
-
-@pytest.mark.parametrize("arguments", [{"reserve": 5.0}, {"drain_reserve": 1.0}])
-def test_reserves_in_ms_are_refused(arguments):
-    table = affine(0.5, 3, 5.0, (1, 2, 4), concave=False)
-    with pytest.raises(PolicyError, match="shares of the SLO"):
-        HullFit(table, slo_ms=50.0, **arguments)

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
@@ -19,6 +20,7 @@ from subnetact.serving.scheduling.frontier import (
 )
 
 Limits = tuple[list[float], list[int]]
+_accuracy = attrgetter("accuracy")
 
 
 class Fronts:
@@ -118,7 +120,3 @@ def batch_limits(table: LatencyTable, subnet: int) -> Limits:
 def largest_within(limits: Limits, within_ms: float) -> int:
     """Return the largest batch size that ends within a time, or the largest of all if none does."""
     return limits[1][bisect_right(limits[0], within_ms) - 1]
-
-
-def _accuracy(option: Option) -> float:
-    return option.accuracy

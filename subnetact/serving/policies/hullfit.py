@@ -44,7 +44,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from subnetact.errors import PolicyError
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import Fronts
@@ -53,6 +52,10 @@ from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option, hull_of_front, least_from
 from subnetact.serving.scheduling.queue import NO_FLOOR
 
+RESERVE = 0.014
+"""The reserve before the most urgent deadline, beside the margin, SLOs."""
+DRAIN_RESERVE = 0.056
+"""The reserve before the deadlines of the rest of the queue, SLOs."""
 RATE_WINDOW = 11.0
 """The window of the arrival rate, SLOs."""
 BACKLOG = 0.7
@@ -99,8 +102,6 @@ class HullFit:
         slo_ms: the usual time from arrival to deadline, ms; of several usual ones the shortest. Requests that
             have more time get the accuracy that it permits.
         margin: share by which latencies are assumed to be longer than profiled; 0.1 is 10 percent.
-        reserve: further reserve before the most urgent deadline, as a share of the SLO.
-        drain_reserve: reserve before the deadlines of the rest of the queue, as a share of the SLO.
 
     Raises:
         PolicyError: an argument is out of range, or the SLO is below the fastest option.
@@ -110,25 +111,11 @@ class HullFit:
         `result = simulate(arrivals_ms, table, HullFit(table, slo_ms=36.0), slo_ms=36.0, workers=8)`
     """
 
-    def __init__(
-        self,
-        table: LatencyTable,
-        slo_ms: float,
-        margin: float = 0.1,
-        reserve: float = 0.014,
-        drain_reserve: float = 0.056,
-    ) -> None:
+    def __init__(self, table: LatencyTable, slo_ms: float, margin: float = 0.1) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
         self.margin = check_margin(margin, "margin")
-        self.reserve = check_margin(reserve, "reserve")
-        self.drain_reserve = check_margin(drain_reserve, "drain_reserve")
-        if max(self.reserve, self.drain_reserve) >= 1.0:
-            raise PolicyError(
-                f"reserve, drain_reserve: {reserve} and {drain_reserve} are shares of the SLO and must be "
-                f"below 1; 1 ms is {1.0 / self.slo_ms:g} of this SLO"
-            )
-        self._reserve_ms, self._drain_ms = self.reserve * self.slo_ms, self.drain_reserve * self.slo_ms
+        self._reserve_ms, self._drain_ms = RESERVE * self.slo_ms, DRAIN_RESERVE * self.slo_ms
         self._fronts = Fronts(table)
         self._hull = lru_cache(KEPT_HULLS)(partial(_Hull, self, self._fronts))  # of (workers, doublings)
         self._fastest_ms = table.fastest_ms
@@ -148,7 +135,7 @@ class HullFit:
 
         Another thread may call `decide` meanwhile: nothing is iterated here that a decision changes.
         """
-        made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve)
+        made = HullFit(table, self.slo_ms, self.margin)
         made._banked_ms, made._urgent_ms, made._floors_ms = self._banked_ms, self._urgent_ms, self._floors_ms
         made._expired_share, made._counted = self._expired_share, self._counted
         if self._planned:  # made here rather than at the next decision, which is urgent
@@ -354,12 +341,10 @@ class HullFit:
     def _fastest_pace(self, floor: float, eligible: int, within_ms: float) -> tuple[float, Option | None]:
         """Return (requests per ms, option) of the batch that answers the most requests per ms in time."""
         columns = range(self._fronts.column_for(eligible) + 1)
-        options = [
-            option for column in columns if (option := self._fronts.fastest(column, floor)) is not None
-        ]
-        timely = [option for option in options if option.latency_ms <= within_ms]
-        paces = [min(option.batch_size, eligible) / option.latency_ms for option in timely]
-        return max(zip(paces, timely, strict=True), key=itemgetter(0), default=(0.0, None))
+        options = [self._fronts.fastest(column, floor) for column in columns]
+        timely = [option for option in options if option is not None and option.latency_ms <= within_ms]
+        paces = [(min(option.batch_size, eligible) / option.latency_ms, option) for option in timely]
+        return max(paces, key=itemgetter(0), default=(0.0, None))
 
 
 def _use(hull: _Hull, floors: Sequence[float], floor: float) -> float:

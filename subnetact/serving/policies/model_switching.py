@@ -44,8 +44,6 @@ class ModelSwitching:
         Model-Switching (HotCloud'20, section 4).
     """
 
-    switch_ms = 0.0
-
     def __init__(
         self,
         table: LatencyTable,
@@ -93,7 +91,6 @@ class ModelSwitching:
     def retabled(self, table: LatencyTable) -> ModelSwitching:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
         made = ModelSwitching(table, self.slo_ms, self.window_ms, self.period_ms, self._given_replicas)
-        made.switch_ms = self.switch_ms
         made.subnet, made._switched_ms = self.subnet, self._switched_ms
         return made
 

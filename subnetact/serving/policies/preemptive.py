@@ -53,7 +53,7 @@ class Preemptive:
         self.table = policy.table
         self.factor = check_time(factor, "factor")
         self.block_ms = check_margin(block_ms, "block_ms")
-        for name in ("slo_ms", "switch_ms"):
+        for name in ("slo_ms", "switch_ms", "observe"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
         self._fastest = self.table.fastest_ms
@@ -74,14 +74,8 @@ class Preemptive:
 
     def retabled(self, table: Any) -> Preemptive:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
-        retabled: Any = getattr(self.policy, "retabled", None)
-        policy = self.policy if retabled is None else retabled(table)
-        return Preemptive(policy, self.factor, self.block_ms)
-
-    def observe(self, subnet: int, batch_size: int, profiled_ms: float, measured_ms: float) -> None:
-        """Pass the latency of a batch on to the policy, if it wants to know; see `Policy`."""
-        observe = getattr(self.policy, "observe", lambda *_: None)
-        observe(subnet, batch_size, profiled_ms, measured_ms)
+        retabled: Any = getattr(self.policy, "retabled", lambda _: self.policy)
+        return Preemptive(retabled(table), self.factor, self.block_ms)
 
     def block_length(self, layer_blocks: int, batch_ms: float) -> int:
         """Return how many of a subnet's layer blocks are one block of a batch that should take `batch_ms`.
@@ -113,7 +107,7 @@ class Preemptive:
             found = self._fronts.most_accurate(column, queue.deadline() - now, floor)
             if found is not None:
                 ends = [(job, free_at_ms[job.worker]) for job in running]
-                costs = [(_made_late(job, ms, found.latency_ms), -ms, job.worker) for job, ms in ends]
+                costs = [(job.made_late(ms, found.latency_ms), -ms, job.worker) for job, ms in ends]
                 late, _, worker = min(costs)
                 if saved > self.factor * late:
                     if worker == context.worker:  # otherwise nobody is suspended until that worker asks
@@ -121,8 +115,3 @@ class Preemptive:
                     return worker
             saved //= 2
         return None
-
-
-def _made_late(job: Job, ends_ms: float, pause_ms: float) -> int:
-    """Return how many requests of a batch miss their deadlines if it pauses for so long."""
-    return sum(ends_ms <= request.deadline_ms < ends_ms + pause_ms for request in job.part)

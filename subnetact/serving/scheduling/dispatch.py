@@ -22,7 +22,7 @@ from subnetact.serving.scheduling.checks import check_accuracy, expired_rule
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
 from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from
+from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from, time_per_request
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 from subnetact.serving.scheduling.request import Job, Queue, Request
@@ -52,10 +52,14 @@ class _Plan:
         self.full = self.latency[self.cheapest][table.pad_index[most]], most
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
-        per_request = [(ms,) for ms in (cells / table.batch_sizes).min(axis=1).tolist()]
+        per_request = [(tau,) for tau in time_per_request(table)]
         self.floors = Floors(table)
         self.floor_cost = least_from(self.floors.accuracies, percent, list(least))
         self.work: list[float] = [ms for (ms,) in least_from(self.floors.accuracies, percent, per_request)]
+
+    def refused(self, answer: str) -> PolicyError:
+        """Return the error of a policy's answer that cannot run."""
+        return PolicyError(f"{type(self.policy).__name__} answered {answer}")
 
 
 class Dispatcher:
@@ -186,15 +190,11 @@ class Dispatcher:
         try:
             subnet, size = map(index, choice)
         except (TypeError, ValueError) as error:
-            raise PolicyError(
-                f"{type(plan.policy).__name__} answered {choice!r}; answer (subnet index, batch size), two "
-                "whole numbers, or None"
-            ) from error
+            text = f"{choice!r}; answer (subnet index, batch size), two whole numbers, or None"
+            raise plan.refused(text) from error
         if not (0 <= subnet < len(self._accuracy) and 1 <= size <= self._sizes[-1]):
-            raise PolicyError(
-                f"{type(plan.policy).__name__} answered subnet {subnet}, batch size {size}; the table has "
-                f"subnets 0 to {len(self._accuracy) - 1} and batch sizes up to {self._sizes[-1]}"
-            )
+            sizes = f"subnets 0 to {len(self._accuracy) - 1} and batch sizes up to {self._sizes[-1]}"
+            raise plan.refused(f"subnet {subnet}, batch size {size}; the table has {sizes}")
         return self._form(queue, worker, subnet, size, queued, context.slack_ms)
 
     def look(self, now_ms: float, worker: int) -> Context:
@@ -227,10 +227,8 @@ class Dispatcher:
         expected = plan.latency[subnet][self._column(plan, subnet, len(items))]
         if expected != expected:
             self.taken = items
-            raise PolicyError(
-                f"{type(plan.policy).__name__} answered subnet {subnet} for {len(items)} requests, which "
-                "cannot run there (NaN in the table)"
-            )
+            text = f"subnet {subnet} for {len(items)} requests, which cannot run there (NaN in the table)"
+            raise plan.refused(text)
         if self.gate is not None:
             self.gate.spend(items, expected)
         return Job(worker, subnet, items, queued, slack_ms)

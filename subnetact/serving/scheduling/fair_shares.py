@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from subnetact.errors import PolicyError
@@ -67,6 +67,7 @@ class _Client:
     held: Queue = field(default_factory=EDFQueue)
 
 
+@dataclass(eq=False)
 class ShareGate:
     """Lets requests into the queue as far as their clients' shares go. The owner of the queue locks.
 
@@ -74,26 +75,19 @@ class ShareGate:
     that are held back.
     """
 
-    def __init__(
-        self,
-        shares: FairShares,
-        slo_ms: float,
-        queue: Queue,
-        free_at_ms: list[float],
-        cost_ms: Callable[[Request], float],
-        most: int,
-    ) -> None:
-        self._shares = shares
-        self._burst_ms = slo_ms / 2 if shares.burst_ms is None else shares.burst_ms
-        self._queue = queue
-        self._free_at_ms = free_at_ms
-        self._cost_ms = cost_ms
-        self._most = most
+    _shares: FairShares
+    slo_ms: InitVar[float]
+    _queue: Queue
+    _free_at_ms: list[float]
+    _cost_ms: Callable[[Request], float]
+    _most: int
+
+    def __post_init__(self, slo_ms: float) -> None:
+        self._burst_ms = slo_ms / 2 if self._shares.burst_ms is None else self._shares.burst_ms
         self._clients: dict[str, _Client] = {}
         self._holding: dict[str, _Client] = {}
         self._filling: list[tuple[float, str]] = []
-        self._weight = self._open_weight = 0.0
-        self._virtual = 0.0
+        self._weight = self._open_weight = self._virtual = 0.0
         self._now_ms = -math.inf
         self._held = 0
 

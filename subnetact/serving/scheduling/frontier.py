@@ -31,13 +31,11 @@ def pareto_of_batch(table: LatencyTable, column: int) -> list[Option]:
     return pareto_front(options, cost=lambda option: option.latency_ms, gain=lambda option: option.accuracy)
 
 
-def time_per_request(table: LatencyTable) -> list[tuple[float, int]]:
-    """Return for every subnet its least latency / batch size, ms (inf if none), and that batch size."""
-    sizes = np.array(table.batch_sizes)[::-1]
-    per_request = table.latency_ms[:, ::-1] / sizes  # of equal ones, the largest batch size comes first
-    per_request = np.where(np.isnan(per_request), math.inf, per_request)
-    best = per_request.argmin(axis=1)
-    return list(zip(per_request.min(axis=1).tolist(), sizes[best].tolist(), strict=True))
+def time_per_request(table: LatencyTable) -> list[float]:
+    """Return for every subnet its least latency / batch size, ms; inf if it runs at no batch size."""
+    per_request = table.latency_ms / np.array(table.batch_sizes)
+    taus: list[float] = np.where(np.isnan(per_request), math.inf, per_request).min(axis=1).tolist()
+    return taus
 
 
 def least_from(floors: Sequence[float], percent: Sequence[float], ranks: Sequence[Rank]) -> list[Rank]:
@@ -54,7 +52,7 @@ def least_from(floors: Sequence[float], percent: Sequence[float], ranks: Sequenc
 
 def cheapest_from(table: LatencyTable, accuracies: Sequence[float]) -> list[int]:
     """Return, for each of `accuracies` (ascending), the subnet with the least time per request from it on."""
-    ranks = [(tau, -table.accuracy[i], i) for i, (tau, _) in enumerate(time_per_request(table))]
+    ranks = [(tau, -table.accuracy[i], i) for i, tau in enumerate(time_per_request(table))]
     return [subnet for _, _, subnet in least_from(accuracies, table.accuracy, ranks)]
 
 

@@ -76,9 +76,9 @@ class EDFQueue(Generic[Item]):
         cut = slice(self._head, self._head + most)
         return list(zip(self._deadlines[cut], self._items[cut], strict=True))  # type: ignore[arg-type]
 
-    def classes(self, start: int = 0, stop: int | None = None, step: int = 1) -> list[tuple[float, float]]:
-        """Return (deadline, floor) at positions start, start + step and so on, before `stop` if given."""
-        cut = slice(self._head + start, None if stop is None else self._head + stop, step)
+    def classes(self, start: int, stop: int) -> list[tuple[float, float]]:
+        """Return (deadline, floor) at positions from start on, before `stop`."""
+        cut = slice(self._head + start, self._head + stop)
         return list(zip(self._deadlines[cut], self._floors[cut], strict=True))
 
     def take(self, k: int) -> list[Item]:

@@ -171,13 +171,22 @@ class Scheduler:
         The job is suspended until the urgent one has ended. Its own end is expected from `done`, the share of
         its steps that have run, > 0.
         """
-        if job.abandoned or not len(self._queue) or self._has_idle_worker(now_ms):
+        if job.abandoned or not len(self._queue):
+            return None
+        dispatcher, free = self.dispatcher, enumerate(self.workers.free_at_ms)
+        if not self.shares_workers and any(ms <= now_ms and worker not in self.jobs for worker, ms in free):
             return None
         left_ms = job.left_after(done, now_ms)
         self.workers.book(job.worker, now_ms + left_ms)
-        if not self._is_urgent(job, now_ms):
+        if dispatcher.expired != "serve":
+            dispatcher.remove_expired(now_ms)
+        if not len(self._queue):
             return None
-        urgent = self.dispatcher.next_batch(now_ms, job.worker)
+        context = dispatcher.look(now_ms, job.worker)
+        running = [other for other in self.jobs.values() if other.preempted is None]
+        if dispatcher.plans[job.shape].preempt(context, running) != job.worker:
+            return None
+        urgent = dispatcher.next_batch(now_ms, job.worker)
         if urgent is None:
             return None
         self._suspend(job, left_ms, now_ms)
@@ -272,8 +281,7 @@ class Scheduler:
         """Suspend a job until `resume` if more requests are saved elsewhere than late here; return if so."""
         left_ms = job.left_after(done, now_ms)
         saved, takes_ms = other.urgent(left_ms, now_ms)
-        ends_ms = now_ms + left_ms
-        late = sum(ends_ms <= r.deadline_ms < ends_ms + takes_ms for r in job.part if r.open)
+        late = job.made_late(now_ms + left_ms, takes_ms)
         if not saved or job.abandoned or saved <= self.dispatcher.plans[job.shape].factor * late:
             return False
         self._suspend(job, left_ms, now_ms)
@@ -378,26 +386,9 @@ class Scheduler:
             del self.jobs[job.worker]
             self.workers.book(job.worker, now_ms)
 
-    def _has_idle_worker(self, now_ms: float) -> bool:
-        if self.shares_workers:
-            return False
-        free = self.workers.free_at_ms
-        return any(ms <= now_ms and worker not in self.jobs for worker, ms in enumerate(free))
-
     def _suspend(self, job: Job, left_ms: float, now_ms: float) -> None:
         self.counts["preempted"] += 1
         job.suspended_ms, job.left_ms = now_ms, left_ms
-
-    def _is_urgent(self, job: Job, now_ms: float) -> bool:
-        """Return whether the policy lets the requests that wait go before the rest of a job."""
-        if self.dispatcher.expired != "serve":
-            self.dispatcher.remove_expired(now_ms)
-        if not len(self._queue):
-            return False
-        context = self.dispatcher.look(now_ms, job.worker)
-        running = [other for other in self.jobs.values() if other.preempted is None]
-        urgent: bool = self.dispatcher.plans[job.shape].preempt(context, running) == job.worker
-        return urgent
 
     def _second_try(self, worker: int, now_ms: float) -> Job | None:
         """Return the job of a request whose worker was lost: alone, the same subnet, another worker.
