@@ -66,7 +66,7 @@ BATCHES: tuple[tuple[int, ...], ...] = (
     (1, 8, 32, 128),
 )
 LOADS = (0.01, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0)
-MARGIN, RESERVE = 0.1, 0.014
+MARGIN, RESERVE = 0.1, hullfit.RESERVE
 NEAR, FAR = 0.2, 0.5
 REPEATS = 4
 Floats = npt.NDArray[np.float64]
@@ -233,7 +233,7 @@ class Trial:
             f"slackfit:{k}": self.run(SlackFit(table, slo_ms, k, RESERVE * slo_ms, MARGIN)) for k in (4, 8)
         }
         found["fixed"] = self.best_fixed()
-        found["hullfit"] = self.run(HullFit(table, slo_ms, MARGIN, RESERVE))
+        found["hullfit"] = self.run(HullFit(table, slo_ms, MARGIN))
         return found
 
     def bound(self) -> float:
@@ -317,7 +317,7 @@ def ablate() -> dict[str, Any]:
                 with ExitStack() as stack:
                     for mechanism in mechanisms:
                         stack.enter_context(patch.object(*MECHANISMS[mechanism]))
-                    leads[name][-1].append(trial.run(HullFit(table, slo_ms, MARGIN, RESERVE)) - best)
+                    leads[name][-1].append(trial.run(HullFit(table, slo_ms, MARGIN)) - best)
     return {name: ablation_summary(found) for name, found in leads.items()}
 
 
@@ -352,7 +352,7 @@ def deadline_rows(cells: Sequence[Cell], name: str, requests: int) -> dict[str, 
                 with ExitStack() as stack:
                     if planned == "one SLO":
                         stack.enter_context(patch.object(HullFit, "_horizons", one_slo))
-                    policy = HullFit(table, slo_ms, MARGIN, RESERVE)
+                    policy = HullFit(table, slo_ms, MARGIN)
                     given = arrivals, table, policy, times_ms, cell.workers, "drop"
                     run = simulate(*given, requests=True, progress=False)
                 log: Any = run.log

@@ -41,18 +41,14 @@ class ArrivalMeter:
             del self._times[: bisect_left(self._times, self._forgotten_ms)]
             self._limit = max(8192, 2 * len(self._times))
 
-    def count(self, since_ms: float, until_ms: float) -> int:
-        """Return the number of arrivals after `since_ms`, up to and including `until_ms`."""
-        times = self._times
-        return bisect_right(times, until_ms) - bisect_right(times, since_ms)
-
     def rate_per_ms(self, now_ms: float, window_ms: float) -> float:
         """Return the arrival rate of a window that ends now, as far back as arrivals are remembered."""
         if self.start_ms is None:
             return 0.0
         seen_ms = max(now_ms - self.start_ms, window_ms / 400.0)
         window_ms = min(window_ms, now_ms - self._forgotten_ms)
-        return self.count(now_ms - window_ms, now_ms) / min(window_ms, seen_ms)
+        arrived = bisect_right(self._times, now_ms) - bisect_right(self._times, now_ms - window_ms)
+        return arrived / min(window_ms, seen_ms)
 
 
 @dataclass(slots=True, eq=False)
