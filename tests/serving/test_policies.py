@@ -280,14 +280,6 @@ def test_model_switching_follows_the_rate(a40):
     assert np.all(np.diff(changes) >= 1000.0)
 
 
-def test_configurations_limit_the_replicas(a40):
-    policy = ModelSwitching(a40, replicas=[8, 8, 8, 8, 1, 1], slo_ms=36.0)
-    decisions = simulate(
-        poisson(2000, 4, seed=0), a40, policy, decisions=True, slo_ms=36.0, workers=8, expired="serve"
-    ).decisions
-    assert {d.subnet for d in decisions if d.t_ms > 1500} == {3}
-
-
 def test_a_user_policy_takes_ten_lines(a40):
     class MostAccurateThatFits:
         def __init__(self, table):
@@ -332,7 +324,6 @@ def test_the_registry_makes_every_policy(a40):
         lambda t: Fixed(t, 6),
         lambda t: Fixed(t, "no such subnet"),
         lambda t: ModelSwitching(t, window_ms=0.0, slo_ms=36.0),
-        lambda t: ModelSwitching(t, replicas=[1], slo_ms=36.0),
     ],
 )
 def test_bad_settings_are_refused(a40, make):

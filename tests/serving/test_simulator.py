@@ -247,9 +247,14 @@ def test_switching_a_worker_costs_its_delay(a40):
 
 
 def test_a_policy_may_leave_workers_idle_but_not_for_ever(a40):
-    policy = ModelSwitching(a40, replicas=[1, 1, 1, 1, 1, 1], slo_ms=36.0)
+    class First:
+        table = a40
+
+        def decide(self, context):
+            return (0, 1) if context.worker == 0 else None
+
     result = simulate(
-        poisson(100, 2, seed=0), a40, policy, workers=4, decisions=True, slo_ms=36.0, expired="serve"
+        poisson(100, 2, seed=0), a40, First(), workers=4, decisions=True, slo_ms=36.0, expired="serve"
     )
     assert {d.worker for d in result.decisions} == {0}
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
-from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import batch_limits, largest_within
-from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo, check_time
+from subnetact.serving.scheduling.checks import check_margin, check_slo, check_time
 from subnetact.serving.scheduling.context import Context
 
 
@@ -22,16 +20,11 @@ class ModelSwitching:
     the greatest batch size / latency over its sustainable batch sizes. The batch is the largest one that
     finishes within the slack, as for `Fixed`.
 
-    The paper's configurations <replicas, threads> are table rows: give every pair (model, number of threads)
-    a table row of its own, and the number of its replicas in `replicas`. While such a configuration is
-    chosen, only that many workers run.
-
     Args:
         table: the latency table.
         slo_ms: the usual time from arrival to deadline, ms.
         window_ms: the window over which the arrival rate is measured, ms.
         period_ms: the least time between two switches, ms.
-        replicas: for each table row, how many workers it may use. If None, all of them.
 
     Attributes:
         subnet: the subnet that runs now. Before the first decision, None.
@@ -45,24 +38,12 @@ class ModelSwitching:
     """
 
     def __init__(
-        self,
-        table: LatencyTable,
-        slo_ms: float,
-        window_ms: float = 1000.0,
-        period_ms: float = 1000.0,
-        replicas: Sequence[int] | None = None,
+        self, table: LatencyTable, slo_ms: float, window_ms: float = 1000.0, period_ms: float = 1000.0
     ) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
         self.window_ms = check_time(window_ms, "window_ms")
         self.period_ms = check_margin(period_ms, "period_ms")
-        rows = len(table.subnets)
-        self._given_replicas = replicas
-        self._replicas: Sequence[float] = [math.inf] * rows
-        if replicas is not None:
-            if len(replicas) != rows:
-                raise PolicyError(f"replicas: {len(replicas)} values for {rows} table rows; give one per row")
-            self._replicas = [check_count(one, "replicas") for one in replicas]
         runs: list[int] = np.flatnonzero(~np.isnan(table.latency_ms).all(axis=1)).tolist()
         self._limits = {i: batch_limits(table, i) for i in runs}
         self._rates = {
@@ -77,20 +58,18 @@ class ModelSwitching:
         self.subnet: int | None = None
         self._switched_ms = -math.inf
 
-    def decide(self, context: Context) -> tuple[int, int] | None:
-        """Return (subnet, batch size), or None for a worker that the current configuration does not use."""
+    def decide(self, context: Context) -> tuple[int, int]:
+        """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
         if context.now_ms - self._switched_ms >= self.period_ms:
             wanted = self._wanted(context)
             if wanted != self.subnet:
                 self.subnet, self._switched_ms = wanted, context.now_ms
         subnet = self.subnet if self.subnet is not None else self._wanted(context)
-        if context.worker >= self._replicas[subnet]:
-            return None
         return subnet, largest_within(self._limits[subnet], context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> ModelSwitching:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
-        made = ModelSwitching(table, self.slo_ms, self.window_ms, self.period_ms, self._given_replicas)
+        made = ModelSwitching(table, self.slo_ms, self.window_ms, self.period_ms)
         made.subnet, made._switched_ms = self.subnet, self._switched_ms
         return made
 
@@ -98,6 +77,6 @@ class ModelSwitching:
         rate = context.arrivals.rate_per_ms(context.now_ms, self.window_ms)
         workers = sum(1 for free in context.free_at_ms if free < math.inf)
         for subnet in self._by_accuracy:
-            if self._rates[subnet] * min(self._replicas[subnet], workers) >= rate:
+            if self._rates[subnet] * workers >= rate:
                 return subnet
-        return max(self._by_accuracy, key=lambda i: self._rates[i] * min(self._replicas[i], workers))
+        return max(self._by_accuracy, key=self._rates.__getitem__)
