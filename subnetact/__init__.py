@@ -63,21 +63,21 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     training        1337   327      4
     elastic          846   175      1
     engine          2246   624      5
-    workers          747    89      0
+    workers          715    94      0
     costs            286    65      4
     nas              558   196      6
     profile         1240   234      1
-    serving         5644  2106     36
-    generation      1452   464     13
+    serving         5457  2091     36
+    generation      1489   459     13
     export          1000   308      6
-    demo             407    60      0
+    demo             289    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1689   361      7
-    loadtest         326    63      0
-    cluster          553   134      2
+    serve           1863   374      7
+    loadtest         313    62      0
+    cluster          550   134      2
     __main__          17     2      0
-    all            32802  8943    223
+    all            32660  8925    223
 
 The README has a glossary of the words that are used here.
 """
