@@ -28,7 +28,7 @@ from subnetact.errors import DeadlinePassed, InvalidRequest, ServeError
 from subnetact.serve.access import Access
 from subnetact.serve.exchange import GONE, LATER, CommonTerms, Raw, Refusal, refusal_of, reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
-from subnetact.serve.logs import request_id
+from subnetact.serve.logs import request_id, trace_id
 from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
@@ -42,7 +42,7 @@ ARRIVED = "subnetact.arrived_unix_ms"
 """The key in an ASGI scope of the time of day when a proxy got the request, from when on its time counts."""
 DUE = "x-deadline-unix-ms"
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")  # W3C Trace Context
+TRACE = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")  # W3C Trace Context
 _log = logging.getLogger(__name__)
 Asked = TypeVar("Asked")
 DOCUMENT: Mapping[str, Any] = orjson.loads((files("subnetact.serve") / "openapi.json").read_bytes())
@@ -58,7 +58,7 @@ class Exchange(Request):
     """A request with its checked `fields` (headers), the name of its `sender` and when it arrived.
 
     Its answer is counted as it ends; `outcome` says whether it was in time, if that was asked for. The `id`
-    is that of the header `x-request-id`, or of the trace in `traceparent`, or a new one.
+    is that of the header `x-request-id`, or a new one.
     """
 
     def __init__(self, app: BaseApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,13 +72,13 @@ class Exchange(Request):
         self.sender, self.outcome, self.status, self.counted = "", "", 0, False
 
     def name(self, fields: Mapping[str, str]) -> None:
-        """Take the headers, and the id of the request from them, if they have one."""
+        """Take the headers, and the ids of the request and its trace from them, if they have some."""
         self.fields = fields
         if REQUEST_ID.fullmatch(given := fields.get("x-request-id", "")):
             self.id = given
-        elif trace := TRACE.fullmatch(fields.get("traceparent", "")):
-            self.id = trace[1]
         request_id.set(self.id)
+        if trace := TRACE.fullmatch(fields.get("traceparent", "")):
+            trace_id.set(trace[1])
 
     def header_values(self, kind: type[CommonTerms]) -> dict[str, str]:
         """Return the fields of `kind` that are given as headers.
@@ -112,7 +112,7 @@ class Exchange(Request):
         self.counted = True
         self.app.responses[route, str(status), self.outcome] += 1
         self.app.latencies_ms[route].add(took_ms)
-        _log.debug("%s %s %d in %.1f ms for %s", self.method, self.path, status, took_ms, self.sender)
+        _log.debug("%s %r %d in %.1f ms for %s", self.method, self.path, status, took_ms, self.sender)
 
 
 class Endpoint(NamedTuple):
@@ -145,6 +145,7 @@ class BaseApp:
     that site. One input has `values` values, and `names` fill
     the paths of openapi.json. `close` ends what answers, and finishes accepted requests if its
     argument says so. While `closing`, `/readyz` returns 503, and every answer ends its connection.
+    `reload` lets another application take its place, if the server can do that.
     """
 
     def __init__(
@@ -165,7 +166,8 @@ class BaseApp:
         self.access = Access(tokens or {})
         self.hosts = {"*"} if allowed_hosts is None else set(map(_host, allowed_hosts))
         self.held_bytes = 0  # of all bodies
-        self.closing, self._close = False, close
+        self.closing, self._close, self.under_way = False, close, 0  # exchanges
+        self.reload: Callable[[], Awaitable[None]] | None = None
         self.responses: Counter[tuple[str, str, str]] = Counter()
         self.latencies_ms: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(MILLISECONDS))
         self.paths: dict[str, Any] = {}
@@ -187,6 +189,7 @@ class BaseApp:
         if scope["type"] != "http":
             return await self.router(scope, receive, send)
         exchange = Exchange(self, scope, receive, send)
+        self.under_way += 1
         try:
             exchange.name(fields := _fields(scope["headers"], self.limits.header_bytes))
             self._check_host(fields.get("host", ""))
@@ -201,6 +204,7 @@ class BaseApp:
                 told = self.error_document(refusal, exchange.path)
                 await reply(told, refusal.status, refusal.headers)(scope, receive, exchange.send)
         finally:
+            self.under_way -= 1
             if not exchange.counted:
                 exchange.count(GONE[0])
 
@@ -256,6 +260,21 @@ class BaseApp:
         self.closing = True
         self._close(drain)
         self.threads.shutdown()
+
+    def interface(self) -> dict[str, Any]:
+        """Return what clients see of what is served, and no other application may change."""
+        return {}
+
+    def succeed(self, former: BaseApp) -> None:
+        """Go on with the counts of the application whose place this one takes.
+
+        Raises:
+            ServeError: clients of the former one would have to change.
+        """
+        own, others = self.interface(), former.interface()
+        if own != others:
+            raise ServeError(f"bundle: it is {own}, the server's is {others}; start another server for it")
+        self.responses, self.latencies_ms, self.reload = former.responses, former.latencies_ms, former.reload
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""

@@ -32,6 +32,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -130,9 +131,18 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
 
         setup(args.log_level, args.log_format == "json")
         with ExitStack() as stack:
-            run(_open(args, stack, found), args.host, args.port, args.grace_s)
+            reopen = partial(_reopened, args, found) if type(found) is Backend else None
+            run(_open(args, stack, found), args.host, args.port, args.grace_s, reopen)
 
     return reported(serve, options(found).parse_args(arguments), found.command)
+
+
+def _reopened(args: argparse.Namespace, backend: Backend) -> Any:
+    """Make the application anew; it closes itself what it needs."""
+    with ExitStack() as stack:
+        app = _open(args, stack, backend)
+        stack.pop_all()
+    return app
 
 
 def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -140,12 +140,13 @@ def refusal_of(error: BaseException) -> Refusal:
     message = str(error)
     if isinstance(error, errors.BatchFailed):
         _repeated.log(logging.WARNING, "a request failed: %s", error, error=error)
-        message = "the network failed on this request; the log of the server says why"
+        if not isinstance(error, errors.OutputNotFinite):
+            message = "the network failed on this request; the log of the server says why"
     return Refusal(status, type(error).__name__, message, LATER if status in (429, 503) else None)
 
 
 def reply(
-    document: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+    document: Mapping[str, Any] | Sequence[Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return an answer in JSON; numbers that JSON has not become null."""
     return Response(orjson.dumps(document), status, headers, JSON)

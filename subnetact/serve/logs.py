@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the HTTP request that is handled, which its lines show."""
+trace_id: ContextVar[str] = ContextVar("trace_id", default="")
+"""The id of the trace that it belongs to, if its client names one."""
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -23,7 +25,8 @@ class _Lines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the first line; a traceback follows."""
-        request = f"[{name}] " if (name := request_id.get()) else ""
+        ids = [name for name in (request_id.get(), trace_id.get()) if name]
+        request = f"[{' '.join(ids)}] " if ids else ""
         return f"{record.asctime} {record.levelname} {record.name}: {request}{record.message}"
 
     def usesTime(self) -> bool:  # noqa: N802
@@ -38,8 +41,7 @@ class _Objects(_Lines):
         """Return the line."""
         facts = {"time": self.formatTime(record), "level": record.levelname.lower(), "logger": record.name}
         facts |= {"message": record.getMessage(), "thread": record.threadName or ""}
-        if name := request_id.get():
-            facts["request_id"] = name
+        facts |= {one.name: name for one in (request_id, trace_id) if (name := one.get())}
         if record.exc_info:
             facts["exception"] = self.formatException(record.exc_info)
         return json.dumps(facts)
@@ -62,3 +64,4 @@ def setup(level: str = "info", as_json: bool = False) -> None:
     handler.setFormatter(_Objects() if as_json else _Lines())
     root.handlers[:] = [one for one in root.handlers if not isinstance(one, _Handler)] + [handler]
     logging.getLogger("subnetact").setLevel(level.upper())
+    logging.captureWarnings(True)

@@ -143,7 +143,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         ({}, r"[0-9a-f]{16}"),
         ({"x-request-id": "order-7"}, "order-7"),
         ({"x-request-id": "order-7", "traceparent": TRACE}, "order-7"),
-        ({"traceparent": TRACE}, "0af7651916cd43dd8448eb211c80319c"),
+        ({"traceparent": TRACE}, r"[0-9a-f]{16}"),
         ({"x-request-id": "two words"}, r"[0-9a-f]{16}"),
         ({"x-request-id": "x" * 129, "traceparent": "nonsense"}, r"[0-9a-f]{16}"),
     ],
@@ -155,16 +155,21 @@ def test_every_answer_has_the_id_of_its_request(app, post, headers, name, path):
     assert re.fullmatch(name, told["x-request-id"])
 
 
-def test_the_log_of_a_request_that_fails_has_its_id(app, post, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("parent", "trace"),
+    [(TRACE, TRACE[3:35]), ("00-" + "0" * 32 + TRACE[35:], None), ("ff" + TRACE[2:], None), ("", None)],
+)
+def test_the_log_of_a_request_that_fails_has_its_ids(app, post, monkeypatch, capsys, parent, trace):
     setup("info", as_json=True)
 
     async def fail(*_, **__):
         raise BatchFailed("the network raised")
 
     monkeypatch.setattr(app, "_infer_rows", fail)
-    sent = [(b"x-request-id", b"order-7")]
+    sent = [(b"x-request-id", b"order-7"), (b"traceparent", parent.encode())]
     assert asyncio.run(post(app, [1, 0, 0, 0], headers=sent))[0] == 500
-    assert [json.loads(line)["request_id"] for line in capsys.readouterr().err.splitlines()] == ["order-7"]
+    [line] = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (line["request_id"], line.get("trace_id")) == ("order-7", trace)
 
 
 def test_times_of_answers_are_a_histogram_by_route(app, post):
