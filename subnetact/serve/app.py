@@ -48,6 +48,7 @@ async def infer_rows(batcher: Any, xs: Sequence[Any], deadline_ms: float, **ask:
     """Infer all rows, each with the options `ask` of `Batcher.infer`; if one fails, withdraw the others."""
     if len(xs) == 1:
         return [await batcher.infer(xs[0], deadline_ms, **ask)]
+    batcher.check_room(len(xs))  # a part of them would only take the room of others
     tasks = [asyncio.ensure_future(batcher.infer(x, deadline_ms, **ask)) for x in xs]
     try:
         answers: Sequence[Answer] = await asyncio.gather(*tasks)

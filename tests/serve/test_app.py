@@ -50,6 +50,25 @@ def test_a_full_queue_says_when_to_come_back(gated, post, wait_for):
     asyncio.run(main())
 
 
+def test_rows_that_cannot_all_wait_are_refused_as_one_request_and_take_no_room(gated, post, wait_for):
+    tensor = {"name": "input", "shape": [3, 4], "datatype": "FP32", "data": [0.0] * 12}
+
+    async def main():
+        with gated(max_queue=3) as (app, runner, batcher):
+            running, waiting = (asyncio.create_task(post(app, [1, 0, 0, 0])) for _ in range(2))
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
+            await asyncio.to_thread(wait_for, lambda: batcher.stats().queued == 1)
+            raw = json.dumps({"inputs": [tensor]}).encode()
+            status, headers, _ = await post(app, None, path="/v2/models/model/infer", raw=raw)
+            stats = batcher.stats()
+            assert (status, headers["retry-after"]) == (429, "1")
+            assert (stats.queued, stats.submitted, stats.refused, stats.full) == (1, 2, 1, 1)
+            runner.gate.set()
+            assert [(await task)[0] for task in (running, waiting)] == [200, 200]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("path", ["/infer", "/v2/models/model/infer"])
 def test_a_client_that_goes_away_takes_its_request_along(gated, post, wait_for, caplog, path):
     tensor = {"name": "input", "shape": [2, 4], "datatype": "FP32", "data": [0.0] * 8}

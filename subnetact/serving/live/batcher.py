@@ -300,6 +300,13 @@ class Batcher(ClosedOnExit):
             self._driver.withdraw(request)
             raise
 
+    def check_room(self, count: int) -> None:
+        """Raise `QueueFull` if so many requests that belong together could not all wait.
+
+        They count as one refused request then.
+        """
+        self._driver.check_room(count)
+
     def stats(self) -> BatcherStats:
         """Return a consistent snapshot of the counters and histograms.
 

@@ -25,7 +25,7 @@ from subnetact.serving.live.learner import Learner
 from subnetact.serving.live.rate_limited_log import RateLimitedLog
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats, Counters
-from subnetact.serving.scheduling.failures import deadline_passed, output_not_finite
+from subnetact.serving.scheduling.failures import deadline_passed, output_not_finite, queue_full
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.scheduling.turns import Turn, Turns
@@ -144,6 +144,14 @@ class Driver:
         if not self._waking:
             self._waking = True
             self._work.notify()
+
+    def check_room(self, count: int) -> None:
+        """Refuse requests that belong together, as one, if not all of them could wait."""
+        with self.lock:
+            if not self.scheduler.has_room(count):
+                self.counters.refused += 1
+                self.counters.full += 1
+                raise queue_full(int(self.scheduler.max_queue))
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""

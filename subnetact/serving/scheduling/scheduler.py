@@ -95,6 +95,10 @@ class Scheduler:
 
     # -- requests ----------------------------------------------------------------------------------
 
+    def has_room(self, count: int) -> bool:
+        """Return whether so many requests more may wait; clients with shares each have their own room."""
+        return self.gate is not None or len(self._queue) + count <= self.max_queue
+
     def make_room(self, client: str) -> None:
         """Make room for one more request of a client; a deferred request may be dropped for it."""
         waiting = len(self) if self.dispatcher.expired == "defer" else len(self._queue)
