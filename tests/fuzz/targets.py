@@ -569,7 +569,7 @@ class _ServedText(_Served):
         def refuse(*_: Any, **__: Any) -> None:
             raise QueueFull("none")
 
-        generator: Any = SimpleNamespace(submit=refuse, close=lambda wait=True: None)
+        generator: Any = SimpleNamespace(submit=refuse, close=lambda wait=True: None, max_length=99)
         self.app = build_text_app(generator, SimpleNamespace(encode=lambda text: [*text.encode()]))
         self.loop = asyncio.new_event_loop()
 

@@ -283,10 +283,10 @@ def test_a_server_without_steps_is_not_healthy(
         ({}, 400, "prompt"),
         ({"prompt": 3}, 400, "prompt"),
         ({"prompt": ""}, 400, "empty"),
-        ({"prompt": ["a", "b"]}, 400, "prompt"),
+        ({"prompt": ["a"] * 33, "n": 2}, 400, "n: 2 answers to 33 prompts"),
         ({"prompt": [1, 2, 97]}, 400, "token 2 is 97"),
         ({"prompt": "a", "n": 0}, 400, "n: got 0"),
-        ({"prompt": "a", "n": 17}, 400, "n: got 17"),
+        ({"prompt": "a", "n": 65}, 400, "n: got 65"),
         ({"prompt": "a", "n": True}, 400, "n: got True"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
         (
@@ -303,10 +303,9 @@ def test_a_server_without_steps_is_not_healthy(
         ({"prompt": "a", "logprobs": True}, 400, "logprobs"),
         ({"prompt": "a", "echo": True}, 400, "echo"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"prompt": "a", "seed": 0}, 400, "seed"),
+        ({"prompt": "a", "seed": 0.5}, 400, "seed"),
         ({"prompt": "a", "messages": []}, 400, "messages"),
         ({"prompt": "a", "model": 3}, 400, "model: got 3. Input should be a valid string"),
-        ({"prompt": "a", "user": ["a"]}, 400, "user"),
         (
             {"prompt": "a", "max_tokens": "many"},
             400,
@@ -348,7 +347,7 @@ def test_a_server_without_steps_is_not_healthy(
         ({"prompt": "a", "min_accuracy": False}, 400, "min_accuracy"),
         ({"prompt": "a", "min_accuracy": -1}, 400, "min_accuracy"),
         ({"prompt": "a", "model": "other"}, 404, "tiny"),
-        ({"prompt": "a", "slo_ttft_ms": 0.1}, 504, "the fastest subnet alone needs at least"),
+        ({"prompt": "a", "slo_ttft_ms": 0.001}, 504, "slo_ttft_ms: 0.001 ms passed"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_with_the_reason(
@@ -373,7 +372,6 @@ def test_what_cannot_be_answered_is_refused_with_the_reason(
             [{"role": "user", "content": [{"type": "text", "text": 4}]}],
             [{"role": "user", "content": [{"type": "input_audio", "text": "a"}]}],
             [{"role": "user", "content": 4}],
-            [{"role": "user", "content": "a", "name": "b"}],
             [{"role": "tool", "content": "a"}],
             [{"role": ["user"], "content": "a"}],
             [{"content": "a"}],
