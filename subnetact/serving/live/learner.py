@@ -13,11 +13,11 @@ import numpy as np
 from subnetact.errors import SubnetActError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.corrections import Corrections
+from subnetact.serving.live.rate_limited_log import RateLimitedLog
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.request import Job
 
 Clock: TypeAlias = Callable[[], float]
-_log = logging.getLogger(__name__)
 _LEAST_CHANGE = math.log(1.05)
 _LEAST_PAUSE_MS = 200.0
 _PAUSE_OVER_COST = 50.0
@@ -41,7 +41,7 @@ class Learner:
         self, tables: Sequence[LatencyTable], dispatcher: Dispatcher, lock: Lock, clock_ms: Clock, learn: bool
     ) -> None:
         table = tables[-1]
-        self.corrections = Corrections(table)
+        self.corrections, self._repeated = Corrections(table), RateLimitedLog(logging.getLogger(__name__))
         self.dropping = False
         self.replanned = 0
         self._refreshing = RLock()  # the planner and a client may refresh at the same time
@@ -102,7 +102,8 @@ class Learner:
                 policy = policy.retabled(self._corrected(self._tables[shape], slow))
             except Exception as error:  # for example, no subnet is within the SLO any more
                 text = "the policy cannot plan with what was learned, and keeps its plan: %s"
-                _log.warning(text, error, exc_info=not isinstance(error, SubnetActError))
+                unexpected = None if isinstance(error, SubnetActError) else error
+                self._repeated.log(logging.WARNING, text, error, error=unexpected)
         return self._dispatcher.plan(policy, self._corrected(self._tables[shape], typical))
 
     def _corrected(self, table: LatencyTable, ratios: Any) -> LatencyTable:
