@@ -67,17 +67,17 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     costs            286    65      4
     nas              558   196      6
     profile         1240   234      1
-    serving         5457  2091     36
+    serving         5468  2097     36
     generation      1489   459     13
     export          1000   308      6
     demo             289    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1863   374      7
+    serve           1951   395      7
     loadtest         313    62      0
     cluster          550   134      2
     __main__          17     2      0
-    all            32660  8925    223
+    all            32759  8952    223
 
 The README has a glossary of the words that are used here.
 """
