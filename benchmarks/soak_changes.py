@@ -336,7 +336,8 @@ def soak(minutes: float, seed: int = 0, progress: bool = False) -> dict[str, Any
         RuntimeError: Something went wrong; the message names the first 20 problems.
     """
     states, account, stop = States(), Account(), threading.Event()
-    engine = Engine(states.supernet, states.specs, example=states.inputs[:1], memory_budget_mb=64.0)
+    example = torch.stack(states.inputs[:1])
+    engine = Engine(states.supernet, states.specs, example=example, memory_budget_mb=64.0)
     served = len(states.specs) - 1
     runner = Faults(engine)
     table = LatencyTable(
