@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 from starlette.responses import HTMLResponse, Response
 
 from subnetact import __version__
-from subnetact.errors import DeadlinePassed, InvalidRequest
+from subnetact.errors import InvalidRequest
 from subnetact.serve import inference
 from subnetact.serve.base_app import BaseApp, Exchange
 from subnetact.serve.exchange import CommonModel, Refusal, Terms, read_json, reply
@@ -154,7 +154,10 @@ class ServeApp(BaseApp):
     async def _change(self, action: str, exchange: Exchange) -> Response:
         """Load the model again from where it came."""
         async with self.body(exchange, self.body_bytes) as raw:
-            if raw and read_json(raw).get("parameters"):
+            body = read_json(raw) if raw else {}
+            if not isinstance(body, dict):
+                raise InvalidRequest("body: not a JSON object; send {}, or an empty body")
+            if body.get("parameters"):
                 raise InvalidRequest("parameters: the model is loaded from where it came; leave them out")
             if action == "unload" or self.reload is None:
                 raise InvalidRequest(f"{action}: this server cannot; end it, or start another one")
@@ -216,11 +219,7 @@ class ServeApp(BaseApp):
             DeadlinePassed: the time passed before the body was read. What the batcher raises passes too.
         """
         deadline_ms = float(self.slo_ms if terms.deadline_ms is None else terms.deadline_ms)
-        left_ms = deadline_ms - (monotonic_ms() - exchange.arrived_ms)
-        if left_ms <= 0.0:
-            raise DeadlinePassed(
-                f"deadline_ms: {deadline_ms:g} ms passed before the request was read; allow more"
-            )
+        left_ms = exchange.left_ms("deadline_ms", deadline_ms)
         wishes = {"min_accuracy": terms.min_accuracy, "priority": terms.priority, "client": exchange.sender}
         answers: Sequence[Answer] = await self._infer_rows(rows, left_ms, **wishes)
         latency_ms = monotonic_ms() - exchange.arrived_ms

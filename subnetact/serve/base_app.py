@@ -71,7 +71,7 @@ class Exchange(Request):
         self.id = os.urandom(8).hex()
         self.sender, self.outcome, self.status, self.counted = "", "", 0, False
 
-    def name(self, fields: Mapping[str, str]) -> None:
+    def identify(self, fields: Mapping[str, str]) -> None:
         """Take the headers, and the ids of the request and its trace from them, if they have some."""
         self.fields = fields
         if REQUEST_ID.fullmatch(given := fields.get("x-request-id", "")):
@@ -94,6 +94,17 @@ class Exchange(Request):
                 raise DeadlinePassed(f"{DUE}: the time passed before the request arrived; allow more")
             texts.setdefault("deadline_ms", f"{deadline_ms:.3f}")
         return texts
+
+    def left_ms(self, name: str, limit_ms: float) -> float:
+        """Return what is left of a time from the arrival on, which a client calls `name`.
+
+        Raises:
+            DeadlinePassed: nothing is left.
+        """
+        left_ms = limit_ms - (monotonic_ms() - self.arrived_ms)
+        if left_ms <= 0.0:
+            raise DeadlinePassed(f"{name}: {limit_ms:g} ms passed before the request was read; allow more")
+        return left_ms
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Send a part of the answer."""
@@ -191,7 +202,7 @@ class BaseApp:
         exchange = Exchange(self, scope, receive, send)
         self.under_way += 1
         try:
-            exchange.name(fields := _fields(scope["headers"], self.limits.header_bytes))
+            exchange.identify(fields := _fields(scope["headers"], self.limits.header_bytes))
             self._check_host(fields.get("host", ""))
             sender, open_ = scope.get("client") or [""], exchange.path in self._open
             exchange.sender = self.access.client(fields.get("authorization"), sender[0], open_)

@@ -30,6 +30,7 @@ class Present:
 
     def __init__(self, app: BaseApp, reopen: Callable[[], BaseApp] | None) -> None:
         self.app, self._changing = app, asyncio.Lock()
+        self._endings: set[asyncio.Future[None]] = set()  # of the former ones; an event loop keeps no tasks
         if reopen is not None:
             self._reopen, app.reload = reopen, self.reload
 
@@ -52,7 +53,9 @@ class Present:
                 _log.error("nothing was loaded, and what was served goes on: %s", error, exc_info=code)
                 raise Refusal(400, "NotLoaded", "load: it failed; the log of the server says why") from None
             app.closing, self.app = former.closing, app
-            self._ending = asyncio.ensure_future(self._end(former))
+            ending = asyncio.ensure_future(self._end(former))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
 
     def _successor(self, former: BaseApp) -> BaseApp:
         app = self._reopen()

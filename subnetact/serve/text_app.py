@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from starlette.responses import Response
 
-from subnetact.errors import DeadlinePassed, InvalidRequest
+from subnetact.errors import InvalidRequest
 from subnetact.generation import Generator
 from subnetact.serve.base_app import BaseApp, Exchange, taking
 from subnetact.serve.exchange import JSON, Raw, Refusal, reply
@@ -26,7 +26,6 @@ from subnetact.serve.text_bodies import (
     error_document,
 )
 from subnetact.serve.text_codec import TextCodec
-from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
 from subnetact.serving.live.prometheus import buckets
 
@@ -144,14 +143,9 @@ class TextApp(BaseApp):
         wishes |= {"min_accuracy": terms.min_accuracy, "stop": service.stop}
         wishes |= {"logprobs": body.likely(), "phases": body.planned()}
         wishes |= {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens}
-        spent_ms = monotonic_ms() - exchange.arrived_ms
         for name, field in (("deadline_ms", "deadline_ms"), ("first_ms", "slo_ttft_ms")):
             if (limit_ms := getattr(terms, field)) is not None:
-                if limit_ms <= spent_ms:
-                    raise DeadlinePassed(
-                        f"{field}: {limit_ms:g} ms passed before the request was read; allow more"
-                    )
-                wishes[name] = limit_ms - spent_ms
+                wishes[name] = exchange.left_ms(field, limit_ms)
         options = {name: value for name, value in wishes.items() if value is not None}
         prompts = body.prompts(service.codec)
         if body.n * len(prompts) > MOST_ANSWERS:

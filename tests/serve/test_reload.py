@@ -105,4 +105,7 @@ def test_repository_calls_that_this_server_cannot_answer_are_refused(served):
     assert served.call("POST", UNLOAD)[0] == 400
     status, _, answer = served.call("POST", LOAD, {"parameters": {"config": "{}"}})
     assert (status, "leave them out" in answer) == (400, True)
+    for body in ([], 3):
+        status, _, answer = served.call("POST", LOAD, body)
+        assert (status, "not a JSON object" in answer) == (400, True)
     assert served.call("POST", "/v2/repository/models/other/load")[0] == 404
