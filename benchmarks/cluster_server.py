@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -17,25 +17,21 @@ import numpy.typing as npt
 import torch
 
 from subnetact import Engine
-from subnetact.serve.source import Source
 
 MOST = 4
 """Largest number of pages in a batch of the plain deployment."""
 
 
 def ours(args: argparse.Namespace) -> None:
-    """Serve as `python -m subnetact.cluster` does."""
-    from subnetact.cluster import Autoscaling
-    from subnetact.cluster.application import open_replicas
-    from subnetact.serve import build_app, run
+    """Serve the application that `subnetact.cluster.build_app` makes, behind Ray's HTTP proxy."""
+    from subnetact.cluster import Autoscaling, build_app
 
-    source = Source(bundle=args.bundle, slo_ms=args.slo_ms, workers=args.threads, policy=args.policy)
     scaling = None
     if args.floor is not None:
         scaling = Autoscaling(args.floor, most=args.replicas, patience_s=args.patience_s)
-    with ExitStack() as stack:
-        engine, client = open_replicas(source, 1 if scaling else args.replicas, stack, scaling)
-        run(build_app(client, engine, slo_ms=args.slo_ms, name="digits"), port=args.port)
+    settings = {"slo_ms": args.slo_ms, "workers": args.threads, "policy": args.policy}
+    app = build_app(args.bundle, args.replicas, autoscaling=scaling, fronts=1, name="digits", **settings)
+    on_ray(args, args.replicas * args.threads, lambda _: app)
 
 
 class FixedSubnet:
@@ -67,17 +63,22 @@ class FixedSubnet:
 
 def plain(args: argparse.Namespace) -> None:
     """Serve one subnet behind Ray's HTTP proxy."""
+
+    def made(serve: Any) -> Any:
+        one_core = {"num_cpus": 1}
+        how = {"num_replicas": args.replicas, "max_ongoing_requests": 1000, "ray_actor_options": one_core}
+        return serve.deployment(FixedSubnet, **how).bind(args.bundle, args.subnet)
+
+    on_ray(args, args.replicas, made)
+
+
+def on_ray(args: argparse.Namespace, cores: int, make: Callable[[Any], Any]) -> None:
+    """Start Ray, serve an application until SIGTERM, and end Ray."""
     ray: Any = import_module("ray")
     serve: Any = import_module("ray.serve")
-    ray.init("local", num_cpus=args.replicas + 1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=cores + 1, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": args.port})
-    deployment = serve.deployment(
-        FixedSubnet,
-        num_replicas=args.replicas,
-        max_ongoing_requests=1000,
-        ray_actor_options={"num_cpus": 1},
-    )
-    serve.run(deployment.bind(args.bundle, args.subnet), name="plain", route_prefix="/")
+    serve.run(make(serve), name=args.kind, route_prefix="/")
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     print(f"listening on http://127.0.0.1:{args.port}", flush=True)

@@ -73,11 +73,11 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     demo             289    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1952   400      7
+    serve           1876   388      7
     loadtest         313    62      0
-    cluster          550   134      2
+    cluster          460   117      3
     __main__          17     2      0
-    all            32760  8957    223
+    all            32594  8928    224
 
 The README has a glossary of the words that are used here.
 """

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 STARTED_BY_NAME = {
     "ofa_adapters.__main__": "python -m ofa_adapters",
     "subnetact.__main__": "python -m subnetact",
-    "subnetact.cluster.__main__": "python -m subnetact.cluster",
     "subnetact.elastic.__main__": "python -m subnetact.elastic",
     "subnetact.elastic.language_model": "python -m subnetact.elastic.language_model",
     "subnetact.demo.__main__": "python -m subnetact.demo",

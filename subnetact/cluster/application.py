@@ -1,14 +1,13 @@
-"""Replicas on Ray Serve, behind fronts of their own (`build_app`) or the server of one process."""
+"""Replicas on Ray Serve behind fronts that speak HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from subnetact.cluster.ray_serve import (
     AutoscalingConfig,
     AutoscalingPolicy,
     Shared,
-    ray,
     serve,
     shares,
 )
@@ -33,8 +31,6 @@ from subnetact.files.documents import StrPath
 from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
 
-APPLICATION = "subnetact"
-STORE_BYTES = 256 * 2**20
 COUNT_S = 1.0
 
 
@@ -106,7 +102,7 @@ def app_from(args: dict[str, Any]) -> Any:
     and `ServeError` for an argument that is not known.
 
     Example:
-        >>> # serve run subnetact.cluster.application:app_from bundle=/models/digits replicas=2
+        >>> # serve run subnetact.cluster:app_from bundle=/models/digits replicas=2
     """
     given = dict(args)
     for name, text in args.items():
@@ -202,59 +198,6 @@ class ReplicaCount:
             counts = {str(getattr(state, "value", state)): number for state, number in states.items()}
             wanted = sum(number for state, number in counts.items() if state != "STOPPING")
             self._counts = counts.get("RUNNING", 0), wanted
-
-
-def open_replicas(
-    source: Source,
-    replicas: int,
-    stack: ExitStack,
-    autoscaling: Autoscaling | None = None,
-    address: str | None = None,
-) -> tuple[Engine, ReplicaClient]:
-    """Start replicas on Ray, on the cluster at `address` or else on this machine, until the stack is closed.
-
-    Return the engine, and what the HTTP server of this process, without Ray's proxy, has for a batcher.
-    """
-    source = _on_disk(source, stack).pinned()
-    app = _replicas_of(source, replicas, autoscaling, None)
-    engine = source.engine(mapped=True)
-    most = replicas if autoscaling is None else autoscaling.most
-    stack.callback(_end, address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    cpus = most * source.workers * source.threads_per_worker + 1
-    own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    try:
-        ray.init(address or "local", **quiet, **(own if address is None else {}))
-    except ConnectionError as error:
-        raise ServeError(f"backend: no Ray cluster answers at {address}; {error}") from error
-    serve.start(proxy_location="Disabled")
-    try:
-        handle = serve.run(app, name=APPLICATION, route_prefix=None)
-    except RuntimeError as error:
-        raise ServeError(f"backend: the replicas do not start on Ray; {error}") from error
-    count = ReplicaCount(APPLICATION, replicas)
-    stack.callback(count.close)
-    return engine, client_of(handle, source, engine, count)
-
-
-def _on_disk(source: Source, stack: ExitStack) -> Source:
-    """Return the source with a bundle on the disk that has a latency table: replicas load it."""
-    if source.bundle is not None and (source.table is not None or source.engine(mapped=True).tables):
-        return source
-    engine = source.engine()
-    engine.tables["scheduler"] = source.latency_table(engine)
-    parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="subnetact-"))
-    folder = os.path.join(parent, os.path.basename(source.bundle or "digits"))
-    engine.save(folder)
-    return replace(source, bundle=folder, table=None)
-
-
-def _end(address: str | None) -> None:
-    if ray.is_initialized():
-        with suppress(Exception):  # whatever of Ray has ended already
-            serve.shutdown() if address is None else serve.delete(APPLICATION)
-        ray.shutdown()
 
 
 class Replica(Shared, EngineReplica):

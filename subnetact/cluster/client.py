@@ -1,9 +1,8 @@
-"""The client of the replicas: what a server has in place of a batcher."""
+"""The client of the replicas: what a front has in place of a batcher."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -13,12 +12,9 @@ from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, Invalid
 from subnetact.serve.base_app import unix_ms
 from subnetact.serving.live.answers import Answer
 from subnetact.serving.live.batcher import monotonic_ms
-from subnetact.serving.live.context_manager import ClosedOnExit
-from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.stats import BatcherStats, Counters
 
 LATE_MS = 1000.0  # how long after its deadline the answer to a request is waited for
-DRAIN_MS = 30_000.0
 OUTCOMES = {
     QueueFull: "refused",
     InvalidRequest: "refused",
@@ -29,7 +25,7 @@ OUTCOMES = {
 """The counter of every error; those of all others is `failed`."""
 
 
-class ReplicaClient(ClosedOnExit):
+class ReplicaClient:
     """Sends requests to replicas from one event loop, once more if a replica dies, and counts the outcomes.
 
     `call` sends the rows of one request to a replica, as `EngineReplica.answer` takes them; the exceptions
@@ -128,13 +124,6 @@ class ReplicaClient(ClosedOnExit):
         self._counts["submitted"] = self._outstanding + self._counters.met + self._counters.late + ended
         return self._counters.snapshot(self._counts, queued=self._outstanding, workers=wanted, workers_up=up)
 
-    def prometheus(self) -> str:
-        """Return the counters in Prometheus' text format; without prometheus_client, raise MissingExtra."""
-        return Collector(self).text()
-
-    def close(self, drain: bool = True) -> None:
-        """Refuse new requests; with `drain`, wait for the others, whose event loop must run elsewhere."""
+    def close(self, drain: bool = True) -> None:  # noqa: ARG002
+        """Refuse new requests; Ray ends a front when its requests have their answers."""
         self._closed = True
-        end_ms = self._clock_ms() + DRAIN_MS
-        while drain and self._outstanding and self._clock_ms() < end_ms:
-            time.sleep(0.01)

@@ -19,7 +19,7 @@ from subnetact.serve.base_app import BaseApp, Exchange
 from subnetact.serve.exchange import CommonModel, Refusal, Terms, read_json, reply
 from subnetact.serve.inference import Model, PlainTerms
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
-from subnetact.serve.payloads import Images, Signature, named_tensors
+from subnetact.serve.payloads import Signature, named_tensors
 from subnetact.serving import Answer
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.stats import BatcherStats
@@ -74,8 +74,6 @@ class ServeApp(BaseApp):
         name: name of the model in the Open Inference Protocol.
         limits: the limits. If None, the defaults.
         tokens: the name of the client per bearer token. If None, no token is needed.
-        image_mean: mean per channel by which images are normalised, after they were scaled to 0..1.
-        image_std: standard deviation per channel.
         allowed_hosts: names by which clients may address the server, without ports; requests whose header
             `Host` has another one are refused. If None, any name.
 
@@ -96,8 +94,6 @@ class ServeApp(BaseApp):
         name: str = "model",
         limits: Limits | None = None,
         tokens: Mapping[str, str] | None = None,
-        image_mean: tuple[float, ...] = (0.0,),
-        image_std: tuple[float, ...] = (1.0,),
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
         signature = Signature(engine.sample)
@@ -110,9 +106,8 @@ class ServeApp(BaseApp):
         self._infer_rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
         [output] = engine.run(0, [engine.sample], 1)
         outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
-        images = Images(signature, image_mean, image_std)
         rows = min(self.limits.rows, getattr(batcher, "max_queue", self.limits.rows))  # more could never wait
-        self.model = Model(name, version, signature, images, outputs, rows)
+        self.model = Model(name, version, signature, outputs, rows)
         whole = min(MEGABYTE + BYTES_PER_VALUE * values * rows, self.limits.bodies_bytes)
         self.tensor_bytes = self.limits.body_bytes or max(whole, self.body_bytes)
         page = (files("subnetact.serve") / "status.html").read_text("utf-8")

@@ -29,7 +29,6 @@ from subnetact.serve.access import Access
 from subnetact.serve.exchange import GONE, LATER, CommonTerms, Raw, Refusal, refusal_of, reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.logs import request_id, trace_id
-from subnetact.serve.payloads import is_image
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
 from subnetact.serving.live.prometheus import buckets
@@ -343,7 +342,7 @@ class BaseApp:
 
     async def decoded(self, decode: Callable[[Raw], Asked], raw: Raw) -> Asked:
         """Return what `decode` makes of a body; on a thread if that may take long."""
-        if len(raw) <= SHORT and not is_image(raw):
+        if len(raw) <= SHORT:
             return decode(raw)
         return await asyncio.get_running_loop().run_in_executor(self.threads, decode, raw)
 

@@ -3,10 +3,10 @@
     python -m subnetact.serve --demo
     curl --data-binary @digit.npy 'http://127.0.0.1:8000/infer?deadline_ms=50'
 
-POST /infer takes JSON ({"input": [...], "deadline_ms": 50}), a NumPy file, or a PNG or JPEG image if the
-input is one. /v2 is the Open Inference Protocol of KServe and Triton. Deadlines and minimum accuracies are
-parameters of the query, fields of the body, or the headers x-deadline-ms and x-min-accuracy. / shows a status
-page, /openapi.json describes all addresses, and /metrics returns Prometheus text.
+POST /infer takes JSON ({"input": [...], "deadline_ms": 50}) or a NumPy file. /v2 is the Open Inference
+Protocol of KServe and Triton. Deadlines and minimum accuracies are parameters of the query, fields of the
+body, or the headers x-deadline-ms and x-min-accuracy. / shows a status page, /openapi.json describes all
+addresses, and /metrics returns Prometheus text.
 
 --text serves the language model of a bundle, or without one that of the package, at the addresses of
 OpenAI's interface: /v1/completions and /v1/chat/completions, whole or streamed. Deadlines are the headers
@@ -29,12 +29,12 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -46,44 +46,19 @@ from subnetact.serve.source import Source
 
 OF_SOURCE = {field.name for field in fields(Source)} - {"processes", "checksum"}
 OF_BUNDLE = {"bundle", "model", "constructor"}
-NOT_OF_TEXT = {*OF_SOURCE, "worker_processes", "image_mean", "image_std"} - {"slo_ms", "max_queue"}
+NOT_OF_TEXT = {*OF_SOURCE, "worker_processes"} - {"slo_ms", "max_queue"}
 """Options that say nothing about a language model."""
 MOST_BODY_MB = 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-EPILOG = """replicas:
-  `python -m subnetact.cluster` takes these options, too, and serves from replicas on Ray Serve.
-
-your own network:
+EPILOG = """your own network:
   --model PKG.MOD:FACTORY names its class, or a function that returns it; the bundle has its weights, and the
   description that makes it elastic. If its axes were written by hand, the function returns a Supernet."""
 
 
-class Backend:
-    """Runs the batches of a served bundle, in threads or processes; `subnetact.cluster` has another."""
-
-    command: ClassVar[str] = "subnetact.serve"
-    epilog: ClassVar[str] = EPILOG
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options that only this backend has."""
-
-    def open(self, args: argparse.Namespace, source: Source, stack: ExitStack) -> tuple[Any, Any]:
-        """Return the engine and what answers requests; `stack` closes them after the server has ended."""
-        del args
-        engine = source.engine()
-        table = source.latency_table(engine)
-        logging.getLogger(__name__).info(source.summary(engine, table))
-        batcher = source.batcher(engine, table)
-        stack.callback(batcher.close, drain=False)
-        return engine, batcher
-
-
-def options(backend: Backend | None = None) -> argparse.ArgumentParser:
+def options() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    backend = backend or Backend()
-    texts: Any = {"description": __doc__, "epilog": backend.epilog, "formatter_class": OptionFormatter}
-    parser = argparse.ArgumentParser(f"python -m {backend.command}", **texts)
-    backend.add_options(parser)
+    texts: Any = {"description": __doc__, "epilog": EPILOG, "formatter_class": OptionFormatter}
+    parser = argparse.ArgumentParser("python -m subnetact.serve", **texts)
     source = parser.add_mutually_exclusive_group().add_argument
     source("--bundle", help="folder of a saved engine")
     source("--demo", action="store_true", help="serve the supernet for digits of the package")
@@ -96,7 +71,7 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     add("--policy", default="hullfit", help="for example hullfit, slackfit:4 or fixed:0")
     token = "with --text, the time from one token to the next, and a tenth of the time to the first token"
     add("--slo-ms", type=float, default=36.0, help=f"deadline of requests that name none; {token}")
-    add("--workers", type=int, default=1, help="threads, processes or replicas that run batches")
+    add("--workers", type=int, default=1, help="threads or processes that run batches")
     processes = "run batches in processes, which do not wait for the Python code of HTTP, instead of threads"
     add("--worker-processes", action="store_true", help=processes)
     add("--threads-per-worker", type=int, default=1, help="CPU threads of every worker")
@@ -111,8 +86,6 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     add("--grace-s", type=float, default=0.0, help="time between SIGTERM and the end of the server")
     add("--log-level", choices=LEVELS, default="info", help="lines below it are left out")
     add("--log-format", choices=("text", "json"), default="text", help="of the log on standard error")
-    add("--image-mean", type=float, nargs="+", default=[0.0], help="of images scaled to 0..1")
-    add("--image-std", type=float, nargs="+", default=[1.0], help="of images scaled to 0..1")
     usual = Limits()
     add = parser.add_argument_group("limits").add_argument
     add("--max-body-mb", type=float, help="of a request; default: 1 MB and 32 bytes per value")
@@ -122,30 +95,23 @@ def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None, backend: Backend | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, with the options of `sys.argv` if None are given; return the exit status."""
-    found = backend or Backend()
 
     def serve(args: argparse.Namespace) -> None:
         from subnetact.serve import run  # The extra `serve` may be missing.
 
         setup(args.log_level, args.log_format == "json")
-        with ExitStack() as stack:
-            reopen = partial(_reopened, args, found) if type(found) is Backend else None
-            run(_open(args, stack, found), args.host, args.port, args.grace_s, reopen)
+        app = _open(args)
+        try:
+            run(app, args.host, args.port, args.grace_s, reopen=partial(_open, args))
+        finally:
+            app.close(drain=False)
 
-    return reported(serve, options(found).parse_args(arguments), found.command)
-
-
-def _reopened(args: argparse.Namespace, backend: Backend) -> Any:
-    """Make the application anew; it closes itself what it needs."""
-    with ExitStack() as stack:
-        app = _open(args, stack, backend)
-        stack.pop_all()
-    return app
+    return reported(serve, options().parse_args(arguments), "subnetact.serve")
 
 
-def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
+def _open(args: argparse.Namespace) -> Any:
     """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
     from subnetact.serve import build_app, build_text_app, read_tokens
 
@@ -156,7 +122,7 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
         tokens = {own: "environment", **tokens}
     if not tokens and not _is_loopback(args.host):
         message = "may be reached from other machines, and no token is set; see --token-file"
-        print(f"{backend.command}: {args.host} {message}", file=sys.stderr)
+        print(f"subnetact.serve: {args.host} {message}", file=sys.stderr)
     if args.max_body_mb is not None and not 0 < args.max_body_mb <= MOST_BODY_MB:
         raise ServeError(f"--max-body-mb: {args.max_body_mb} must be > 0 and at most {MOST_BODY_MB}")
     most = None if args.max_body_mb is None else math.ceil(args.max_body_mb * 2**20)
@@ -165,31 +131,41 @@ def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
     if args.text:
-        if type(backend) is not Backend:
-            raise ServeError("--text: the language model is served by python -m subnetact.serve alone")
-        parser = options()
-        for name in NOT_OF_TEXT - (OF_BUNDLE if args.bundle else set()):
-            if getattr(args, name) != parser.get_default(name):
-                raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
-        from subnetact.generation.text import END_TOKEN
-        from subnetact.serve import text_codec
-
-        stop: tuple[int, ...] = ()  # besides the end tokens of the model
-        if args.bundle:
-            tokenizer = text_codec.bundle_tokenizer(args.bundle)
-            engine = Source(**{name: getattr(args, name) for name in OF_BUNDLE}).engine()
-            generator = text_codec.bundle_generator(engine, args.slo_ms, args.max_queue)
-        else:
-            tokenizer, stop = text_codec.prompt_tokenizer(), (END_TOKEN,)
-            generator = text_codec.text_generator(args.slo_ms, args.max_queue)
-        stack.callback(generator.close, drain=False)
-        name = _name(args, "docstrings")
-        return build_text_app(generator, tokenizer, name=name, stop=stop, **common)
+        return _text_app(args, partial(build_text_app, **common))
     source = Source(processes=args.worker_processes, **{name: getattr(args, name) for name in OF_SOURCE})
-    engine, batcher = backend.open(args, source, stack)
-    name = _name(args, "digits")
-    images: Any = {"image_mean": tuple(args.image_mean), "image_std": tuple(args.image_std)}
-    return build_app(batcher, engine, slo_ms=args.slo_ms, name=name, **images, **common)
+    engine = source.engine()
+    table = source.latency_table(engine)
+    logging.getLogger(__name__).info(source.summary(engine, table))
+    batcher = source.batcher(engine, table)
+    with ExitStack() as opened:
+        opened.callback(batcher.close, drain=False)
+        app = build_app(batcher, engine, slo_ms=args.slo_ms, name=_name(args, "digits"), **common)
+        opened.pop_all()
+    return app
+
+
+def _text_app(args: argparse.Namespace, build: Callable[..., Any]) -> Any:
+    """Make the application of a language model."""
+    parser = options()
+    for name in NOT_OF_TEXT - (OF_BUNDLE if args.bundle else set()):
+        if getattr(args, name) != parser.get_default(name):
+            raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
+    from subnetact.generation.text import END_TOKEN
+    from subnetact.serve import text_codec
+
+    stop: tuple[int, ...] = ()  # besides the end tokens of the model
+    if args.bundle:
+        tokenizer = text_codec.bundle_tokenizer(args.bundle)
+        engine = Source(**{name: getattr(args, name) for name in OF_BUNDLE}).engine()
+        generator = text_codec.bundle_generator(engine, args.slo_ms, args.max_queue)
+    else:
+        tokenizer, stop = text_codec.prompt_tokenizer(), (END_TOKEN,)
+        generator = text_codec.text_generator(args.slo_ms, args.max_queue)
+    with ExitStack() as opened:
+        opened.callback(generator.close, drain=False)
+        app = build(generator, tokenizer, name=_name(args, "docstrings"), stop=stop)
+        opened.pop_all()
+    return app
 
 
 def _name(args: argparse.Namespace, embedded: str) -> str:

@@ -27,7 +27,6 @@ GONE = 499, "ClientGone", "the client closed its connection before the answer"
 _repeated = RateLimitedLog(logging.getLogger(__name__))
 STATUSES: Mapping[type[errors.SubnetActError], int] = {
     InvalidRequest: 400,
-    errors.MissingExtra: 415,
     errors.QueueFull: 429,
     errors.BatcherClosed: 503,
     errors.DeadlinePassed: 504,

@@ -18,7 +18,7 @@ from subnetact.engine.inputs import DATATYPES
 from subnetact.errors import InvalidRequest
 from subnetact.serve.base_app import BaseApp, taking
 from subnetact.serve.exchange import JSON, Raw, Strict, Terms, reply
-from subnetact.serve.payloads import NUMPY_MAGIC, Images, Signature, is_image, named_tensors, write_numpy
+from subnetact.serve.payloads import NUMPY_MAGIC, Signature, named_tensors, write_numpy
 from subnetact.serving import Answer
 
 FILE = {"type": "string", "format": "binary"}
@@ -34,7 +34,6 @@ class Model(NamedTuple):
     name: str
     version: str
     signature: Signature
-    images: Images
     outputs: Sequence[tuple[str, list[int], torch.dtype]]
     rows: int
 
@@ -113,8 +112,6 @@ def read_plain(model: Model, raw: Raw) -> tuple[PlainTerms, Any]:
     """Return what a body of `/infer` asks for, and its input."""
     if raw.startswith(NUMPY_MAGIC):
         return PlainTerms(), model.signature.from_numpy(raw)
-    if is_image(raw):
-        return PlainTerms(), model.images.decode(raw)
     body = PlainBody.read(raw)
     return body, model.signature.from_values(body.input)
 
@@ -145,8 +142,7 @@ def plain_taken(app: BaseApp, model: Model) -> dict[str, Any]:
     named = {part.name: part.schema() for part in model.signature.parts}
     several = {"type": "object", "required": list(named), "properties": named}
     body["properties"]["input"] = named["input"] if single else several
-    kinds = [NUMPY] * single + ["image/png", "image/jpeg"] * model.images.served
-    return taking({JSON: body, **dict.fromkeys(kinds, FILE)}, Terms, PlainTerms)
+    return taking({JSON: body, **({NUMPY: FILE} if single else {})}, Terms, PlainTerms)
 
 
 def tensors_taken(app: BaseApp, model: Model) -> dict[str, Any]:

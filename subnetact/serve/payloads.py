@@ -1,4 +1,4 @@
-"""What an engine takes, and inputs from bodies of requests: JSON, NumPy files, images.
+"""What an engine takes, and inputs from bodies of requests: JSON and NumPy files.
 
 Claims are checked before memory is taken.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.engine.inputs import DATATYPES
-from subnetact.errors import InvalidRequest, MissingExtra, ServeError
+from subnetact.errors import InvalidRequest, ServeError
 from subnetact.serve.exchange import Raw
 
 NUMPY_MAGIC = b"\x93NUMPY"
-PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 LONGEST_NUMPY_HEADER = 1024
 MOST_LISTED = 4096
 """Inputs of more values have no length in the document, so that programs that make examples stay quick."""
@@ -161,11 +160,6 @@ def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(part, str(key))
 
 
-def is_image(body: Raw) -> bool:
-    """Return whether a body is a PNG or JPEG image; its first bytes tell."""
-    return body.startswith((PNG_MAGIC, JPEG_MAGIC))
-
-
 @lru_cache(maxsize=64)
 def _numbers(kind: type, depth: int) -> TypeAdapter[Any]:
     """Return what checks nested lists of numbers; 0 and 1 count as false and true, not the other way."""
@@ -181,62 +175,3 @@ def write_numpy(tensor: Tensor) -> bytes:
     file = io.BytesIO()
     np.save(file, (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(), allow_pickle=False)
     return file.getvalue()
-
-
-class Images:
-    """Decodes PNG and JPEG images into inputs of shape (C, H, W), C 1 or 3, or of shape (H, W).
-
-    Black is 0 and white 1, at 16 bits of grey or 8 bits per channel; then (value - mean) / std per channel.
-    Images with transparent pixels are refused, because what is behind them is not known.
-    """
-
-    def __init__(self, signature: Signature, mean: Sequence[float], std: Sequence[float]) -> None:
-        part = signature.parts[0]
-        channels = part.shape[0] if len(part.shape) == 3 else 1
-        fits = signature.single and len(part.shape) in (2, 3) and channels in (1, 3)
-        self.served = fits and part.dtype.is_floating_point
-        self._part = part
-        self._mode = "RGB" if channels == 3 else "L"
-        self._mean = torch.tensor(mean, dtype=torch.float32).reshape(-1, 1, 1)
-        self._std = torch.tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
-        for name, values, above in (("mean", mean, -math.inf), ("std", std, 0.0)):
-            if len(values) not in (1, channels) or not all(above < value < math.inf for value in values):
-                raise ServeError(
-                    f"image_{name}: got {values}; give finite numbers above {above:g}, one for all channels "
-                    f"or {channels}"
-                )
-
-    def decode(self, body: Raw) -> Tensor:
-        """Return an image as an input, or raise InvalidRequest. Call it in a thread."""
-        if not self.served:
-            raise InvalidRequest("body: the input of this engine is no image; send JSON or a NumPy file")
-        try:
-            import PIL.Image
-        except ImportError:
-            raise MissingExtra("images need Pillow; install it beside the server") from None
-        height, width = self._part.shape[-2:]
-        try:
-            with PIL.Image.open(io.BytesIO(body), formats=("PNG", "JPEG")) as image:
-                if image.size != (width, height):
-                    raise InvalidRequest(
-                        f"body: {image.size} pixels, this engine serves {(width, height)}; resize it"
-                    )
-                keyed = "transparency" in image.info
-                if keyed and image.mode not in ("P", "LA", "RGBA"):  # one colour of all
-                    raise InvalidRequest("body: a colour that is transparent; send it on a background")
-                if keyed or image.mode in ("LA", "RGBA"):
-                    image = image.convert("RGBA")
-                    if image.getchannel("A").getextrema()[0] < 255:
-                        raise InvalidRequest("body: transparent pixels; send the image on a background")
-                if image.mode.startswith("I"):  # 16-bit grey, which Pillow's convert would clip to 8 bits
-                    grey = np.asarray(image, dtype=np.float32) / 65535.0
-                    pixels = grey if self._mode == "L" else np.stack([grey] * 3, axis=-1)
-                else:
-                    pixels = np.asarray(image.convert(self._mode), dtype=np.float32) / 255.0
-        except InvalidRequest:
-            raise
-        except Exception:  # Pillow's plugins raise errors of many kinds for damaged files.
-            raise InvalidRequest("body: not a whole PNG or JPEG image; send another") from None
-        planes = torch.from_numpy(pixels).reshape(height, width, -1).permute(2, 0, 1)
-        normalised = ((planes - self._mean) / self._std).to(self._part.dtype)
-        return normalised.reshape(self._part.shape).contiguous()

@@ -148,7 +148,7 @@ def test_the_arguments_are_those_of_build_app(config):
     assert {"bundle", "replicas", "autoscaling"} <= parameters
     assert set(application["args"]) <= parameters | set(inspect.signature(Source).parameters)
     module, _, name = application["import_path"].partition(":")
-    assert module == "subnetact.cluster.application"
+    assert module == "subnetact.cluster"
     assert f"def {name}(args: dict[str, Any])" in source
 
 
@@ -182,11 +182,8 @@ def test_the_image_has_valid_instructions_and_existing_sources():
             assert all(re.fullmatch(r"\w+=\S*", word) for word in words)
         elif name == "CMD":
             command = json.loads(rest)
-            from subnetact.cluster.cli import RayBackend
-            from subnetact.serve.cli import options
-
-            assert command[:3] == ["python", "-m", "subnetact.cluster"]
-            assert options(RayBackend()).parse_args(command[3:]).workers == 2
+            assert command[:3] == ["serve", "run", "subnetact.cluster:app_from"]
+            assert {word.partition("=")[0] for word in command[3:]} == {"bundle", "replicas"}
 
 
 def test_the_readme_names_files_that_exist():

@@ -8,8 +8,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -73,7 +71,8 @@ def _free_port():
 @pytest.fixture(scope="module")
 def deployed(nodes, source):
     """Two replicas, one per node, with their HTTP interface: (port, handle of the replicas)."""
-    app = build_app(source, replicas=2, cpus=1.0, name="digits")
+    texts = {"slo_ms": "1e7", "policy": source.policy, "replicas": "2", "cpus": "1.0", "name": "digits"}
+    app = app_from({"bundle": source.bundle, **texts})  # as `serve run` calls it
     serve.run(app, name="digits", route_prefix="/digits")
     details = serve.status().proxies
     assert details
@@ -318,62 +317,3 @@ def test_settings_that_contradict_each_other_are_refused(source, tmp_path, monke
     monkeypatch.setattr("ray.__version__", "2.61.0")
     with pytest.raises(MissingExtra, match=r"2\.61\.0"):
         importlib.reload(ray_serve)
-
-
-def children(pid):
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                found += [int(entry.name), *children(int(entry.name))]
-    return found
-
-
-def running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_the_command_serves_and_leaves_nothing_behind(source):
-    from shared_memory import shared_memory_of  # Ray's workers import this module without the folder tests
-
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "subnetact.cluster", "--bundle", source.bundle),
-            *("--port", "0", "--slo-ms", "20000"),
-            *("--accuracy-floor", "70", "--most-workers", "2"),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        port = next(
-            int(line.rpartition(":")[2])
-            for line in process.stdout
-            if line.startswith("listening on http://127.0.0.1:")
-        )
-        status, _, text = call(port, "POST", "/infer", {"input": [0] * 256, "deadline_ms": 60_000})
-        assert (status, json.loads(text)["met"]) == (200, True)
-        assert call(port, "GET", "/healthz")[0] == 200
-        descendants = children(process.pid)
-        assert len(descendants) >= 4
-        held = shared_memory_of([process.pid, *descendants])
-        assert held
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    end = time.monotonic() + 60
-    while any(map(running, descendants)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not [pid for pid in descendants if running(pid)]
-    assert not [path for path in held if path.exists()]

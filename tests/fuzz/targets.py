@@ -39,7 +39,6 @@ from fuzz.inputs import (
     tensor_file,
     text,
 )
-from PIL import Image
 from torch import nn
 from torchvision_operators import define_missing
 
@@ -613,10 +612,6 @@ def fuzz_http(source: random.Random, place: Path) -> None:
             damaged(file.getvalue(), source),
             [(b"content-type", b"application/x-npy")],
         )
-    elif kind < 0.45:
-        image = Image.new(source.choice(("1", "L", "LA", "P", "RGB", "RGBA", "I;16")), (16, 16))
-        image.save(file := BytesIO(), "PNG")
-        path, body, headers = "/infer", damaged(file.getvalue(), source), []
     elif kind < 0.6:
         cut = source.choice((b"-1", b"0", b"10", b"99999999999", b"x", str(len(body) - 8).encode()))
         headers.append((b"inference-header-content-length", cut))
@@ -702,7 +697,7 @@ SERVE = {
     **dict.fromkeys(
         (
             *("--table", "--policy", "--slo-ms", "--threads-per-worker", "--max-queue", "--name", "--host"),
-            *("--port", "--allowed-hosts", "--token-file", "--grace-s", "--image-mean", "--image-std"),
+            *("--port", "--allowed-hosts", "--token-file", "--grace-s"),
             *("--max-body-mb", "--max-connections", "--body-s", "--idle-s"),
             *("--write-s", "--constructor", "--model", "--workers"),
         ),

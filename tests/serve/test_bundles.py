@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import torch
 
 from subnetact import LatencyTable, __version__
 from subnetact.device import machine
-from subnetact.errors import MissingExtra, ServeError, TableError
+from subnetact.errors import ServeError, TableError
 from subnetact.serve.cli import main
-from subnetact.serve.payloads import Images, Signature
+from subnetact.serve.payloads import Signature
 from subnetact.serve.source import Source
 
 ROOT = Path(__file__).parents[2]
@@ -113,22 +112,3 @@ def test_what_inputs_may_be():
         Signature(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(InvalidRequest, match="several"):
         nested.from_numpy(b"")
-
-
-def test_images_need_pillow(monkeypatch):
-    images = Images(Signature(torch.zeros(3, 4, 4)), (0.0,), (1.0,))
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(MissingExtra, match="Pillow"):
-        images.decode(b"\x89PNG\r\n\x1a\n")
-
-
-def test_images_are_normalised_per_channel():
-    image_module = pytest.importorskip("PIL.Image")
-    import io
-
-    images = Images(Signature(torch.zeros(3, 2, 5)), (0.5, 0.25, 0.0), (0.5, 0.25, 1.0))
-    file = io.BytesIO()
-    image_module.new("RGB", (5, 2), (255, 0, 51)).save(file, "PNG")
-    x = images.decode(file.getvalue())
-    assert x.shape == (3, 2, 5)
-    assert torch.allclose(x[:, 0, 0], torch.tensor([1.0, -1.0, 0.2]))

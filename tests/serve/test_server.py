@@ -72,36 +72,6 @@ def test_numpy_files_in_and_out(server, digits, images, numpy_file):
     connection.close()
 
 
-def test_images_are_decoded_and_their_pixels_counted_first(server, digits, images):
-    image_module = pytest.importorskip("PIL.Image")
-    import io
-
-    def png(size, kind="PNG"):
-        file = io.BytesIO()
-        pixels = (images[0, 0] * 255).round().to(torch.uint8).numpy()
-        image_module.fromarray(pixels).resize(size).save(file, kind)
-        return file.getvalue(), torch.from_numpy(pixels).float() / 255
-
-    body, pixels = png((16, 16))
-    path = "/infer?deadline_ms=60000&output=values"
-    status, _, text = server.call("POST", path, body)
-    answer = json.loads(text)
-    assert status == 200
-    expected = digits[0](pixels.reshape(1, 1, 16, 16), subnet=answer["subnet"])[0]
-    assert torch.allclose(torch.tensor(answer["output"]), expected, atol=1e-3)
-    assert server.call("POST", path, png((16, 16), "JPEG")[0])[0] == 200
-    for bad in (png((17, 16))[0], body[:60], b"\x89PNG\r\n\x1a\n" + b"x" * 100):
-        status, _, text = server.call("POST", path, bad)
-        assert (status, json.loads(text)["error"]) == (400, "InvalidRequest")
-    # A file of 200 bytes that claims 5,000 x 5,000 pixels is refused by its claim.
-    header = body[:16] + (5000).to_bytes(4, "big") * 2 + body[24:29]
-    import zlib
-
-    claim = header + zlib.crc32(header[12:29]).to_bytes(4, "big") + body[33:]
-    status, _, text = server.call("POST", path, claim)
-    assert (status, "pixels" in json.loads(text)["message"]) == (400, True)
-
-
 BAD = {
     "empty": b"",
     "not JSON": b"{",
@@ -304,9 +274,6 @@ def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys, monkeypat
         (["--bundle", bundle, "--token-file", "/dev/zero"], "device"),
         (["--bundle", bundle, "--max-body-mb", "nan"], "max-body-mb"),
         (["--bundle", bundle, "--max-body-mb", "inf"], "max-body-mb"),
-        (["--bundle", bundle, "--image-std", "0"], "image_std"),
-        (["--bundle", bundle, "--image-mean", "0.5", "0.5"], "image_mean"),
-        (["--bundle", bundle, "--image-mean", "nan"], "image_mean"),
         (["--bundle", bundle, "--host", "a" * 100], "host"),
         (["--bundle", bundle, "--port", "65536"], "port"),
         (["--bundle", bundle, "--grace-s", "nan"], "grace_s"),
