@@ -39,8 +39,8 @@ from results_section import write_section
 
 from subnetact import profile_latency
 from subnetact.device import machine
-from subnetact.loadtest.http_client import HttpClient, refusal
-from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, trace
+from subnetact.loadtest.http_client import HttpClient
+from subnetact.loadtest.open_loop import Reply, Sent, run_open_loop, trace
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
 
 HERE = Path(__file__).resolve().parent
@@ -103,34 +103,25 @@ async def ask_pages(
     url: str, ours: bool, pages: Pages, arrivals: Sequence[float], slo_ms: float
 ) -> list[tuple[Sent, int]]:
     """Send pages in an open loop; return what became of each, and how many of its digits were right."""
-    client = HttpClient(f"{url}/v2/models/digits/infer" if ours else f"{url}/")
     right: dict[int, int] = {}
 
     async def send(i: int, left_ms: float) -> Reply:
         k = i % len(pages.npy)
         if ours:
-            headers = f"x-deadline-ms: {left_ms:.3f}\r\nInference-Header-Content-Length: {pages.head}\r\n"
-            status, body = await client.post(pages.protocol[k], headers)
-        else:
-            status, body = await client.post(pages.npy[k])
-        if status != 200:
-            raise Refused(refusal(status, body))
-        if ours:
+            wishes = {"x_deadline_ms": f"{left_ms:.3f}", "inference_header_content_length": str(pages.head)}
+            body = await client.post(pages.protocol[k], **wishes)
             size = PAGE * 10 * 4
             facts = json.loads(body[: len(body) - size])["parameters"]
             scores = np.frombuffer(body[len(body) - size :], "<f4").reshape(PAGE, 10)
             reply = Reply(0, 0, facts["accuracy"])
         else:
-            scores = np.load(io.BytesIO(body), allow_pickle=False)
+            scores = np.load(io.BytesIO(await client.post(pages.npy[k])), allow_pickle=False)
             reply = Reply(0, 0, 0.0)
         right[i] = int((scores.argmax(1) == pages.labels[k]).sum())
         return reply
 
-    try:
-        await client.open(16)
+    async with HttpClient(f"{url}/v2/models/digits/infer" if ours else f"{url}/pages") as client:
         sent = await run_open_loop(arrivals, send, slo_ms - RESERVE_MS)
-    finally:
-        client.close()
     return [(one, right.get(i, 0)) for i, one in enumerate(sent)]
 
 

@@ -74,10 +74,10 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     simulate           9     5      2
     plan               5     4      1
     serve           1876   388      7
-    loadtest         313    62      0
+    loadtest         280    57      0
     cluster          460   117      3
     __main__          17     2      0
-    all            32594  8928    224
+    all            32561  8923    224
 
 The README has a glossary of the words that are used here.
 """

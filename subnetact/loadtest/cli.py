@@ -23,7 +23,6 @@ from tqdm import tqdm
 from subnetact.command import OptionFormatter, reported
 from subnetact.errors import ServeError
 from subnetact.files.documents import write_json
-from subnetact.loadtest.http_client import BODIES, ask_server, served_input
 from subnetact.loadtest.open_loop import summary, table, trace
 from subnetact.serving.simulation.datasets import TRACES
 
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of random traces and inputs")
     add("--inputs", type=Path, help="inputs as a NumPy file (N, ...)")
     add("--labels", type=Path, help="the right classes as a NumPy file (N,)")
-    add("--body", choices=BODIES, default="npy", help="how inputs travel")
+    add("--body", choices=("json", "npy"), default="npy", help="how inputs travel")
     add("--token", help="token of the server")
     add("--out", type=Path, help="write the report to this file, as JSON")
     return reported(_run, parser.parse_args(arguments), "subnetact.loadtest")
@@ -59,6 +58,8 @@ def _run(args: argparse.Namespace) -> None:
     arrivals = trace(args.trace, args.rate, args.seconds, args.cv2, args.seed).tolist()
     if not arrivals:
         raise ServeError("the trace is empty; give a higher --rate or more --seconds")
+    from subnetact.loadtest.http_client import ask_server  # The extra `serve` may be missing.
+
     inputs, labels = _inputs(args)
     with tqdm(total=len(arrivals), disable=None, leave=False, unit=" requests") as line:
         wishes = args.slo_ms, args.min_accuracy, args.reserve_ms, args.body, args.token
@@ -75,7 +76,9 @@ def _inputs(args: argparse.Namespace) -> tuple[npt.NDArray[Any], list[int] | Non
     if args.inputs is None:
         if args.labels is not None:
             raise ServeError("labels: give --inputs too, whose classes they are")
-        name, shape, dtype = served_input(args.url, args.token)
+        from subnetact.loadtest.http_client import served_input
+
+        name, shape, dtype = asyncio.run(served_input(args.url, args.token))
         if name == "digits":
             from subnetact.serve.digits_engine import unseen_digits
 
