@@ -70,10 +70,9 @@ class CommonTerms(Strict):
         """Return terms with what the body leaves out from texts; times beyond the limit are refused."""
         terms = self if isinstance(self, kind) else kind()
         if texts:
-            terms, fields = _validated(kind.model_validate_strings, dict(texts)), vars(self).items()
-            vars(terms).update(
-                (name, one) for name, one in fields if name in kind.model_fields and one is not None
-            )
+            terms, fields = _validated(kind.model_validate_strings, dict(texts)), vars(self)
+            names = [name for name, _ in _header_names(kind) if fields.get(name) is not None]
+            vars(terms).update((name, fields[name]) for name in names)
         values = vars(terms)
         for name in ("deadline_ms", "slo_ttft_ms"):
             if (values.get(name) or 0.0) > most_ms:

@@ -5,6 +5,7 @@ Every row of the tensors of the protocol becomes a request of its own to the bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -131,7 +132,7 @@ def plain_reply(kind: str | None, answer: Answer, facts: Mapping[str, Any]) -> R
         return Response(write_numpy(output), 200, headers, NUMPY)
     if kind == "class":
         best, index = output.flatten().max(0)  # NaN, which is not comparable, counts as the largest
-        return reply({"class": int(index) if best == best else None, **facts})
+        return reply({"class": None if math.isnan(best) else int(index), **facts})
     lists = {name: tensor.tolist() for name, tensor in named_tensors(output, "output")}
     return reply({"output": lists["output"] if single else lists, **facts})
 
