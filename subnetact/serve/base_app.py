@@ -35,7 +35,7 @@ from subnetact.serving.live.prometheus import buckets
 
 CLOSES = (400, 401, 408, 413, 415, 431)  # the connection, as part of the body may not have been read
 SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and longer ones on a thread
-WATCH_AFTER_S = 0.02  # before the server watches whether a client leaves: most requests end earlier
+LOOK_AFTER_S = 0.02  # before the server looks at slow bodies and clients that leave; most requests are done
 DECODERS = 2  # threads
 ARRIVED = "subnetact.arrived_unix_ms"
 """The key in an ASGI scope of the time of day when a proxy got the request, from when on its time counts."""
@@ -122,7 +122,8 @@ class Exchange(Request):
         self.counted = True
         self.app.responses[route, str(status), self.outcome] += 1
         self.app.latencies_ms[route].add(took_ms)
-        _log.debug("%s %r %d in %.1f ms for %s", self.method, self.path, status, took_ms, self.sender)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s %r %d in %.1f ms for %s", self.method, self.path, status, took_ms, self.sender)
 
 
 class Endpoint(NamedTuple):
@@ -320,14 +321,19 @@ class BaseApp:
                 pass
             end(*GONE)
 
-        slow = 408, "TooSlow", f"body: not complete after {limit_s:g} s; send it faster"
-        # anyio.fail_after takes 14 us more.
-        pending: list[asyncio.TimerHandle | asyncio.Task[None]] = [loop.call_later(limit_s, end, *slow)]
+        def look() -> None:
+            slow = 408, "TooSlow", f"body: not complete after {limit_s:g} s; send it faster"
+            pending.append(loop.create_task(watch()) if complete else loop.call_later(limit_s, end, *slow))
+
+        complete = False
+        # One timer for a usual request, which ends before it; anyio.fail_after takes 14 us more.
+        pending: list[asyncio.TimerHandle | asyncio.Task[None]] = [loop.call_later(LOOK_AFTER_S, look)]
         try:
             await self._read(exchange, raw, most)
-            pending[0].cancel()
-            begin = lambda: pending.append(loop.create_task(watch()))  # noqa: E731
-            pending.append(loop.call_later(WATCH_AFTER_S, begin))
+            complete = True
+            if pending[1:]:
+                pending.pop().cancel()
+                look()
             yield raw
         except asyncio.CancelledError:
             if not refusals:

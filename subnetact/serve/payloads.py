@@ -65,7 +65,7 @@ class InputPart(NamedTuple):
             array = np.array(numbers, np.float64 if kind is float else np.int64)
             if array.shape not in (shape, (count,)):
                 raise ValueError("another shape")
-            tensor = torch.from_numpy(array).reshape(shape)
+            tensor = torch.from_numpy(array.reshape(shape))
             found = self.fit(tensor if declared is None else self._replace(dtype=dtype).fit(tensor))
             quick = kind is float and math.isfinite(found.sum())  # the sum may overflow, too
             if not quick and self.dtype.is_floating_point and bool(found.isinf().any()):
