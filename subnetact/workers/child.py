@@ -6,7 +6,6 @@ Functions import torch and the package, because the process must be protected fr
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import os
 import pickle
@@ -29,17 +28,14 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 in_worker = False  # whether this process is a worker process
 
 
-def main(channel: int, parent: int) -> None:
-    """Serve the process `parent`, which has the other end of the pipe `channel`; this does not return."""
+def main(channel: int) -> None:
+    """Serve the parent, which has the other end of the pipe `channel`; this does not return."""
     global in_worker
     in_worker = True
     for ignored in (signal.SIGINT, signal.SIGTERM):  # The parent decides when its processes end.
         signal.signal(ignored, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-    faulthandler.enable()
     with suppress(EOFError, OSError):  # The parent has closed the pipe.
         _serve(Connection(channel))
     os._exit(0)
@@ -48,7 +44,7 @@ def main(channel: int, parent: int) -> None:
 def _serve(pipe: Connection) -> None:
     from subnetact.workers.memory import SharedMemory
 
-    worker = _Worker()
+    worker = Worker()
     while True:
         method, arguments, sizes = pipe.recv()
         try:
@@ -60,7 +56,7 @@ def _serve(pipe: Connection) -> None:
                 os._exit(1)
 
 
-class _Worker:
+class Worker:
     """Does what `WorkerProcess` asks for; the memory that comes along is last among the arguments."""
 
     def start(self, main_program: dict[str, Any], batch_sizes: Sequence[int], *sent: Any) -> None:

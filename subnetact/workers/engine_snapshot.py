@@ -29,7 +29,7 @@ from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
 
 States = tuple[Any, ...]
-"""What stands for the present supernets, then for the engines: see `_state`, `Engine.changes`."""
+"""What stands for the present supernets, then for the engines: see `_state`."""
 
 _ALIGNMENT = 64
 _RETRIES = 9  # because weights have changed while they were copied
@@ -55,6 +55,10 @@ class Parts(NamedTuple):
     engines: list[Engine]
     supernets: list[Supernet]
 
+    def followed(self) -> list[Any]:
+        """Return what changes, in the order of `States`."""
+        return [*self.supernets, *self.engines]
+
 
 class EngineSnapshot:
     """A runner as other processes need it, and what has changed since they got it. Threads may share it."""
@@ -64,8 +68,6 @@ class EngineSnapshot:
         finder = _Packer()
         finder.pack(runner)
         self._parts = Parts(runner, finder.engines, finder.supernets)
-        for engine in finder.engines:
-            engine.sample  # noqa: B018 - it raises if there is none, and without one no process can warm up
         self._packed: dict[States, tuple[Package, States]] = {}
         self.package()
 
@@ -92,7 +94,7 @@ class EngineSnapshot:
         return states == self._states()
 
     def _states(self) -> States:
-        return (*map(_state, self._parts.supernets), *(engine.changes for engine in self._parts.engines))
+        return tuple(map(_state, self._parts.followed()))
 
     def _pack(self, known: States) -> tuple[Package, States]:
         """Pickle objects of one moment, when the tensors of supernets are in shared memory."""
@@ -105,17 +107,17 @@ class EngineSnapshot:
 
     def _changed(self, known: States, states: States) -> list[tuple[int, Any]]:
         """Return by part an engine's configuration, a supernet's state, or None for changes in place."""
-        _, engines, supernets = self._parts
         changed: list[tuple[int, Any]] = []
-        for part, (former, now) in enumerate(zip(known, states, strict=True)):
+        for number, part in enumerate(self._parts.followed()):
+            former, now = known[number], states[number]
             if former == now:
                 continue
-            if part >= len(supernets):
-                changed.append((part, engines[part - len(supernets)].config))
-            elif former[0] == now[0] and all(map(_segment_of, supernets[part].tensors())):
-                changed.append((part, None))
+            if isinstance(part, Engine):
+                changed.append((number, part.config))
+            elif former[0] == now[0] and all(map(_segment_of, part.tensors())):
+                changed.append((number, None))
             else:
-                changed.append((part, supernets[part].__getstate__()))
+                changed.append((number, part.__getstate__()))
         return changed
 
 
@@ -199,18 +201,22 @@ def unpack(package: Package) -> Any:
 
 def apply(package: Package, parts: Parts) -> None:
     """Follow changes of the parent: engines have other subnets, or supernets other tensors or values."""
-    for part, change in unpack(package):
-        if part >= len(parts.supernets):
-            parts.engines[part - len(parts.supernets)].follow(change)
+    followed = parts.followed()
+    for number, change in unpack(package):
+        part = followed[number]
+        if isinstance(part, Engine):
+            part.follow(change)
         elif change is None:
-            parts.supernets[part].refresh()
+            part.refresh()
         else:
-            parts.supernets[part].__setstate__(change)
+            part.__setstate__(change)
 
 
-def _state(supernet: Supernet) -> tuple[Any, Any]:
-    """Return what differs when tensors are replaced, and what differs when their values change."""
-    generation, rows = supernet.generation, tuple(supernet.norms.rows.values())
+def _state(part: Any) -> Any:
+    """Return what differs when an engine changes; of a supernet, when tensors are replaced, and by values."""
+    if isinstance(part, Engine):
+        return part.changes
+    generation, rows = part.generation, tuple(part.norms.rows.values())
     return (generation.number, rows), (generation.moment(), changes_of(row.flat for row in rows))
 
 
@@ -229,8 +235,6 @@ def _share(supernet: Supernet) -> None:
 
 def _copied(storages: Mapping[int, UntypedStorage]) -> dict[int, UntypedStorage]:
     """Copy storages, by their numbers, into one new segment."""
-    if not storages:
-        return {}
     segment = SharedMemory(sum(storage.nbytes() + _ALIGNMENT for storage in storages.values()))
     _segments[torch.frombuffer(segment, dtype=torch.uint8).data_ptr()] = segment
     copies, offset = {}, 0

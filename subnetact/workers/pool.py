@@ -38,7 +38,7 @@ class ProcessRunner:
     def is_ready(self) -> bool:
         """Whether a batch can run now: the process lives, or a spare takes over."""
         process = self.process
-        return (process is not None and process.ended is None) or self._pool.has_spare()
+        return (process is not None and process.ended is None) or bool(self._pool.ready)
 
     def enter_worker(self, threads: int | None) -> None:  # noqa: ARG002
         """Wait for a process if there is none. A process gets its number of threads when it starts."""
@@ -94,7 +94,7 @@ class ProcessPool:
         self._batch_sizes = tuple(batch_sizes)
         self._changed = threading.Condition()
         self._processes: set[WorkerProcess] = set()  # all that run
-        self._ready: list[WorkerProcess] = []  # those that have nothing to do
+        self.ready: list[WorkerProcess] = []  # those that have nothing to do
         self._waiting: list[Future[WorkerProcess]] = []  # for a process each
         self._starting = 0
         self._closed = False
@@ -116,29 +116,20 @@ class ProcessPool:
         """Return a process as soon as one has nothing to do, or what the start of one raised."""
         taken = Future[WorkerProcess]()
         with self._changed:
-            if (process := self.take_spare()) is not None:
-                taken.set_result(process)
-            elif self._closed:
-                taken.set_exception(EngineError(STOPPED))
-            else:
-                self._waiting.append(taken)
-                self._changed.notify_all()
+            self._waiting.append(taken)
+            self._settle(EngineError(STOPPED) if self._closed else None)
         return taken
 
     def take_spare(self) -> WorkerProcess | None:
         """Return a process that has nothing to do, or None if there is none now."""
         with self._changed:
-            return self._ready.pop(0) if self._ready else None
-
-    def has_spare(self) -> bool:
-        """Return, without the lock, whether a process has nothing to do."""
-        return bool(self._ready)
+            return self.ready.pop(0) if self.ready else None
 
     def close(self) -> None:
         """End all processes, which run no batches any more."""
         with self._changed:
             self._closed = True
-            self._refuse(EngineError(STOPPED))
+            self._settle(EngineError(STOPPED))
             for process in self._processes:
                 process.kill(CLOSED)
         for keeper in self._keepers:
@@ -146,38 +137,28 @@ class ProcessPool:
         for runner in self.runners:
             runner.process = None  # Descriptors and memory are closed with the last reference.
 
-    def _refuse(self, error: Exception) -> None:
-        while self._waiting:
-            self._waiting.pop().set_exception(error)
+    def _settle(self, failure: Exception | None = None) -> None:
+        """Give processes to those who wait, or a failure if there is one; keepers look what is wanted now."""
+        while self._waiting and self.ready:
+            self._waiting.pop(0).set_result(self.ready.pop(0))
+        while self._waiting and failure is not None:
+            self._waiting.pop(0).set_exception(failure)
         self._changed.notify_all()
 
     # -- the keepers' threads ---------------------------------------------------------------------
 
     def _keep(self) -> None:
-        failed = False
-        while self._is_wanted(failed):
+        while not self._closed:
             try:
                 self._run_process()
-                failed = False
             except Exception as error:
                 self._note_failure(error)
-                failed = True
-
-    def _is_wanted(self, failed: bool) -> bool:
-        """Wait until one more is waited for, or nobody waits, so that it is a spare; False at the end."""
-
-        def needed() -> bool:
-            return self._closed or self._starting < len(self._waiting)
-
-        with self._changed:
-            if failed:
-                self._changed.wait_for(needed, PAUSE_S)
-            self._changed.wait_for(lambda: needed() or not self._waiting)
-            self._starting += 1
-            return not self._closed
 
     def _run_process(self) -> None:
         """Start a process, give it away, and wait until it ends; raise why it does not start."""
+        with self._changed:  # A spare starts when nobody waits.
+            self._changed.wait_for(lambda: not self._waiting or self._starting < len(self._waiting))
+            self._starting += 1
         package, states = self.snapshot.package()
         process = WorkerProcess(self._threads)
         with self._changed:
@@ -188,11 +169,8 @@ class ProcessPool:
             process.start(package, states, self._batch_sizes)
             with self._changed:
                 self._starting -= 1
-                if self._waiting:
-                    self._waiting.pop(0).set_result(process)
-                else:
-                    self._ready.append(process)
-                self._changed.notify_all()
+                self.ready.append(process)
+                self._settle()
             process.wait()
             if not (process.is_awaited or self._closed):
                 _log.warning("worker process %d %s", process.pid, process.reason())
@@ -201,10 +179,10 @@ class ProcessPool:
             process.wait()
             with self._changed:
                 self._processes.remove(process)
-                self._ready = [one for one in self._ready if one is not process]
+                self.ready = [one for one in self.ready if one is not process]
 
     def _note_failure(self, error: Exception) -> None:
-        """Tell those who wait why there is no process."""
+        """Tell those who wait why there is no process, and pause unless somebody waits for one again."""
         if not isinstance(error, EngineError):
             failure = EngineError(
                 f"a worker process does not start: {failure_text(error)}; define what the engine needs in a "
@@ -216,4 +194,5 @@ class ProcessPool:
             self._starting -= 1
             if not (self._waiting or self._closed):
                 _log.warning("no spare worker process, next try in %d s: %s", PAUSE_S, error)
-            self._refuse(error)
+            self._settle(error)
+            self._changed.wait_for(lambda: self._closed or self._waiting, PAUSE_S)

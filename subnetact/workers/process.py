@@ -21,9 +21,7 @@ from subnetact.workers.engine_snapshot import Package, States
 from subnetact.workers.memory import BatchMemory, SharedMemory
 
 START_LIMIT_S = 300.0
-_PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from subnetact.workers.child import main; main({channel}, {parent})"
-)
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from subnetact.workers.child import main; main({channel})"
 
 
 class WorkerProcess:
@@ -34,10 +32,10 @@ class WorkerProcess:
         self.is_awaited = True  # whether somebody waits for its answer, and is told how it ends
         self._killed = ""
         self.pipe, theirs = Pipe()
-        facts = {"path": list(map(str, sys.path)), "channel": theirs.fileno(), "parent": os.getpid()}
+        program = _PROGRAM.format(path=list(map(str, sys.path)), channel=theirs.fileno())
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-u", "-c", _PROGRAM.format(**facts)],
+                [sys.executable, "-u", "-X", "faulthandler", "-c", program],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
                 pass_fds=[theirs.fileno()],
@@ -59,11 +57,10 @@ class WorkerProcess:
         """Send the runner, and wait until it is ready; raise what the start raised, or WorkerDied."""
         memories = SharedMemory(1), SharedMemory(1)
         self._requests, self._answers = map(BatchMemory, memories)
-        needs_main = b"__main__" in package.data
-        facts = get_preparation_data("subnetact") if needs_main else {}
+        facts = get_preparation_data("subnetact") if b"__main__" in package.data else {}
         main_program = {name: value for name, value in facts.items() if name.startswith("init_main")}
         arguments = main_program, tuple(batch_sizes), package.data, package.places
-        self._ask("start", arguments, [*memories, *package.segments], START_LIMIT_S)
+        self._ask("start", arguments, [*memories, *package.segments])
         self.states = states
 
     def follow(self, package: Package, states: States) -> None:
@@ -76,27 +73,27 @@ class WorkerProcess:
         layout = self._ask("run", (subnet, batch_size, self._requests.write(inputs)))
         return self._answers.read(layout, copy=True)
 
-    def _ask(
-        self,
-        method: str,
-        arguments: tuple[Any, ...],
-        memories: Sequence[SharedMemory] = (),
-        limit_s: float | None = None,
-    ) -> Any:
+    def _ask(self, method: str, arguments: Any, memories: Sequence[SharedMemory] = ()) -> Any:
+        """Let the process call a method of `child.Worker`; return what that returns, or raise its error."""
         self.is_awaited = True
         try:
             self.pipe.send((method, arguments, list(map(len, memories))))
             for memory in memories:
                 send_handle(self.pipe, memory.descriptor, self.pid)
-            if limit_s is not None and not self.pipe.poll(limit_s):
-                self.kill(f"because it had not started after {limit_s:g} s")
+            if method == "start" and not self.pipe.poll(START_LIMIT_S):
+                self.kill(f"because it had not started after {START_LIMIT_S:g} s")
             answer, failure = self.pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied(f"worker process {self.pid} {self.reason()}") from None
         self.is_awaited = False
-        if failure is not None:
-            raise _error(*failure)
-        return answer
+        if failure is None:
+            return answer
+        data, text = failure
+        try:
+            error = pickle.loads(data)
+        except Exception:  # This process may lack its class.
+            error = RuntimeError(text)
+        raise error
 
     def reason(self) -> str:
         """Return how the process has ended, in words; wait for a moment until that is known."""
@@ -121,12 +118,3 @@ class WorkerProcess:
         # A program that it started may hold the other end of its pipe.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_RDWR)
-
-
-def _error(data: bytes, text: str) -> Exception:
-    """Return the error of a worker process, or its text if it cannot be read here."""
-    try:
-        error: Exception = pickle.loads(data)
-    except Exception:
-        return RuntimeError(text)
-    return error

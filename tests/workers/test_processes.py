@@ -221,7 +221,7 @@ def test_spares_start_after_what_is_waited_for_and_take_over(
         [runner] = pool.runners
         assert made_before == [1], "a spare gives way to what is waited for"
         assert runner.process is made[0]
-        wait_for(pool.has_spare, 60)
+        wait_for(lambda: bool(pool.ready), 60)
         assert len(made) == 2
         held.clear()
         made[0].kill("by this test")
@@ -487,7 +487,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path, digits: Sup
         Batcher(tmp_path / "gone", policy=Fixed(TABLE, 0), slo_ms=36.0, process=True)
     specs = list(engine_of(digits).specs)
     blind = Engine(digits, specs)
-    with pytest.raises(InvalidRequest, match="example="):
+    with pytest.raises(EngineError, match=r"does not start.*example="):
         ProcessPool(blind, 1, threads=1, batch_sizes=(1,), spares=0)
     digits.share_memory()
     shared = Engine(digits, specs, example=EXAMPLE[None])
