@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -211,11 +212,13 @@ def test_spares_start_after_what_is_waited_for_and_take_over(
     made_before: list[int] = []
 
     def release() -> None:
+        wait_for(lambda: bool(made))
+        time.sleep(0.2)  # in which another one would be made
         made_before.append(len(made))
         held.set()
 
     held.clear()
-    threading.Timer(0.5, release).start()
+    threading.Thread(target=release).start()
     pool = ProcessPool(CommandRunner(tmp_path), 1, threads=1, batch_sizes=(1,), spares=1)
     try:
         [runner] = pool.runners
