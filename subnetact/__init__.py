@@ -54,7 +54,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     spec              86    37      8
     space            344   163      6
     operators       2213   739     18
-    supernet        2934   837      5
+    supernet        2934   838      5
     insertion       4077   876     12
     ofa_adapters    2482   490      7
     digits           136    18      7
@@ -63,7 +63,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     training        1337   327      4
     elastic          846   175      1
     engine          2246   624      5
-    workers          715    94      0
+    workers          560    96      0
     costs            286    65      4
     nas              558   196      6
     profile         1240   234      1
@@ -73,11 +73,11 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     demo             289    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1876   388      7
-    loadtest         280    57      0
+    serve           1881   388      7
+    loadtest         281    57      0
     cluster          460   117      3
     __main__          17     2      0
-    all            32561  8923    224
+    all            32412  8926    224
 
 The README has a glossary of the words that are used here.
 """

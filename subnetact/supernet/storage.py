@@ -12,7 +12,7 @@ from subnetact.operators.tensor_version import storage_id
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Move the tensors of a network to copies of their storage, as `exchange_storage_` does."""
-    tensors = [t for t in (*network.parameters(), *network.buffers()) if _movable(t)]
+    tensors = [t for t in (*network.parameters(), *network.buffers()) if is_movable(t)]
     storages = {storage_id(t): t.untyped_storage() for t in tensors}
     copies = {number: storage.clone() for number, storage in storages.items()}  # type: ignore[no-untyped-call]
     return exchange_storage_(tensors, copies)
@@ -24,7 +24,7 @@ def exchange_storage_(
     """Move tensors, by the `storage_id` of their storage; return each with one on its former storage."""
     with torch.inference_mode(False), torch.no_grad():
         moved = []
-        for tensor in {id(t): t for t in tensors if _movable(t) and storage_id(t) in storages}.values():
+        for tensor in {id(t): t for t in tensors if is_movable(t) and storage_id(t) in storages}.values():
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             place = tensor.storage_offset(), tensor.size(), tensor.stride()
             moved.append((tensor, tensor.data, empty.set_(storages[storage_id(tensor)], *place)))
@@ -33,7 +33,8 @@ def exchange_storage_(
     return [(tensor, former) for tensor, former, _ in moved]
 
 
-def _movable(tensor: Tensor) -> bool:
+def is_movable(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be given other storage."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False
     shared = tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()

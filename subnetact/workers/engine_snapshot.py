@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import cache
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -25,24 +23,29 @@ from torch.storage import TypedStorage, UntypedStorage
 from subnetact.engine.engine import Engine
 from subnetact.errors import EngineError, StaleWeights, SubnetActError, failure_text
 from subnetact.files.fork import new_lock
-from subnetact.operators.tensor_version import storage_id
+from subnetact.operators.tensor_version import changes_of, storage_id
+from subnetact.supernet.storage import is_movable
 from subnetact.supernet.supernet import Supernet
-from subnetact.workers.memory import ALIGNMENT, SharedMemory
+from subnetact.workers.memory import SharedMemory
 
 States = tuple[Any, ...]
-"""What stands for the present supernets, then for the engines: see `_Followed.state`, `Engine.changes`."""
+"""What stands for the present supernets, then for the engines: see `_state`."""
 
-_version = attrgetter("_version")
-_TRIES = 10  # to copy weights again because they changed meanwhile
+_ALIGNMENT = 64
+_RETRIES = 9  # because weights have changed while they were copied
 _segments: WeakValueDictionary[int, SharedMemory] = WeakValueDictionary()
 """All shared memory of weights of this process, by its address; the tensors in it keep it."""
 
 
 class Package(NamedTuple):
-    """Pickled objects on their way to another process; tensors in them are addresses in numbered segments."""
+    """Pickled objects on their way to another process, and where the storages of their tensors are.
+
+    A place is the position of a segment, and the offset and the size there, in bytes.
+    """
 
     data: bytes
-    segments: Mapping[int, SharedMemory]
+    places: Mapping[int, tuple[int, int, int]]
+    segments: Sequence[SharedMemory]
 
 
 class Parts(NamedTuple):
@@ -52,6 +55,10 @@ class Parts(NamedTuple):
     engines: list[Engine]
     supernets: list[Supernet]
 
+    def followed(self) -> list[Any]:
+        """Return what changes, in the order of `States`."""
+        return [*self.supernets, *self.engines]
+
 
 class EngineSnapshot:
     """A runner as other processes need it, and what has changed since they got it. Threads may share it."""
@@ -59,11 +66,8 @@ class EngineSnapshot:
     def __init__(self, runner: Any) -> None:
         self._lock = new_lock(RLock)
         finder = _Packer()
-        _dump(finder, runner, runner)
+        finder.pack(runner)
         self._parts = Parts(runner, finder.engines, finder.supernets)
-        for engine in finder.engines:
-            engine.sample  # noqa: B018 - it raises if there is none, and without one no process can warm up
-        self._followed = [_Followed(supernet) for supernet in finder.supernets]
         self._packed: dict[States, tuple[Package, States]] = {}
         self.package()
 
@@ -72,10 +76,17 @@ class EngineSnapshot:
 
         Without states, return the whole `Parts`, for a new process.
         """
-        with self._lock:
+        with self._lock, ExitStack() as stack:
             if known not in self._packed or not self.is_current(self._packed[known][1]):
                 self._packed = {of: one for of, one in self._packed.items() if self.is_current(one[1])}
-                self._packed[known] = self._pack(known)
+                for supernet in self._parts.supernets:
+                    stack.enter_context(supernet.generation.lock)
+                for _ in range(_RETRIES):
+                    with suppress(StaleWeights):
+                        self._packed[known] = self._pack(known)
+                        break
+                else:
+                    self._packed[known] = self._pack(known)
             return self._packed[known]
 
     def is_current(self, states: States) -> bool:
@@ -83,89 +94,57 @@ class EngineSnapshot:
         return states == self._states()
 
     def _states(self) -> States:
-        with self._lock:
-            return (*(f.state() for f in self._followed), *(engine.changes for engine in self._parts.engines))
-
-    def _changed(self, known: States) -> list[tuple[int, Any]]:
-        """Return by part an engine's configuration, a supernet's state, or None for changes in place."""
-        _, engines, supernets = self._parts
-        changed: list[tuple[int, Any]] = []
-        for part, (former, now) in enumerate(zip(known, self._states(), strict=True)):
-            if former == now:
-                continue
-            if part >= len(supernets):
-                changed.append((part, engines[part - len(supernets)].config))
-            elif former[0] == now[0] and all(map(_segment_of, supernets[part].tensors())):
-                changed.append((part, None))
-            else:
-                changed.append((part, supernets[part].__getstate__()))
-        return changed
+        return tuple(map(_state, self._parts.followed()))
 
     def _pack(self, known: States) -> tuple[Package, States]:
         """Pickle objects of one moment, when the tensors of supernets are in shared memory."""
-        supernets, moved = self._parts.supernets, False
-        with ExitStack() as stack:
-            for supernet in supernets:
-                stack.enter_context(supernet.generation.lock)
-            for _ in range(_TRIES):
-                packer, states = _Packer(), self._states()
-                try:
-                    data = _dump(packer, self._changed(known) if known else self._parts, self._parts.runner)
-                except StaleWeights:
-                    continue
-                placed = packer.finish()
-                outside = [s for s in supernets if not placed.keys().isdisjoint(map(storage_id, s.tensors()))]
-                unchanged = self._states() == states
-                if not outside or (moved and unchanged):  # Some tensors may have to stay where they are.
-                    return Package(data, packer.segments), states
-                if unchanged:
-                    for supernet in outside:
-                        supernet.exchange_storage(placed)
-                    moved = True
-        raise StaleWeights(
-            "the weights are changed in place faster than they can be copied to the memory that worker "
-            "processes share; start the processes between two steps of the training"
-        )
+        for supernet in self._parts.supernets:
+            _share(supernet)
+        states = self._states()
+        packer = _Packer()
+        packer.pack(self._changed(known, states) if known else self._parts)
+        return packer.package(), states
 
-
-class _Followed:
-    """A supernet, and how often its tensors were seen to be other ones."""
-
-    def __init__(self, supernet: Supernet) -> None:
-        self._supernet = supernet
-        self._seen: tuple[Any, Any] = None, None
-        self._count = 0
-
-    def state(self) -> tuple[int, int]:
-        """Return a number that grows when tensors are replaced, and one that grows as values change."""
-        number, rows = self._supernet.generation.number, self._supernet.norms.rows
-        if number != self._seen[0] or rows is not self._seen[1]:
-            self._seen = number, rows
-            self._tensors = [t for t in self._supernet.tensors() if not t.is_inference()]
-            self._count += 1
-        return self._count, sum(map(_version, self._tensors))
+    def _changed(self, known: States, states: States) -> list[tuple[int, Any]]:
+        """Return by part an engine's configuration, a supernet's state, or None for changes in place."""
+        changed: list[tuple[int, Any]] = []
+        for number, part in enumerate(self._parts.followed()):
+            former, now = known[number], states[number]
+            if former == now:
+                continue
+            if isinstance(part, Engine):
+                changed.append((number, part.config))
+            elif former[0] == now[0] and all(map(_segment_of, part.tensors())):
+                changed.append((number, None))
+            else:
+                changed.append((number, part.__getstate__()))
+        return changed
 
 
 class _Packer(pickle.Pickler):
-    """Pickles objects, and plans one segment for the tensors that are in none; it finds engines as well."""
+    """Pickles objects with numbers for the storages of tensors; it finds engines and supernets as well."""
 
     def __init__(self) -> None:
-        self.file = io.BytesIO()
         self.engines: list[Engine] = []
         self.supernets: list[Supernet] = []
-        self.segments: dict[int, SharedMemory] = {}
-        self._new: dict[int, tuple[UntypedStorage, int]] = {}
-        self._size = 0
-        super().__init__(self.file, protocol=5)
+        self._storages: dict[int, UntypedStorage] = {}
+        self._file = io.BytesIO()
+        super().__init__(self._file, protocol=5)
 
     def persistent_id(self, value: Any) -> Any:
-        """Return the address of a storage on the CPU, and None for all other objects."""
+        """Return the number of a storage on the CPU, and None for all other objects."""
         if not isinstance(value, TypedStorage):
             return None
         storage = value._untyped_storage
         if storage.device.type != "cpu" or not storage.nbytes():
             return None
-        return value.dtype, *self._address(storage), storage.nbytes()
+        if storage.is_shared() and not _segment_of(storage):
+            raise EngineError(
+                "a tensor is in shared memory already (share_memory_()), where other processes may change "
+                "it; give the engine weights of its own, for example by supernet.load_state_dict on a copy"
+            )
+        self._storages[storage._cdata] = storage
+        return value.dtype, storage._cdata
 
     def reducer_override(self, value: Any) -> Any:
         """Take engines apart, and send tensors on a GPU as handles of CUDA (not seen on hardware yet)."""
@@ -178,44 +157,42 @@ class _Packer(pickle.Pickler):
             return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
         return NotImplemented
 
-    def _address(self, storage: UntypedStorage) -> tuple[int, int]:
-        """Return a segment, 0 for the planned one, and the offset there."""
-        number = _segment_of(storage)
-        if number:
-            self.segments[number] = _segments[number]
-            return number, storage.data_ptr() - number
-        if storage.is_shared():
+    def pack(self, objects: Any) -> None:
+        """Pickle objects."""
+        try:
+            self.dump(objects)
+        except SubnetActError:
+            raise
+        except Exception as error:
             raise EngineError(
-                "a tensor is in shared memory already (share_memory_()), where other processes may change "
-                "it; give the engine weights of its own, for example by supernet.load_state_dict on a copy"
-            )
-        if storage._cdata not in self._new:
-            self._new[storage._cdata] = storage, self._size
-            self._size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        return 0, self._new[storage._cdata][1]
+                f"engine: it cannot be sent to a worker process: {failure_text(error)}; define its classes "
+                "and functions at the top of a module (not as a lambda, nor inside a function), or run "
+                "threads: process=False"
+            ) from error
 
-    def finish(self) -> dict[int, UntypedStorage]:
-        """Copy the new tensors into a segment, and return their storage there by `storage_id`."""
-        placed: dict[int, UntypedStorage] = {}
-        if self._new:
-            segment = self.segments[0] = SharedMemory(self._size)
-            _segments[torch.frombuffer(segment, dtype=torch.uint8).data_ptr()] = segment
-            for number, (storage, offset) in self._new.items():
-                placed[number] = _storage(segment, offset, storage.nbytes()).copy_(storage)
-        return placed
+    def package(self) -> Package:
+        """Return what was pickled; storages that are in no segment are copied to a new one."""
+        outside = {number: one for number, one in self._storages.items() if not _segment_of(one)}
+        storages = self._storages | _copied(outside)
+        bases = list(dict.fromkeys(map(_segment_of, storages.values())))
+        places = {}
+        for number, storage in storages.items():
+            base = _segment_of(storage)
+            places[number] = bases.index(base), storage.data_ptr() - base, storage.nbytes()
+        return Package(self._file.getvalue(), places, [_segments[base] for base in bases])
 
 
 def unpack(package: Package) -> Any:
     """Return the objects of a package, in the process that it was sent to."""
-
-    @cache  # Tensors that share a storage do so there as well.
-    def storage(number: int, *place: int) -> UntypedStorage:
-        return _storage(package.segments[number], *place)
+    storages = {
+        number: _storage(package.segments[segment], offset, size)
+        for number, (segment, offset, size) in package.places.items()
+    }
 
     def load(address: Any) -> Any:
-        dtype, *place = address
+        dtype, number = address
         make: Any = TypedStorage
-        return make(wrap_storage=storage(*place), dtype=dtype, _internal=True)
+        return make(wrap_storage=storages[number], dtype=dtype, _internal=True)
 
     unpickler: Any = pickle.Unpickler(io.BytesIO(package.data))
     unpickler.persistent_load = load
@@ -224,13 +201,47 @@ def unpack(package: Package) -> Any:
 
 def apply(package: Package, parts: Parts) -> None:
     """Follow changes of the parent: engines have other subnets, or supernets other tensors or values."""
-    for part, change in unpack(package):
-        if part >= len(parts.supernets):
-            parts.engines[part - len(parts.supernets)].follow(change)
+    followed = parts.followed()
+    for number, change in unpack(package):
+        part = followed[number]
+        if isinstance(part, Engine):
+            part.follow(change)
         elif change is None:
-            parts.supernets[part].refresh()
+            part.refresh()
         else:
-            parts.supernets[part].__setstate__(change)
+            part.__setstate__(change)
+
+
+def _state(part: Any) -> Any:
+    """Return what differs when an engine changes; of a supernet, when tensors are replaced, and by values."""
+    if isinstance(part, Engine):
+        return part.changes
+    generation, rows = part.generation, tuple(part.norms.rows.values())
+    return (generation.number, rows), (generation.moment(), changes_of(row.flat for row in rows))
+
+
+def _share(supernet: Supernet) -> None:
+    """Move weights and statistics that are in no segment to a new one."""
+    outside = {
+        storage_id(tensor): tensor.untyped_storage()
+        for tensor in supernet.tensors()
+        if tensor.device.type == "cpu" and tensor.numel() and is_movable(tensor) and not _segment_of(tensor)
+    }
+    if outside:
+        with supernet.generation.unchanged():
+            copies = _copied(outside)
+        supernet.exchange_storage(copies)
+
+
+def _copied(storages: Mapping[int, UntypedStorage]) -> dict[int, UntypedStorage]:
+    """Copy storages, by their numbers, into one new segment."""
+    segment = SharedMemory(sum(storage.nbytes() + _ALIGNMENT for storage in storages.values()))
+    _segments[torch.frombuffer(segment, dtype=torch.uint8).data_ptr()] = segment
+    copies, offset = {}, 0
+    for number, storage in storages.items():
+        copies[number] = _storage(segment, offset, storage.nbytes()).copy_(storage)
+        offset += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+    return copies
 
 
 def _segment_of(of: Tensor | UntypedStorage) -> int:
@@ -241,17 +252,3 @@ def _segment_of(of: Tensor | UntypedStorage) -> int:
 
 def _storage(segment: SharedMemory, offset: int, size: int) -> UntypedStorage:
     return torch.frombuffer(segment, dtype=torch.uint8, count=size, offset=offset).untyped_storage()
-
-
-def _dump(packer: _Packer, objects: Any, runner: Any) -> bytes:
-    try:
-        packer.dump(objects)
-    except SubnetActError:
-        raise
-    except Exception as error:
-        raise EngineError(
-            f"engine: {type(runner).__name__} cannot be sent to a worker process: {failure_text(error)}; "
-            "define its classes and functions at the top of a module (not as a lambda, nor inside a "
-            "function), or run threads: process=False"
-        ) from error
-    return packer.file.getvalue()

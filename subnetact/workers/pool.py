@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from subnetact.errors import EngineError, WorkerDied
+from subnetact.errors import EngineError, WorkerDied, failure_text
 from subnetact.workers import child
 from subnetact.workers.engine_snapshot import EngineSnapshot
 from subnetact.workers.process import WorkerProcess
 
-START_LIMIT_S = 300.0
-STOP_LIMIT_S = 5.0
-TICK_S = 0.05
-NICENESS = 5
 PAUSE_S = 30.0  # until a process that nobody waits for is started again, after one did not start
 STOPPED = "the worker processes were stopped; open another batcher"
+CLOSED = "because its batcher was closed"
 _log = logging.getLogger("subnetact.workers")
 
 
 class ProcessRunner:
     """The runner of one worker of a batcher: it runs batches in a process, and takes another if that dies."""
 
-    def __init__(self, pool: ProcessPool, process: WorkerProcess) -> None:
+    def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool
-        self.process: WorkerProcess | None = process
+        self.process: WorkerProcess | None = None
 
     @property
     def pid(self) -> int | None:
@@ -43,14 +38,14 @@ class ProcessRunner:
     def is_ready(self) -> bool:
         """Whether a batch can run now: the process lives, or a spare takes over."""
         process = self.process
-        return (process is not None and process.ended is None) or self._pool.has_spare()
+        return (process is not None and process.ended is None) or bool(self._pool.ready)
 
     def enter_worker(self, threads: int | None) -> None:  # noqa: ARG002
         """Wait for a process if there is none. A process gets its number of threads when it starts."""
         if self.process is None or self.process.ended is not None:
-            self.process = self._pool.take()
+            self.process = self._pool.take().result()
 
-    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Any:
         """Run one batch in the process, after everything that has changed in the parent's runner."""
         process = self.process
         if process is not None and process.ended is not None:
@@ -77,9 +72,9 @@ class ProcessRunner:
 class ProcessPool:
     """Worker processes of one runner, and spares that take over at once when one dies.
 
-    A thread starts the processes, each as a new interpreter (a fork would copy locks that other threads hold,
-    and CUDA contexts that do not work there), and notices when one ends. A start takes 2 s of CPU time, 1.2 s
-    of them for importing torch: spares hide that.
+    A thread per process starts it as a new interpreter (a fork would copy locks that other threads hold, and
+    CUDA contexts that do not work there), waits until it ends, and starts the next one. A start takes 2 s of
+    CPU time, 1.2 s of them for importing torch: spares hide that.
     """
 
     def __init__(
@@ -94,148 +89,110 @@ class ProcessPool:
                 '"__main__":`, or define the classes in a module'
             )
         self.snapshot = EngineSnapshot(runner)
+        self.runners = [ProcessRunner(self) for _ in range(workers)]
         self._threads = torch.get_num_threads() if threads is None else threads
         self._batch_sizes = tuple(batch_sizes)
-        self._workers, self._spares = workers, spares
-        self._lock = threading.RLock()
-        self._starting: dict[WorkerProcess, float] = {}
-        self._ready: list[WorkerProcess] = []
-        self._serving: set[WorkerProcess] = set()
-        first = [Future[WorkerProcess]() for _ in range(workers)]
-        self._waiting = list(first)  # for a process each
-        self.runners: list[ProcessRunner] = []
-        self._next_start = 0.0
-        self._closed = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="subnetact-worker-processes", daemon=True)
-        self._keeper.start()
+        self._changed = threading.Condition()
+        self._processes: set[WorkerProcess] = set()  # all that run
+        self.ready: list[WorkerProcess] = []  # those that have nothing to do
+        self._waiting: list[Future[WorkerProcess]] = []  # for a process each
+        self._starting = 0
+        self._closed = False
+        first = [self.take() for _ in self.runners]
+        self._keepers = [
+            threading.Thread(target=self._keep, name="subnetact-worker-process", daemon=True)
+            for _ in range(workers + spares)
+        ]
+        for keeper in self._keepers:
+            keeper.start()
         try:
-            for waiting in first:
-                self.runners.append(ProcessRunner(self, waiting.result()))
+            for one, process in zip(self.runners, first, strict=True):
+                one.process = process.result()
         except BaseException:
             self.close()
             raise
 
-    def take(self) -> WorkerProcess:
-        """Wait for a process that has nothing to do; raise what the runner raised while it started."""
-        with self._lock:
-            if (process := self.take_spare()) is not None:
-                return process
-            if self._closed.is_set():
-                raise EngineError(STOPPED)
-            waiting = Future[WorkerProcess]()
-            self._waiting.append(waiting)
-        return waiting.result()
+    def take(self) -> Future[WorkerProcess]:
+        """Return a process as soon as one has nothing to do, or what the start of one raised."""
+        taken = Future[WorkerProcess]()
+        with self._changed:
+            self._waiting.append(taken)
+            self._settle(EngineError(STOPPED) if self._closed else None)
+        return taken
 
     def take_spare(self) -> WorkerProcess | None:
         """Return a process that has nothing to do, or None if there is none now."""
-        with self._lock:
-            while self._ready:
-                process = self._ready.pop(0)
-                if process.ended is None:
-                    self._serving.add(process)
-                    return process
-        return None
-
-    def has_spare(self) -> bool:
-        """Return, without the lock, whether a process lives that has nothing to do."""
-        return any(process.ended is None for process in list(self._ready))
+        with self._changed:
+            return self.ready.pop(0) if self.ready else None
 
     def close(self) -> None:
-        """End all processes: those that run a batch are given a few seconds to finish it."""
-        self._closed.set()
-        if threading.current_thread() is not self._keeper:
-            self._keeper.join()
+        """End all processes, which run no batches any more."""
+        with self._changed:
+            self._closed = True
+            self._settle(EngineError(STOPPED))
+            for process in self._processes:
+                process.kill(CLOSED)
+        for keeper in self._keepers:
+            keeper.join()
+        for runner in self.runners:
+            runner.process = None  # Descriptors and memory are closed with the last reference.
 
-    # -- the keeper's thread ----------------------------------------------------------------------
+    def _settle(self, failure: Exception | None = None) -> None:
+        """Give processes to those who wait, or a failure if there is one; keepers look what is wanted now."""
+        while self._waiting and self.ready:
+            self._waiting.pop(0).set_result(self.ready.pop(0))
+        while self._waiting and failure is not None:
+            self._waiting.pop(0).set_exception(failure)
+        self._changed.notify_all()
+
+    # -- the keepers' threads ---------------------------------------------------------------------
 
     def _keep(self) -> None:
-        # Processes inherit this until they ignore these signals.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        while True:
+        while not self._closed:
             try:
-                self._start_missing()
-                self._look()
-            except Exception:
-                _log.exception("the worker processes are kept although an error was raised")
-            if self._closed.wait(TICK_S):
-                break
-        self._end_all()
-
-    def _start_missing(self) -> None:
-        with self._lock:
-            missing = self._workers - len(self._ready) - len(self._serving)
-            niceness = 0
-            if missing > 0:  # A spare that is just starting gives way to others, so it is no replacement.
-                missing -= sum(not process.niceness for process in self._starting)
-            elif not self._waiting:  # Spares do not slow down the start of what is waited for.
-                missing, niceness = missing + self._spares - len(self._starting), NICENESS
-            if not self._waiting and time.monotonic() < self._next_start:
-                return
-        for _ in range(missing):
-            try:
-                package, states = self.snapshot.package()
-                process = WorkerProcess(package, states, self._threads, niceness, self._batch_sizes)
+                self._run_process()
             except Exception as error:
-                self._fail(error)
-                return
-            self._starting[process] = time.monotonic() + START_LIMIT_S
+                self._note_failure(error)
 
-    def _look(self) -> None:
-        """See which processes have started or ended."""
-        for process, limit in list(self._starting.items()):
-            if process.pipe.poll():
-                self._note_start(process)
-            elif time.monotonic() > limit:
-                process.kill(f"because it had not started after {START_LIMIT_S:g} s")
-        for process in (*self._starting, *self._ready, *self._serving):
-            if process.ended is not None:
-                process.stop()  # A program that it started may hold the other end of its pipe.
-                if process not in self._starting:  # Whoever starts one reads its message, or that it ended.
-                    with self._lock:
-                        self._ready = [one for one in self._ready if one is not process]
-                        self._serving.discard(process)
-                    if not process.is_awaited:
-                        _log.warning("worker process %d %s", process.pid, process.reason())
-
-    def _note_start(self, process: WorkerProcess) -> None:
-        """Give a process that has started to whoever waits first, or keep it as a spare."""
-        del self._starting[process]
+    def _run_process(self) -> None:
+        """Start a process, give it away, and wait until it ends; raise why it does not start."""
+        with self._changed:  # A spare starts when nobody waits.
+            self._changed.wait_for(lambda: not self._waiting or self._starting < len(self._waiting))
+            self._starting += 1
+        package, states = self.snapshot.package()
+        process = WorkerProcess(self._threads)
+        with self._changed:
+            self._processes.add(process)
+            if self._closed:
+                process.kill(CLOSED)
         try:
-            process.wait_until_ready()
-        except Exception as error:
-            self._serving.add(process)  # until it has ended
+            process.start(package, states, self._batch_sizes)
+            with self._changed:
+                self._starting -= 1
+                self.ready.append(process)
+                self._settle()
+            process.wait()
+            if not (process.is_awaited or self._closed):
+                _log.warning("worker process %d %s", process.pid, process.reason())
+        finally:
             process.kill("because it does not start")
-            self._fail(error)
-            return
-        with self._lock:
-            self._next_start = 0.0
-            self._ready.append(process)
-            if self._waiting and (spare := self.take_spare()) is not None:
-                self._waiting.pop(0).set_result(spare)
+            process.wait()
+            with self._changed:
+                self._processes.remove(process)
+                self.ready = [one for one in self.ready if one is not process]
 
-    def _fail(self, error: Exception) -> None:
-        """Tell those who wait why there is no process."""
-        with self._lock:
-            self._next_start = time.monotonic() + PAUSE_S
-            if not self._waiting:
-                _log.warning("a spare worker process does not start, next try in %d s: %s", PAUSE_S, error)
-            while self._waiting:
-                self._waiting.pop().set_exception(error)
-
-    def _end_all(self) -> None:
-        with self._lock:
-            if self._waiting:
-                self._fail(EngineError(STOPPED))
-        everyone = [*self._starting, *self._ready, *self._serving]
-        for process in everyone:
-            process.stop()
-        limit = time.monotonic() + STOP_LIMIT_S
-        for process in everyone:
-            if process in self._starting:
-                process.kill("because its batcher was closed")
-            process.wait(max(0.0, limit - time.monotonic()))
-        with self._lock:
-            for runner in self.runners:
-                runner.process = None  # Descriptors and memory are closed with the last reference.
-            for processes in (self._starting, self._ready, self._serving):
-                processes.clear()
+    def _note_failure(self, error: Exception) -> None:
+        """Tell those who wait why there is no process, and pause unless somebody waits for one again."""
+        if not isinstance(error, EngineError):
+            failure = EngineError(
+                f"a worker process does not start: {failure_text(error)}; define what the engine needs in a "
+                "module, or run threads: process=False"
+            )
+            failure.__cause__ = error
+            error = failure
+        with self._changed:
+            self._starting -= 1
+            if not (self._waiting or self._closed):
+                _log.warning("no spare worker process, next try in %d s: %s", PAUSE_S, error)
+            self._settle(error)
+            self._changed.wait_for(lambda: self._closed or self._waiting, PAUSE_S)

@@ -12,99 +12,88 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 from multiprocessing.reduction import send_handle
-from multiprocessing.spawn import get_executable, get_preparation_data
+from multiprocessing.spawn import get_preparation_data
 from typing import Any
 
-from subnetact.errors import EngineError, WorkerDied, failure_text
+from subnetact.errors import WorkerDied
 from subnetact.files.fork import hear_of_forks
-from subnetact.workers.child import CHANGE, FAILED, RUN
 from subnetact.workers.engine_snapshot import Package, States
-from subnetact.workers.memory import BatchMemory, SharedMemory, new_file
+from subnetact.workers.memory import BatchMemory, SharedMemory
 
-_PROGRAM = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from subnetact.workers.child import main; main()"
-)
+START_LIMIT_S = 300.0
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from subnetact.workers.child import main; main({channel})"
 
 
 class WorkerProcess:
     """A process that runs batches, one at a time; Linux ends it with the thread that made this object."""
 
-    def __init__(
-        self, package: Package, states: States, threads: int, niceness: int, batch_sizes: Sequence[int]
-    ) -> None:
-        self.states, self.niceness = states, niceness
+    def __init__(self, threads: int) -> None:
+        self.states: States = ()
         self.is_awaited = True  # whether somebody waits for its answer, and is told how it ends
         self._killed = ""
-        self._requests, self._answers = (BatchMemory(SharedMemory(1)) for _ in range(2))
-        memories = [self._requests.memory, self._answers.memory, *package.segments.values()]
         self.pipe, theirs = Pipe()
-        sent = pickle.dumps((self._requests, self._answers, package))
-        main_program = _main_program(package.data)
-        content = (theirs.fileno(), os.getpid(), threads, niceness, tuple(batch_sizes), main_program, sent)
-        try:
-            with theirs, os.fdopen(new_file(), "w+b") as written:
-                written.write(pickle.dumps(list(sys.path)) + pickle.dumps(content))
-                written.seek(0)
-                self._popen = subprocess.Popen(
-                    [os.fsdecode(get_executable()), "-c", _PROGRAM],
-                    stdin=written,
-                    env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
-                    pass_fds=[theirs.fileno(), *(m.descriptor for m in memories)],
-                )
-        except (OSError, TypeError) as error:
-            self.pipe.close()
-            raise EngineError(
-                f"a worker process cannot be started: {error}; run threads instead: process=False"
-            ) from error
+        program = _PROGRAM.format(path=list(map(str, sys.path)), channel=theirs.fileno())
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-u", "-X", "faulthandler", "-c", program],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the parent alone.
+            )
         self.pid = self._popen.pid
         hear_of_forks(self)
 
     def note_fork(self) -> None:
         """Close what is shared with a process: it would look alive as long as the forked process lives."""
         self.pipe.close()
-        for memory in (self._requests.memory, self._answers.memory):
-            memory.close_descriptor()
 
     @property
     def ended(self) -> int | None:
         """How the process has ended, as `subprocess.Popen.returncode`."""
         return self._popen.poll()
 
-    def wait_until_ready(self) -> None:
-        """Read the first message, in the thread that started the process; raise what the start raised."""
-        try:
-            answer = self.pipe.recv_bytes()
-        except (EOFError, OSError):
-            self.wait(2.0)
-            raise EngineError(f"a worker process {self.reason()} while it started") from None
-        _content(answer)
-        self.is_awaited = False
-
-    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
-        """Run one batch; raise what the runner raised, or WorkerDied."""
-        layout = self._requests.write(inputs)
-        answer = self._ask(RUN + pickle.dumps((subnet, batch_size, layout)))
-        return self._answers.read(answer, copy=True)
+    def start(self, package: Package, states: States, batch_sizes: Sequence[int]) -> None:
+        """Send the runner, and wait until it is ready; raise what the start raised, or WorkerDied."""
+        memories = SharedMemory(1), SharedMemory(1)
+        self._requests, self._answers = map(BatchMemory, memories)
+        facts = get_preparation_data("subnetact") if b"__main__" in package.data else {}
+        main_program = {name: value for name, value in facts.items() if name.startswith("init_main")}
+        arguments = main_program, tuple(batch_sizes), package.data, package.places
+        self._ask("start", arguments, [*memories, *package.segments])
+        self.states = states
 
     def follow(self, package: Package, states: States) -> None:
         """Apply changes of the runner; a process in which one fails ends."""
-        sizes = {number: len(segment) for number, segment in package.segments.items()}
-        content = pickle.dumps((package.data, sizes))
-        self._ask(CHANGE + content, [segment.descriptor for segment in package.segments.values()])
+        self._ask("follow", (package.data, package.places), package.segments)
         self.states = states
 
-    def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> bytes:
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Any:
+        """Run one batch; raise what the runner raised, or WorkerDied."""
+        layout = self._ask("run", (subnet, batch_size, self._requests.write(inputs)))
+        return self._answers.read(layout, copy=True)
+
+    def _ask(self, method: str, arguments: Any, memories: Sequence[SharedMemory] = ()) -> Any:
+        """Let the process call a method of `child.Worker`; return what that returns, or raise its error."""
         self.is_awaited = True
         try:
-            self.pipe.send_bytes(message)
-            for descriptor in descriptors:
-                send_handle(self.pipe, descriptor, self.pid)
-            answer = self.pipe.recv_bytes()
+            self.pipe.send((method, arguments, list(map(len, memories))))
+            for memory in memories:
+                send_handle(self.pipe, memory.descriptor, self.pid)
+            if method == "start" and not self.pipe.poll(START_LIMIT_S):
+                self.kill(f"because it had not started after {START_LIMIT_S:g} s")
+            answer, failure = self.pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied(f"worker process {self.pid} {self.reason()}") from None
         self.is_awaited = False
-        return _content(answer)
+        if failure is None:
+            return answer
+        data, text = failure
+        try:
+            error = pickle.loads(data)
+        except Exception:  # This process may lack its class.
+            error = RuntimeError(text)
+        raise error
 
     def reason(self) -> str:
         """Return how the process has ended, in words; wait for a moment until that is known."""
@@ -123,41 +112,9 @@ class WorkerProcess:
             self._killed = f"was killed {why}"
             self._popen.kill()
 
-    def stop(self) -> None:
-        """Let the process end when it has finished its batch, and nobody wait for one that has ended."""
+    def wait(self) -> None:
+        """Wait until the process has ended, and end the wait for its answer, if there is one."""
+        self._popen.wait()
+        # A program that it started may hold the other end of its pipe.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as pipe:
-            pipe.shutdown(socket.SHUT_RDWR)  # The other end may have closed it.
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended, and kill it after the timeout."""
-        try:
-            self._popen.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill("because it did not end")
-            self._popen.wait()
-
-
-def _main_program(data: bytes) -> dict[str, Any]:
-    """Return how a worker process finds the classes that the main program defines, if the data need it."""
-    facts = get_preparation_data("subnetact") if b"__main__" in data else {"init_main": None}
-    found = {name: value for name, value in facts.items() if name.startswith("init_main")}
-    if not found:
-        raise EngineError(
-            "the engine needs a class or function of the interactive session, which a worker process does "
-            "not have; define it in a module"
-        )
-    return found
-
-
-def _content(answer: bytes) -> bytes:
-    """Return what an answer has behind its first byte, or raise the error that it is."""
-    if answer[:1] != FAILED:
-        return answer[1:]
-    try:
-        error = pickle.loads(answer[1:])
-    except Exception as failure:
-        text = failure_text(failure)
-        raise RuntimeError(f"a worker process failed, and its error cannot be read here: {text}") from None
-    if not isinstance(error, Exception):
-        raise EngineError(f"in a worker process: {failure_text(error)}") from error
-    raise error
+            pipe.shutdown(socket.SHUT_RDWR)

@@ -53,6 +53,19 @@ def test_blueprints_of_one_supernet_share_its_memory(engine: Engine) -> None:
         assert torch.equal(runner(BATCHES[0], 0), engine(BATCHES[0], 0))
 
 
+def test_weights_that_cannot_move_are_sent_from_where_they_are() -> None:
+    with torch.inference_mode():
+        supernet = supernet_of(pretrained())
+    supernet.adopt_statistics()
+    engine = Engine(supernet, [supernet.space.largest()], example=BATCHES[0][:1], memory_budget_mb=0)
+    EngineSnapshot(engine)  # moves the statistics
+    number = supernet.generation.number
+    snapshot = EngineSnapshot(engine)
+    assert supernet.generation.number == number
+    runner, _, _ = unpack(snapshot.package()[0])
+    assert torch.equal(runner(BATCHES[0], 0), engine(BATCHES[0], 0))
+
+
 def test_a_change_while_weights_are_copied_is_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, changes = bias(engine.supernet).detach() + 3, iter(range(3))
 

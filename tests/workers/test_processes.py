@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,7 +38,7 @@ from subnetact.errors import (
 from subnetact.serving import Answer, Fixed
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import BatchMemory, SharedMemory
-from subnetact.workers.pool import NICENESS, ProcessPool
+from subnetact.workers.pool import ProcessPool
 from subnetact.workers.process import WorkerProcess
 
 LONG = 60_000.0
@@ -63,6 +64,21 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Batcher]]:
 
 def ask(batcher: Batcher, kind: str, value: float = 0.0) -> Future[Answer]:
     return batcher.submit(command(kind, value), LONG)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Lets processes start only while the event is set, which it is."""
+    may_start, start = threading.Event(), WorkerProcess.start
+    may_start.set()
+
+    def hold(self: WorkerProcess, *arguments: Any) -> None:
+        assert may_start.wait(60)
+        start(self, *arguments)
+
+    monkeypatch.setattr(WorkerProcess, "start", hold)
+    yield may_start
+    may_start.set()
 
 
 def pid_of(batcher: Batcher) -> int:
@@ -153,13 +169,13 @@ def test_faults_stay_with_their_request_and_the_process_is_replaced(
 
 
 def test_while_no_process_lives_nobody_is_up_and_requests_end_at_their_deadline(
-    opened: Callable[..., Batcher], wait_for: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., Batcher], wait_for: Any, held: threading.Event
 ) -> None:
     now = [0.0]
     batcher = opened(spares=0, clock_ms=lambda: now[0])
     pid = pid_of(batcher)
     assert batcher.stats().workers_up == 1
-    monkeypatch.setattr(ProcessPool, "_start_missing", lambda pool: None)
+    held.clear()
     lost = batcher.submit(command("hang", 1.0), 500.0)
     wait_for(lambda: batcher.stats().running == 1)
     queued = batcher.submit(command("double"), 500.0)
@@ -172,49 +188,58 @@ def test_while_no_process_lives_nobody_is_up_and_requests_end_at_their_deadline(
         with pytest.raises(DeadlinePassed):
             future.result(60)
     assert batcher.stats().workers_up == 0, "the worker waits for a process"
-    monkeypatch.undo()
+    held.set()
     wait_for(lambda: batcher.stats().workers_up == 1, 60)
-    monkeypatch.setattr(ProcessPool, "_start_missing", lambda pool: None)
+    held.clear()
     os.kill(batcher.processes[0], signal.SIGKILL)  # It has nothing to do, and no request tells of it.
     wait_for(lambda: batcher.stats().workers_up == 0)
-    monkeypatch.undo()
+    held.set()
     wait_for(lambda: batcher.stats().workers_up == 1, 60)
     assert ask(batcher, "double", 4.0).result(60).output == np.array([8.0])
 
 
-def test_spares_start_after_what_is_waited_for_and_take_over(tmp_path: Path, wait_for: Any) -> None:
-    pool = ProcessPool(CommandRunner(tmp_path), 1, threads=1, batch_sizes=(1,), spares=0)
-    started: list[int] = []
-    start = WorkerProcess.__init__
+def test_spares_start_after_what_is_waited_for_and_take_over(
+    tmp_path: Path, wait_for: Any, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[WorkerProcess] = []
+    make = WorkerProcess.__init__
 
     def note(self: WorkerProcess, *arguments: Any) -> None:
-        started.append(arguments[3])
-        assert len(pool._starting) == 0
-        start(self, *arguments)
+        made.append(self)
+        make(self, *arguments)
 
+    monkeypatch.setattr(WorkerProcess, "__init__", note)
+    made_before: list[int] = []
+
+    def release() -> None:
+        wait_for(lambda: bool(made))
+        time.sleep(0.2)  # in which another one would be made
+        made_before.append(len(made))
+        held.set()
+
+    held.clear()
+    threading.Thread(target=release).start()
+    pool = ProcessPool(CommandRunner(tmp_path), 1, threads=1, batch_sizes=(1,), spares=1)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ProcessPool, "_start_missing", lambda pool: None)
-            process = pool.runners[0].process
-            assert process is not None
-            process.kill("by this test")
-            wait_for(lambda: not pool._serving)
-            assert not pool.runners[0].is_ready
-            pool._spares = 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WorkerProcess, "__init__", note)
-            pool.runners[0].enter_worker(None)
-            wait_for(pool.has_spare, 60)
-        assert started == [0, NICENESS], "only a spare gives way to others"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ProcessPool, "_start_missing", lambda pool: None)
-            process = pool.runners[0].process
-            assert process is not None
-            process.kill("by this test")
-            wait_for(lambda: process.ended is not None)
-            assert process.reason() == "was killed by this test"
-            assert pool.runners[0].run(0, [command("double", 4.0)], 1) == [8.0], "the spare takes over"
+        [runner] = pool.runners
+        assert made_before == [1], "a spare gives way to what is waited for"
+        assert runner.process is made[0]
+        wait_for(lambda: bool(pool.ready), 60)
+        assert len(made) == 2
+        held.clear()
+        made[0].kill("by this test")
+        wait_for(lambda: made[0].ended is not None)
+        assert made[0].reason() == "was killed by this test"
+        assert runner.is_ready
+        assert runner.run(0, [command("double", 4.0)], 1) == [8.0], "the spare takes over"
+        assert runner.process is made[1]
+        made[1].kill("by this test")
+        wait_for(lambda: not runner.is_ready)
+        held.set()
+        runner.enter_worker(None)
+        assert runner.is_ready
     finally:
+        held.set()
         pool.close()
 
 
@@ -459,13 +484,13 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, tmp_
 def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path, digits: Supernet) -> None:
     runner: Any = CommandRunner(tmp_path)
     runner.function = lambda: 0
-    with pytest.raises(EngineError, match=r"CommandRunner cannot be sent.*lambda"):
+    with pytest.raises(EngineError, match=r"cannot be sent to a worker process.*lambda"):
         Batcher(runner, policy=Fixed(TABLE, 0), slo_ms=36.0, process=True)
     with pytest.raises(MissingFile, match="gone"):
         Batcher(tmp_path / "gone", policy=Fixed(TABLE, 0), slo_ms=36.0, process=True)
     specs = list(engine_of(digits).specs)
     blind = Engine(digits, specs)
-    with pytest.raises(InvalidRequest, match="example="):
+    with pytest.raises(EngineError, match=r"does not start.*example="):
         ProcessPool(blind, 1, threads=1, batch_sizes=(1,), spares=0)
     digits.share_memory()
     shared = Engine(digits, specs, example=EXAMPLE[None])
@@ -536,12 +561,12 @@ def test_the_main_program_runs_again_only_if_the_engine_needs_it(guarded: bool, 
 )
 def test_samples_arrive_as_they_were(samples: list[Any]) -> None:
     memory = SharedMemory(1)
-    there = BatchMemory(SharedMemory(1, os.dup(memory.descriptor)))
-    layout = BatchMemory(memory).write(samples)
+    here, there = BatchMemory(memory), BatchMemory(SharedMemory(1, os.dup(memory.descriptor)))
+    layout = here.write(samples)
     for copy in (False, True):
         assert_same(there.read(layout, copy), samples)
     copies = there.read(layout, copy=True)
-    BatchMemory(memory).write([torch.full((64,), 7.0)])
+    here.write([torch.full((64,), 7.0)])
     assert_same(copies, samples)
     for leaf in tree_leaves(copies):  # a client that keeps one keeps no other
         if isinstance(leaf, Tensor):
@@ -571,5 +596,5 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def test_memory_that_there_is_no_room_for_is_an_error() -> None:
-    with pytest.raises(MemoryError, match="more than this machine has"):
+    with pytest.raises(MemoryError, match="no room for"):
         SharedMemory(2**60)
