@@ -243,7 +243,7 @@ class Echo:
 @pytest.mark.parametrize(
     "options",
     [{"table": 5}, {"table": "ab"}, {"table": [5]}, {"slo_ms": 10**400}, {"slo_ms": True}, {"clock_ms": 5},
-     {"clock_ms": lambda: float("nan")}, {"on_decision": 5}, {"watchdog_ms": "x"}, {"watchdog_ms": 10**400},
+     {"clock_ms": lambda: float("nan")}, {"watchdog_ms": "x"}, {"watchdog_ms": 10**400},
      {"watchdog_ms": float("nan")}, {"shares": 5}, {"shares": {}}],
 )  # fmt: skip
 def test_batchers_refuse_wrong_arguments(options: dict[str, Any]) -> None:

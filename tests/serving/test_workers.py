@@ -506,19 +506,6 @@ def test_lines_that_repeat_are_counted(caplog: pytest.LogCaptureFixture) -> None
     assert "KeyError: 'a'" in caplog.text, "with a traceback"
 
 
-def test_an_observer_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    def observer(decided: Any) -> None:
-        raise ZeroDivisionError("observer")
-
-    with (
-        caplog.at_level(logging.ERROR),
-        Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, on_decision=observer) as batcher,
-    ):
-        for i in range(3):
-            assert batcher.submit(i, FOREVER).result(20).output == i
-    assert [record.message for record in caplog.records] == ["on_decision raised; it is not called again"]
-
-
 def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     def leave(_: Any) -> None:
         raise SystemExit("from a callback")

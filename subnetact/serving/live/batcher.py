@@ -17,7 +17,7 @@ from subnetact.files.documents import StrPath
 from subnetact.files.fork import hear_of_forks
 from subnetact.latency.origin import warn_of_doubts
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
+from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
@@ -80,7 +80,6 @@ class Batcher(ClosedOnExit):
             `DeadlinePassed`), `defer` (served when nothing else waits) or `serve` (kept at the head).
         slo_ms: the time that a request is given, in ms, if it names none; policies that plan ahead use it. If
             None, the policy's own; a policy without one needs this argument.
-        on_decision: called with a `Decided` before each batch runs, on the worker's thread; keep it short.
         clock_ms: a monotonic clock, in ms. If None, `time.perf_counter_ns`.
         threads_per_worker: number of CPU threads of each worker, set by `engine.enter_worker(threads)`. If
             None, the engine keeps its own number; worker processes then use torch's number in this process.
@@ -130,7 +129,6 @@ class Batcher(ClosedOnExit):
         workers: int = 1,
         expired: str = "drop",
         slo_ms: float | None = None,
-        on_decision: Callable[[Decided], None] | None = None,
         clock_ms: Callable[[], float] | None = None,
         threads_per_worker: int | None = None,
         watchdog_ms: float | None = None,
@@ -169,9 +167,8 @@ class Batcher(ClosedOnExit):
             watchdog_ms = check_positive(watchdog_ms, "watchdog_ms")
         if shares is not None and not isinstance(shares, FairShares):
             raise PolicyError(f"shares: expected FairShares(...) or None, got {type(shares).__name__}")
-        for name, function in (("on_decision", on_decision), ("clock_ms", clock_ms)):
-            if function is not None and not callable(function):
-                raise PolicyError(f"{name}: {function!r} is no function")
+        if clock_ms is not None and not callable(clock_ms):
+            raise PolicyError(f"clock_ms: {clock_ms!r} is no function")
         check: Any = runners[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self.accuracy: Mapping[int, float] = dict(enumerate(table.accuracy))
@@ -212,7 +209,6 @@ class Batcher(ClosedOnExit):
             clock_ms=clock_ms,
             shape_of=getattr(runners[0], "shape_of", None),
             check_outputs=check_outputs,
-            on_decision=on_decision,
             threads=threads_per_worker,
             log=log,
             on_end=close_all,

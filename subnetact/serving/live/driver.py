@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from subnetact.errors import BatcherClosed, InvalidRequest, QueueFull, WorkerDied, failure_text
-from subnetact.serving.live.answers import Answer, Decided, Outcome, settle
+from subnetact.serving.live.answers import Answer, Outcome, settle
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.finite import not_finite
 from subnetact.serving.live.interpreter_exit import computing
@@ -70,7 +70,6 @@ class Driver:
         clock_ms: Callable[[], float],
         shape_of: Callable[[Any], int] | None,
         check_outputs: bool,
-        on_decision: Callable[[Decided], None] | None,
         threads: int | None,
         log: DecisionLog | None,
         on_end: Callable[[], None],
@@ -86,7 +85,7 @@ class Driver:
         self.learner = Learner(tables, scheduler.dispatcher, self.lock, clock_ms, learn)
         self._runners, self._accuracy = runners, tables[-1].known_accuracy()
         self._shape_of = shape_of if len(tables) > 1 else None
-        self._on_decision, self._threads_each = on_decision, threads
+        self._threads_each = threads
         self._check_outputs, self._repeated = check_outputs, RateLimitedLog(_log)
         self._log, self._on_end = log, on_end
         self._turns, self._name, self._changed = workers.turns, name, workers.changed
@@ -254,8 +253,6 @@ class Driver:
     def _run(self, job: Job, turn: Turn) -> None:
         if job.preempted is None:  # it is abandoned together with what preempts it
             self._running[job.worker] = job, turn
-        if self._on_decision is not None:
-            self._tell(self._on_decision, job)
         while job.part and not job.abandoned:
             try:
                 outputs: Any = self._outputs(job, turn)
@@ -337,13 +334,6 @@ class Driver:
             self.learner.observe(job, took_ms)
             self.scheduler.finished(job, now)
             return self._outcomes(outcomes)
-
-    def _tell(self, tell: Callable[[Decided], None], job: Job) -> None:
-        try:
-            tell(Decided(job.started_ms, job.queued, job.slack_ms, job.subnet, job.size, len(job.part)))
-        except Exception:
-            _log.exception("on_decision raised; it is not called again")
-            self._on_decision = None
 
     # -- turns of several drivers ------------------------------------------------------------------
 
