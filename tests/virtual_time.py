@@ -96,7 +96,7 @@ class VirtualTime:
                 if driver._undelivered or (idle and len(driver.scheduler)):
                     return False
                 resting += idle - sum(states._hung_threads)
-                changed.add(driver._changed)
+                changed.add(driver._turns.changed)
                 waiting = driver._turns._waiting.items()
                 if any(turns and worker not in driver._turns._holders for worker, turns in waiting):
                     return False

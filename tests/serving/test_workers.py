@@ -625,42 +625,6 @@ def test_priority_decides_who_misses(rule: str) -> None:
     assert len(dispatcher.deferred) == (4 if rule == "defer" else 0)
 
 
-def test_parked_workers_finish_their_batch_and_come_back_when_they_are_wanted(wait_for: Any) -> None:
-    engine, gate, running = Engine(), threading.Event(), set[str]()
-
-    def hold() -> str:
-        running.add(threading.current_thread().name)
-        gate.wait(60)
-        return "done"
-
-    with Batcher([engine] * 3, policy=Fixed(TABLE, 0), slo_ms=FOREVER, learn=False) as batcher:
-        first = [batcher.submit(hold, FOREVER) for _ in range(1)]
-        wait_for(lambda: len(running) == 1)
-        batcher.assign([0])
-        assert batcher.stats().workers_up == 1
-        gate.set()
-        assert [f.result(5).output for f in first] == ["done"]
-        names: set[str] = set()
-        many = [
-            batcher.submit(lambda: names.add(threading.current_thread().name), FOREVER) for _ in range(40)
-        ]
-        for future in many:
-            future.result(5)
-        assert names == {"subnetact-batcher-0"}
-        batcher.assign(range(3))
-        wait_for(lambda: batcher.stats().workers_up == 3)
-        barrier = threading.Barrier(3)
-        together = []
-        for _ in range(3):  # one request per batch: the barrier opens only if three workers run
-            together.append(batcher.submit(lambda: barrier.wait(5), FOREVER))
-            wait_for(lambda: barrier.n_waiting == len(together) or together[-1].done())
-        assert all(f.exception(5) is None for f in together)
-        batcher.assign([0])
-        with pytest.raises(PolicyError, match="workers: 3 is none; they are 0 to 2"):
-            batcher.assign(range(4))
-    assert not threads_of_batchers()
-
-
 def test_an_answer_tells_how_long_the_request_waited() -> None:
     clock, started, gate = Clock(), threading.Event(), threading.Event()
 

@@ -21,10 +21,11 @@ from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
-from subnetact.serving.live.driver import Driver, SharedWorkers
+from subnetact.serving.live.driver import Driver
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
+from subnetact.serving.live.turns import Turns
 from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
 from subnetact.serving.scheduling.context import Policy
@@ -116,8 +117,8 @@ class Batcher(ClosedOnExit):
         ...     answer = batcher.submit(x, deadline_ms=36.0).result()
     """
 
-    _shared: tuple[SharedWorkers, str] | None = None
-    """The workers that several batchers use in turns, and this one's name there."""
+    _shared: tuple[Turns, str] | None = None
+    """The turns in which several batchers use the same workers, and this one's name there."""
 
     def __init__(
         self,
@@ -340,22 +341,6 @@ class Batcher(ClosedOnExit):
         """
         self._check_process()
         return self._driver.replan(at_once=True)
-
-    def assign(self, workers: Collection[int]) -> None:
-        """Let only certain workers take batches; the others finish theirs and wait, so no request is lost.
-
-        Args:
-            workers: the numbers of the workers that take batches, from 0; none of them pauses the batcher.
-
-        Raises:
-            PolicyError: There is no such worker.
-            BatcherClosed: This process was forked from the batcher's.
-        """
-        self._check_process()
-        unknown = [worker for worker in workers if worker not in range(len(self._runners))]
-        if unknown:
-            raise PolicyError(f"workers: {unknown[0]!r} is none; they are 0 to {len(self._runners) - 1}")
-        self._driver.assign(workers)
 
     @property
     def processes(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -25,10 +25,10 @@ from subnetact.serving.live.learner import Learner
 from subnetact.serving.live.rate_limited_log import RateLimitedLog
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats, Counters
+from subnetact.serving.live.turns import Turn, Turns
 from subnetact.serving.scheduling.failures import deadline_passed, output_not_finite, queue_full
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
-from subnetact.serving.scheduling.turns import Turn, Turns
 
 _log = logging.getLogger(__name__)
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
@@ -37,18 +37,6 @@ _NOT_FINITE = "subnet %d: %d of %d outputs of a batch are not finite; these requ
 _TICK_S = 0.02
 _PAUSE_S = 0.05
 """After this time an idle worker asks again, if requests wait that the policy does not run yet."""
-
-
-class SharedWorkers:
-    """Lets drivers use the same workers in turns, by their shares (> 0), under one lock.
-
-    `changed` tells the threads of workers that a turn has ended, or that a worker is parked or wanted again.
-    """
-
-    def __init__(self, shares: Mapping[str, float]) -> None:
-        self.turns = Turns(shares)
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
 
 
 class Driver:
@@ -73,14 +61,14 @@ class Driver:
         threads: int | None,
         log: DecisionLog | None,
         on_end: Callable[[], None],
-        shared: tuple[SharedWorkers, str] | None,
+        shared: tuple[Turns, str] | None,
     ) -> None:
         self.scheduler = scheduler
         self.clock_ms = clock_ms
         self.counters = Counters()
-        workers, name = shared or (SharedWorkers({"": 1.0}), "")
+        self._turns, self._name = shared or (Turns({"": 1.0}), "")
         scheduler.shares_workers = shared is not None
-        self.lock = workers.lock
+        self.lock = self._turns.lock
         tables = scheduler.tables
         self.learner = Learner(tables, scheduler.dispatcher, self.lock, clock_ms, learn)
         self._runners, self._accuracy = runners, tables[-1].known_accuracy()
@@ -88,8 +76,6 @@ class Driver:
         self._threads_each = threads
         self._check_outputs, self._repeated = check_outputs, RateLimitedLog(_log)
         self._log, self._on_end = log, on_end
-        self._turns, self._name, self._changed = workers.turns, name, workers.changed
-        self._turns.schedulers[name] = scheduler
         self._work, self._watch, self._drained = (threading.Condition(self.lock) for _ in range(3))
         self._undelivered = 0
         self._waking = self._watchdog_sleeps = False
@@ -196,8 +182,8 @@ class Driver:
         except BaseException as error:  # for example SystemExit from a runner; the worker is started again
             failure = error
         with self.lock:
-            self._end_turn(turn)
-            self._give_up(turn)
+            self._turns.end(turn, self.clock_ms())
+            self._turns.give_up(turn)
             if replaced := job is not None and job.abandoned:
                 self.scheduler.workers.hung_thread_ended(worker)
             elif failure is not None:
@@ -212,22 +198,21 @@ class Driver:
         """Wait for a job of an idle worker, or for outcomes to deliver; None if the worker ends."""
         with self.lock:
             while not self.scheduler.is_over:
-                self._end_turn(turn)
+                self._turns.end(turn, self.clock_ms())
                 self._waking = False
-                parked = self.scheduler.workers.is_parked(turn.worker)
-                if parked or not len(self.scheduler):
-                    self._give_up(turn)
-                    (self._changed if parked else self._work).wait()
+                if not len(self.scheduler):
+                    self._turns.give_up(turn)
+                    self._work.wait()
                     continue
                 self._turns.want(turn)
                 if not self._turns.begin(turn, self.clock_ms()):
                     self._wake_a_worker()  # whose turn may come earlier
-                    self._changed.wait()
+                    self._turns.changed.wait()
                     continue
                 job = self._asked(partial(self.scheduler.idle, turn.worker))
                 outcomes = self._outcomes()
                 if job is None and not outcomes:
-                    self._end_turn(turn)
+                    self._turns.end(turn, self.clock_ms())
                     self._work.wait(_PAUSE_S)
                     continue
                 if len(self.scheduler):
@@ -288,7 +273,6 @@ class Driver:
         length = self.scheduler.block_length(job, run.blocks)
         while not run.step(length) and not job.abandoned:
             done = run.position / run.blocks
-            self._give_way(job, done, turn)
             if not len(self.scheduler.dispatcher.queue):
                 continue  # without the lock: the next block looks again
             with self.lock:
@@ -335,29 +319,6 @@ class Driver:
             self.scheduler.finished(job, now)
             return self._outcomes(outcomes)
 
-    # -- turns of several drivers ------------------------------------------------------------------
-
-    def _give_up(self, turn: Turn) -> None:
-        if self._turns.give_up(turn):
-            self._changed.notify_all()
-
-    def _end_turn(self, turn: Turn) -> None:
-        if self._turns.end(turn, self.clock_ms()):
-            self._changed.notify_all()
-
-    def _give_way(self, job: Job, done: float, turn: Turn) -> None:
-        """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
-        if not self._turns.is_wanted(turn.worker):
-            return  # without the lock: the next block looks again
-        with self.lock:
-            if not self._turns.gives_way(turn, job, done, self.clock_ms()):
-                return
-            self._end_turn(turn)
-            self._turns.want(turn)
-            while not self._turns.begin(turn, self.clock_ms()):
-                self._changed.wait()
-            self.scheduler.resume(job, self.clock_ms())
-
     # -- outcomes ----------------------------------------------------------------------------------
 
     def _outcomes(self, answers: Iterable[Outcome] = ()) -> list[Outcome]:
@@ -394,7 +355,7 @@ class Driver:
         return self.scheduler.is_over and not self._undelivered
 
     def _wake_all(self) -> None:
-        for condition in (self._work, self._watch, self._drained, self._changed):
+        for condition in (self._work, self._watch, self._drained, self._turns.changed):
             condition.notify_all()
 
     @property
@@ -432,7 +393,7 @@ class Driver:
             hung = [worker for worker, (job, _) in self._running.items() if job.abandoned]
             for worker in hung:
                 job, turn = self._running.pop(worker)
-                self._end_turn(turn)
+                self._turns.end(turn, self.clock_ms())
                 facts = worker, len(job.part), job.subnet, self.clock_ms() - job.started_ms, job.expected_ms
                 pid = getattr(self._runners[worker], "pid", None)
                 end = "another thread replaces it" if pid is None else f"process {pid} is killed"
@@ -497,17 +458,10 @@ class Driver:
             learned: Any = {"batch_limits": limits, "correction": correction, "drifted": drifted}
             return self.counters.snapshot(scheduler.counts, **now, **learned)
 
-    def assign(self, workers: Collection[int]) -> None:
-        """Let only some workers take jobs; the others finish theirs and wait."""
-        with self.lock:
-            self.scheduler.assign(workers, self.clock_ms())
-            self._wake_all()
-
     def stop_admitting(self, abandon: bool = False) -> None:
         """Refuse all further requests, and close those that wait if `abandon`."""
         with self.lock:
             self.scheduler.closing = True
-            self.scheduler.assign(range(len(self._runners)), self.clock_ms())
             if abandon:
                 self.scheduler.close_all()
             outcomes = self._outcomes()

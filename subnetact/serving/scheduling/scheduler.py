@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from subnetact.errors import BatchFailed, RequestError
 from subnetact.latency.table import LatencyTable
@@ -193,7 +193,8 @@ class Scheduler:
         urgent = dispatcher.next_batch(now_ms, job.worker)
         if urgent is None:
             return None
-        self._suspend(job, left_ms, now_ms)
+        self.counts["preempted"] += 1
+        job.suspended_ms, job.left_ms = now_ms, left_ms
         urgent.preempted = job
         return self._begun(urgent, now_ms)
 
@@ -262,43 +263,6 @@ class Scheduler:
             self._end_those_without_worker(now_ms)
         return revived
 
-    # -- between schedulers that share workers -------------------------------------------------------
-
-    def urgent(self, wait_ms: float, now_ms: float) -> tuple[int, float]:
-        """Return how many requests meet their deadlines now but not after a wait, and the time they take.
-
-        At most one batch counts; the time is the least of any subnet, in ms.
-        """
-        queue, dispatcher = self._queue, self.dispatcher
-        found = 0
-        for i in range(min(len(queue), self.tables[-1].batch_sizes[-1])):
-            least_ms = dispatcher.least_ms(queue.floor(i), queue.item(i).shape)
-            if queue.deadline(i) >= now_ms + wait_ms + least_ms:
-                break
-            found += queue.deadline(i) >= now_ms + least_ms
-        if not found:
-            return 0, 0.0
-        takes = [dispatcher.expected_ms(subnet, found) for subnet in range(len(self.tables[-1].subnets))]
-        return found, min((ms for ms in takes if ms == ms), default=0.0)
-
-    def suspend_for(self, other: Scheduler, job: Job, done: float, now_ms: float) -> bool:
-        """Suspend a job until `resume` if more requests are saved elsewhere than late here; return if so."""
-        left_ms = job.left_after(done, now_ms)
-        saved, takes_ms = other.urgent(left_ms, now_ms)
-        late = job.made_late(now_ms + left_ms, takes_ms)
-        if not saved or job.abandoned or saved <= self.dispatcher.plans[job.shape].factor * late:
-            return False
-        self._suspend(job, left_ms, now_ms)
-        job.limit_ms = math.inf
-        return True
-
-    def resume(self, job: Job, now_ms: float) -> None:
-        """Book a job again that was suspended."""
-        job.paused_ms += now_ms - job.suspended_ms
-        job.limit_ms = now_ms + self._patience_ms(job)
-        self.jobs[job.worker] = job
-        self.workers.book(job.worker, now_ms + job.left_ms)
-
     # -- at any time ---------------------------------------------------------------------------------
 
     @property
@@ -317,10 +281,6 @@ class Scheduler:
     def running(self) -> int:
         """Number of requests that are on a worker."""
         return sum(len(one.requests()) for job in self.jobs.values() for one in job.on_worker())
-
-    def assign(self, workers: Collection[int], now_ms: float) -> None:
-        """Let only some workers take jobs; the others finish theirs."""
-        self.workers.park_all_but(workers, now_ms, self.jobs)
 
     # -- within --------------------------------------------------------------------------------------
 
@@ -384,15 +344,15 @@ class Scheduler:
         job.advance()
         if job.part:
             self._start(job, now_ms)
-        elif job.preempted is not None:
-            self.resume(job.preempted, now_ms)
+        elif job.preempted is not None:  # which goes on
+            suspended = job.preempted
+            suspended.paused_ms += now_ms - suspended.suspended_ms
+            suspended.limit_ms = now_ms + self._patience_ms(suspended)
+            self.jobs[job.worker] = suspended
+            self.workers.book(job.worker, now_ms + suspended.left_ms)
         else:
             del self.jobs[job.worker]
             self.workers.book(job.worker, now_ms)
-
-    def _suspend(self, job: Job, left_ms: float, now_ms: float) -> None:
-        self.counts["preempted"] += 1
-        job.suspended_ms, job.left_ms = now_ms, left_ms
 
     def _second_try(self, worker: int, now_ms: float) -> Job | None:
         """Return the job of a request whose worker was lost: alone, the same subnet, another worker.

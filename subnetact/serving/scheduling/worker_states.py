@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 _FIRST_PAUSE_MS = 100.0
 _LONGEST_PAUSE_MS = 10_000.0
@@ -19,8 +19,8 @@ class WorkerStates:
     successful batch in between, the pause before the restart doubles, from 0.1 s to at most 10 s. A worker
     stays down while four of its threads hang.
 
-    A worker is up if it can take a batch now or after the one that it runs: it is neither down nor parked,
-    it has started, and what it runs batches with is there.
+    A worker is up if it can take a batch now or after the one that it runs: it is not down, it has started,
+    and what it runs batches with is there.
     `is_there` returns whether it is, such as a process that lives; if None, it always is. `free_at_ms` is
     when each worker is expected to be free, in ms; inf for one that is down or seems to hang.
     """
@@ -32,12 +32,11 @@ class WorkerStates:
         self._back_at_ms: dict[int, float] = {}
         self._losses = [0] * workers
         self._hung_threads = [0] * workers
-        self._parked: set[int] = set()
 
     def up(self) -> int:
         """Return the number of workers that are up."""
         there = self._is_there
-        away = self._back_at_ms.keys() | self._parked | self._starting
+        away = self._back_at_ms.keys() | self._starting
         return sum(w not in away and (there is None or there(w)) for w in range(len(self.free_at_ms)))
 
     def is_opening(self) -> bool:
@@ -57,21 +56,7 @@ class WorkerStates:
 
     def book(self, worker: int, until_ms: float) -> None:
         """Note until when a worker is expected to be busy."""
-        self.free_at_ms[worker] = math.inf if worker in self._parked else until_ms
-
-    def is_parked(self, worker: int) -> bool:
-        """Return whether a worker takes no further batch, because fewer workers are wanted."""
-        return worker in self._parked
-
-    def park_all_but(self, wanted: Collection[int], now_ms: float, busy: Collection[int]) -> None:
-        """Park all workers but those that are wanted, and bring back those of them that were parked."""
-        parked = set(range(len(self.free_at_ms))).difference(wanted)
-        for worker in self._parked ^ parked:
-            if worker in parked:
-                self.free_at_ms[worker] = math.inf
-            elif worker not in self._back_at_ms.keys() | self._starting and worker not in busy:
-                self.free_at_ms[worker] = now_ms
-        self._parked = parked
+        self.free_at_ms[worker] = until_ms
 
     def any_down(self) -> bool:
         """Return whether a worker is down."""
