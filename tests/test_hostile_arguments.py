@@ -22,6 +22,7 @@ from subnetact.errors import (
     PolicyError,
     SpecError,
     StaleWeights,
+    TableError,
 )
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.dispatch import Dispatcher
@@ -247,7 +248,7 @@ class Echo:
      {"watchdog_ms": float("nan")}, {"shares": 5}, {"shares": {}}],
 )  # fmt: skip
 def test_batchers_refuse_wrong_arguments(options: dict[str, Any]) -> None:
-    with pytest.raises(PolicyError):
+    with pytest.raises((PolicyError, TableError)):
         subnetact.Batcher(Echo(), policy=subnetact.SlackFit(TABLE, slo_ms=50.0), **options)
 
 

@@ -15,6 +15,7 @@ from subnetact.errors import (
     ProfileMismatch,
     QueueFull,
 )
+from subnetact.serving.live.answers import AnswerFuture
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, HullFit, SlackFit
 
@@ -211,7 +212,7 @@ def test_bad_deadlines_are_refused_before_they_are_queued(a40, engine, deadline)
 
 def test_a_request_without_a_deadline_gets_the_usual_time(a40, engine):
     with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), slo_ms=FOREVER) as batcher:
-        assert batcher._checked(1, None).deadline_ms == FOREVER
+        assert batcher._admit(AnswerFuture(), None, 1, None).ask.deadline_ms == FOREVER
         assert batcher.submit(1).result(20).met
         assert asyncio.run(batcher.infer(1)).met
         with pytest.raises(TypeError, match=r"submit\(\) got an unexpected keyword argument 'foo'"):

@@ -16,7 +16,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from subnetact.errors import BatcherClosed, InvalidRequest, QueueFull, WorkerDied, failure_text
+from subnetact.errors import (
+    BatcherClosed,
+    DeadlinePassed,
+    InvalidRequest,
+    OutputNotFinite,
+    QueueFull,
+    WorkerDied,
+    failure_text,
+)
 from subnetact.serving.live.answers import Answer, Outcome, settle
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.finite import not_finite
@@ -26,13 +34,16 @@ from subnetact.serving.live.rate_limited_log import RateLimitedLog
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats, Counters
 from subnetact.serving.live.turns import Turn, Turns
-from subnetact.serving.scheduling.failures import deadline_passed, output_not_finite, queue_full
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
 _HUNG = "batcher worker %d hung: its batch of %d on subnet %d has run for %.0f ms, %.1f ms were expected; %s"
+_OUTPUT = (
+    "subnet %d: the output for this request is not finite (NaN or infinite); look at the weights and the "
+    "input, or open the batcher with check_outputs=False if such outputs are meant"
+)
 _NOT_FINITE = "subnet %d: %d of %d outputs of a batch are not finite; these requests fail"
 _TICK_S = 0.02
 _PAUSE_S = 0.05
@@ -133,10 +144,12 @@ class Driver:
     def check_room(self, count: int) -> None:
         """Refuse requests that belong together, as one, if not all of them could wait."""
         with self.lock:
-            if not self.scheduler.has_room(count):
+            try:
+                self.scheduler.check_room(count)
+            except QueueFull:
                 self.counters.refused += 1
                 self.counters.full += 1
-                raise queue_full(int(self.scheduler.max_queue))
+                raise
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""
@@ -295,7 +308,8 @@ class Driver:
             latencies: list[float] = []
             met = 0
             for request in [part[i] for i in rejected if part[i].open]:
-                self.scheduler.reject(request, output_not_finite(job))
+                error = OutputNotFinite(_OUTPUT % job.subnet)
+                self.scheduler.reject(request, error)
                 counters.not_finite += 1
             for request, output in zip(part, outputs, strict=True):
                 if request.open:
@@ -329,14 +343,21 @@ class Driver:
                 self._log.outcome(how, request)
             if how == "dropped":
                 self.learner.dropping = True
-                least_ms = self.scheduler.dispatcher.least_ms(request.ask.floor, request.shape)
-                error = deadline_passed(request, self.clock_ms(), least_ms)
+                error = self._deadline_passed(request)
             if how != "cancelled":
                 outcomes.append((request, None, error))
         ended.clear()
         if outcomes:
             self._undelivered += 1
         return outcomes
+
+    def _deadline_passed(self, request: Request) -> DeadlinePassed:
+        waited_ms = self.clock_ms() - request.accepted_ms
+        fastest_ms = self.scheduler.dispatcher.least_ms(request.ask.floor, request.shape)
+        return DeadlinePassed(
+            f"deadline_ms: {request.ask.deadline_ms:g} ms were given, after {waited_ms:.1f} ms no subnet "
+            f"could answer in time any more (the fastest needs {fastest_ms:.3g} ms); allow more, or send less"
+        )
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         if not outcomes:
@@ -454,7 +475,9 @@ class Driver:
         with self.lock:
             scheduler, limits = self.scheduler, dict(self.scheduler.dispatcher.limits)
             now = {"queued": len(scheduler), "running": scheduler.running, "workers": len(self._runners)}
-            now |= {"workers_up": scheduler.workers.up(), "replanned": self.learner.replanned}
+            ready = [getattr(runner, "is_ready", True) for runner in self._runners]  # whether a process lives
+            up = sum(scheduler.workers.is_up(worker) and is_ready for worker, is_ready in enumerate(ready))
+            now |= {"workers_up": up, "replanned": self.learner.replanned}
             learned: Any = {"batch_limits": limits, "correction": correction, "drifted": drifted}
             return self.counters.snapshot(scheduler.counts, **now, **learned)
 

@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from subnetact.errors import BatchFailed, RequestError
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    QueueFull,
+    RequestError,
+    WorkerDied,
+    WorkerHung,
+    failure_text,
+)
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling import failures
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.request import Job, Request
-from subnetact.serving.scheduling.worker_states import WorkerStates
+from subnetact.serving.scheduling.worker_states import WorkerStates, patience_ms
 
 Ended = tuple[Request, str, RequestError | None]
 """A request without an answer, how it ended, and its error; that of a dropped one is made when it is told."""
@@ -43,7 +50,6 @@ class Scheduler:
         watchdog_ms: time after which a batch's worker is taken to hang, in ms; if None, 20 times the expected
             latency, but at least 1 s, and 30 s if the worker has not run this subnet at this size before.
         shares: how clients share the workers' time. If None, they do not.
-        is_there: returns whether a worker has what it runs batches with. If None, every worker has.
 
     Attributes:
         dispatcher: holds the requests that wait, and forms batches.
@@ -68,10 +74,9 @@ class Scheduler:
         max_queue: float = math.inf,
         watchdog_ms: float | None = None,
         shares: FairShares | None = None,
-        is_there: Callable[[int], bool] | None = None,
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
-        self.workers = WorkerStates(workers, is_there)
+        self.workers = WorkerStates(workers)
         rules = slo_ms, expired, self._drop_all, shares
         self.dispatcher = Dispatcher(policy, tables, self.workers.free_at_ms, *rules)
         self.gate = self.dispatcher.gate
@@ -95,20 +100,28 @@ class Scheduler:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def has_room(self, count: int) -> bool:
-        """Return whether so many requests more may wait; clients with shares each have their own room."""
-        return self.gate is not None or len(self._queue) + count <= self.max_queue
+    def check_room(self, count: int) -> None:
+        """Refuse requests that belong together if not all may wait; each client with shares has own room."""
+        if self.gate is None and len(self._queue) + count > self.max_queue:
+            raise self._queue_full()
 
     def make_room(self, client: str) -> None:
         """Make room for one more request of a client; a deferred request may be dropped for it."""
         waiting = len(self) if self.dispatcher.expired == "defer" else len(self._queue)
         if self.gate is not None:
             if not self.gate.has_room(client, self.max_queue, waiting):
-                raise failures.share_full(int(self.max_queue))
+                raise QueueFull(
+                    f"queue: this client has its share of the {self.max_queue} places of the queue; wait for "
+                    "answers first"
+                )
         elif waiting >= self.max_queue:
             if not self.dispatcher.deferred:
-                raise failures.queue_full(int(self.max_queue))
+                raise self._queue_full()
             self._drop_all(self.dispatcher.deferred.take(1))
+
+    def _queue_full(self) -> QueueFull:
+        text = f"queue: {self.max_queue} requests wait already, as many as max_queue allows"
+        return QueueFull(f"{text}; retry later, or raise max_queue")
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests to those that wait, in the order in which they arrived."""
@@ -138,13 +151,15 @@ class Scheduler:
     def close_all(self) -> None:
         """End every request that waits with `BatcherClosed`."""
         for request in self._take_all():
-            self._end(request, "closed", failures.never_ran())
+            text = "the batcher was closed before this request ran; open another one"
+            self._end(request, "closed", BatcherClosed(text))
 
     def policy_failed(self, error: Exception, waiting: bool = True) -> None:
         """End requests with `BatchFailed` because the policy raised: those taken, and all that wait if so."""
         taken, self.dispatcher.taken = self.dispatcher.taken, []
+        text = f"the policy failed: {failure_text(error)}; correct the policy, or give another one"
         for request in taken + (self._take_all() if waiting else []):
-            self._end(request, "failed", failures.policy_failed(error))
+            self._end(request, "failed", _caused(BatchFailed(text), error))
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -181,7 +196,7 @@ class Scheduler:
         if not self.shares_workers and any(ms <= now_ms and worker not in self.jobs for worker, ms in free):
             return None
         left_ms = job.left_after(done, now_ms)
-        self.workers.book(job.worker, now_ms + left_ms)
+        self.workers.free_at_ms[job.worker] = now_ms + left_ms
         if dispatcher.expired != "serve":
             dispatcher.remove_expired(now_ms)
         if not len(self._queue):
@@ -220,7 +235,8 @@ class Scheduler:
             return
         part = [request for request in job.part if request.open]
         most = (len(part) + 1) // 2
-        exhausted = failures.is_out_of_memory(error)
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        exhausted = bool(kinds & {"OutOfMemoryError", "MemoryError"})  # torch's, or Python's
         if exhausted:
             self.counts["out_of_memory"] += 1
             most = self._limit(job.subnet, job.size, len(part))
@@ -228,7 +244,9 @@ class Scheduler:
             self.counts["bisected"] += not exhausted
             job.split(part, most)
         elif part:
-            self._end(part[0], "failed", failures.alone_failed(job, error))
+            text = f"subnet {job.subnet} failed on this request, alone in its batch: {failure_text(error)}"
+            failure = BatchFailed(f"{text}; look at the input and the engine")
+            self._end(part[0], "failed", _caused(failure, error))
         self._advance(job, now_ms)
 
     def lost(self, worker: int, error: BaseException, now_ms: float) -> None:
@@ -236,9 +254,11 @@ class Scheduler:
         self.counts["died"] += 1
         self.workers.died(worker, now_ms)
         job = self.jobs.pop(worker, None)
+        text = f"a worker died over this request, twice: {failure_text(error)}"
         for one in [] if job is None else job.on_worker():
             for request in one.requests():
-                self._retry(request, one, now_ms, failures.worker_died(error))
+                failure = WorkerDied(f"{text}; look at the input and the engine")
+                self._retry(request, one, now_ms, _caused(failure, error))
 
     def tick(self, now_ms: float) -> list[int]:
         """Do what the passage of time alone requires.
@@ -333,12 +353,12 @@ class Scheduler:
         job.started_ms, job.paused_ms = now_ms, 0.0
         job.limit_ms = now_ms + self._patience_ms(job)
         left_ms = 0.0 if job.preempted is None else job.preempted.left_ms
-        self.workers.book(job.worker, now_ms + job.expected_ms + left_ms)
+        self.workers.free_at_ms[job.worker] = now_ms + job.expected_ms + left_ms
         self.jobs[job.worker] = job
 
     def _patience_ms(self, job: Job) -> float:
         known = (job.worker, job.subnet, job.size) in self._ran
-        return failures.patience_ms(self._watchdog_ms, job.expected_ms, known)
+        return patience_ms(self._watchdog_ms, job.expected_ms, known)
 
     def _advance(self, job: Job, now_ms: float) -> None:
         job.advance()
@@ -349,10 +369,10 @@ class Scheduler:
             suspended.paused_ms += now_ms - suspended.suspended_ms
             suspended.limit_ms = now_ms + self._patience_ms(suspended)
             self.jobs[job.worker] = suspended
-            self.workers.book(job.worker, now_ms + suspended.left_ms)
+            self.workers.free_at_ms[job.worker] = now_ms + suspended.left_ms
         else:
             del self.jobs[job.worker]
-            self.workers.book(job.worker, now_ms)
+            self.workers.free_at_ms[job.worker] = now_ms
 
     def _second_try(self, worker: int, now_ms: float) -> Job | None:
         """Return the job of a request whose worker was lost: alone, the same subnet, another worker.
@@ -393,10 +413,15 @@ class Scheduler:
         del self.jobs[job.worker]
         self.counts["hung"] += 1
         self.workers.hung(job.worker, now_ms)
+        text = (
+            f"subnet {job.subnet}: a worker hung over this request, twice; the last was replaced after "
+            f"{now_ms - job.started_ms:.0f} ms, but {job.expected_ms:.1f} ms were expected; look at the "
+            "input and the engine, or raise watchdog_ms"
+        )
         for one in job.on_worker():
             one.abandoned = True
             for request in one.requests():
-                self._retry(request, one, now_ms, failures.worker_hung(job, now_ms))
+                self._retry(request, one, now_ms, WorkerHung(text))
 
     def _end_those_without_worker(self, now_ms: float) -> None:
         """End requests while no worker is up: those past their deadline, or all if closing is in vain."""
@@ -430,3 +455,8 @@ class Scheduler:
         message = "subnet %s ran out of memory at batch size %d; it gets %d from now on"
         self.warnings.append((message, (subnet, size, most), None))
         return most
+
+
+def _caused(error: BatchFailed, cause: BaseException) -> BatchFailed:
+    error.__cause__ = cause
+    return error
