@@ -255,8 +255,8 @@ def test_batchers_refuse_wrong_arguments(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"burst_ms": "x"}, {"burst_ms": 10**400}, {"burst_ms": True}, {"weights": 5}, {"weights": None},
-     {"weights": {"a": "x"}}, {"weights": {5: 1.0}}, {"weights": {"a": 10**400}}, {"weight": None},
-     {"weight": 5e-324}, {"weights": {"a": 1e308}}],
+     {"weights": {"a": "x"}}, {"weights": {5: 1.0}}, {"weights": {"a": 10**400}}, {"weights": {"a": None}},
+     {"weights": {"a": 5e-324}}, {"weights": {"a": 1e308}}],
 )  # fmt: skip
 def test_shares_refuse_wrong_numbers(options: dict[str, Any]) -> None:
     with pytest.raises(PolicyError):

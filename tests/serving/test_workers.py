@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -493,9 +494,12 @@ def test_inputs_and_outputs_are_released(wait_for: Any) -> None:
             gc.enable()
 
 
-def test_lines_that_repeat_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_repeat_are_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
-    log = RateLimitedLog(logging.getLogger("subnetact.test"), 10.0, lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    log = RateLimitedLog(logging.getLogger("subnetact.test"))
     for now[0], error in ((0.0, KeyError("a")), (1.0, KeyError("b")), (2.0, OSError("c")), (9.9, KeyError())):
         log.log(logging.WARNING, "a request failed: %s", error, error=error)
     now[0] = 10.0

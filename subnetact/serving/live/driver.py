@@ -437,10 +437,7 @@ class Driver:
 
     def _send(self) -> None:
         while (outcomes := self._owed.get()) is not None:
-            try:
-                self._deliver(outcomes)
-            except Exception:
-                _log.exception("the batcher's messenger goes on after an error")
+            self._deliver(outcomes)
 
     def _plan(self) -> None:
         while not self._ends:
