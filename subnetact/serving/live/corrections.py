@@ -177,10 +177,9 @@ class Corrections:
             rows, columns = range(-1, len(self.table.subnets)), range(-1, len(self.table.batch_sizes))
             for row in document["averages"]:
                 i, j, n, mean, variance, at = row
-                is_log = abs(mean) <= _CLIP and 0.0 <= variance <= (2 * _CLIP) ** 2
-                if not (
-                    i in rows and j in columns and is_log and 0.0 <= n <= _MEMORY and -_OLDEST <= at <= 0
-                ):
+                is_learned = abs(mean) <= _CLIP and 0.0 <= variance <= (2 * _CLIP) ** 2
+                is_counted = 0.0 <= n <= _MEMORY and -_OLDEST <= at <= 0
+                if not (i in rows and j in columns and is_learned and is_counted):
                     raise ValueError(f"the average {row}")
                 averages[i, j] = _Running(n, mean, variance, at)
         with self._lock:

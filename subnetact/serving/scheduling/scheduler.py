@@ -195,7 +195,7 @@ class Scheduler:
         dispatcher, free = self.dispatcher, enumerate(self.workers.free_at_ms)
         if not self.shares_workers and any(ms <= now_ms and worker not in self.jobs for worker, ms in free):
             return None
-        left_ms = job.left_after(done, now_ms)
+        left_ms = (now_ms - job.started_ms - job.paused_ms) * (1.0 - done) / done
         self.workers.free_at_ms[job.worker] = now_ms + left_ms
         if dispatcher.expired != "serve":
             dispatcher.remove_expired(now_ms)
