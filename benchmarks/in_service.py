@@ -16,7 +16,6 @@ from torch import Tensor
 
 from subnetact import Batcher, LatencyTable
 from subnetact.serving import Context
-from subnetact.serving.live.answers import Decided
 
 __all__ = ["InService", "Recorder", "measured_in_service"]
 
@@ -41,21 +40,25 @@ class Recorder:
 
 
 class RandomPolicy:
-    """A policy that tries random subnets, each for `BATCHES_EACH` batches, as live policies stay with one."""
+    """A policy that tries random subnets, each for `BATCHES_EACH` batches, as live policies stay with one.
+
+    `more_waited` says of every batch whether requests waited that it did not hold.
+    """
 
     def __init__(self, table: LatencyTable) -> None:
         self.table = table
         self._rng = random.Random(0)
-        self._decided = 0
+        self.more_waited: list[bool] = []
         self._subnet = 0
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Answer (subnet, batch size); half of the batches take all requests that wait, the others a part."""
-        if self._decided % BATCHES_EACH == 0:
+        if len(self.more_waited) % BATCHES_EACH == 0:
             self._subnet = self._rng.randrange(len(self.table.subnets))
-        self._decided += 1
         most = min(context.queued, self.table.batch_sizes[-1])
-        return self._subnet, most if self._rng.random() < 0.5 else self._rng.randint(1, most)
+        size = most if self._rng.random() < 0.5 else self._rng.randint(1, most)
+        self.more_waited.append(context.queued > size)
+        return self._subnet, size
 
 
 class InService(NamedTuple):
@@ -97,9 +100,8 @@ def measured_in_service(
     Returns:
         The latencies in service.
     """
-    recorder, decided = Recorder(engine), list[Decided]()
-    policy: Any = RandomPolicy(profile)
-    with Batcher(recorder, policy=policy, slo_ms=1e4, learn=False, on_decision=decided.append) as batcher:
+    recorder, policy = Recorder(engine), RandomPolicy(profile)
+    with Batcher(recorder, policy=policy, slo_ms=1e4, learn=False) as batcher:
         asyncio.run(ask_batcher(batcher, inputs, arrivals_ms, 1e4))
     batcher.corrections.save(corrections)
     learned = batcher.corrections.snapshot()
@@ -108,8 +110,7 @@ def measured_in_service(
     share = (end - start) / typical[subnets, np.array(profile.pad_index)[sizes]]
     kept = share[share < np.percentile(share, 97)]
     expected = typical * float(kept.mean())
-    more_waited = np.array([d.queued > d.k for d in decided])
-    gaps = (start[1:] - end[:-1])[more_waited[:-1]]
+    gaps = (start[1:] - end[:-1])[policy.more_waited[:-1]]
     return InService(
         corrections,
         _table(profile, expected),

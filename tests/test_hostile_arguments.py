@@ -22,6 +22,7 @@ from subnetact.errors import (
     PolicyError,
     SpecError,
     StaleWeights,
+    TableError,
 )
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.dispatch import Dispatcher
@@ -243,19 +244,19 @@ class Echo:
 @pytest.mark.parametrize(
     "options",
     [{"table": 5}, {"table": "ab"}, {"table": [5]}, {"slo_ms": 10**400}, {"slo_ms": True}, {"clock_ms": 5},
-     {"clock_ms": lambda: float("nan")}, {"on_decision": 5}, {"watchdog_ms": "x"}, {"watchdog_ms": 10**400},
+     {"clock_ms": lambda: float("nan")}, {"watchdog_ms": "x"}, {"watchdog_ms": 10**400},
      {"watchdog_ms": float("nan")}, {"shares": 5}, {"shares": {}}],
 )  # fmt: skip
 def test_batchers_refuse_wrong_arguments(options: dict[str, Any]) -> None:
-    with pytest.raises(PolicyError):
+    with pytest.raises((PolicyError, TableError)):
         subnetact.Batcher(Echo(), policy=subnetact.SlackFit(TABLE, slo_ms=50.0), **options)
 
 
 @pytest.mark.parametrize(
     "options",
     [{"burst_ms": "x"}, {"burst_ms": 10**400}, {"burst_ms": True}, {"weights": 5}, {"weights": None},
-     {"weights": {"a": "x"}}, {"weights": {5: 1.0}}, {"weights": {"a": 10**400}}, {"weight": None},
-     {"weight": 5e-324}, {"weights": {"a": 1e308}}],
+     {"weights": {"a": "x"}}, {"weights": {5: 1.0}}, {"weights": {"a": 10**400}}, {"weights": {"a": None}},
+     {"weights": {"a": 5e-324}}, {"weights": {"a": 1e308}}],
 )  # fmt: skip
 def test_shares_refuse_wrong_numbers(options: dict[str, Any]) -> None:
     with pytest.raises(PolicyError):

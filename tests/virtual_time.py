@@ -95,8 +95,8 @@ class VirtualTime:
                 idle = len(driver._work._waiters)
                 if driver._undelivered or (idle and len(driver.scheduler)):
                     return False
-                resting += idle - sum(states._hung_threads)
-                changed.add(driver._changed)
+                resting += idle - sum(one.hung_threads for one in states._workers)
+                changed.add(driver._turns.changed)
                 waiting = driver._turns._waiting.items()
                 if any(turns and worker not in driver._turns._holders for worker, turns in waiting):
                     return False

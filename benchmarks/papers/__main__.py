@@ -286,6 +286,11 @@ def pipeline() -> Found:
     }
 
 
+def _capacity_qps(table: LatencyTable) -> float:
+    """Return how many requests one worker answers per second, in the best batches of the best subnet."""
+    return float(np.nanmax(np.array(table.batch_sizes) / table.latency_ms)) * 1e3
+
+
 def tenants(seconds: float) -> Found:
     """Flood one of two tenants with three times what a worker can do."""
     first = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
@@ -297,7 +302,7 @@ def tenants(seconds: float) -> Found:
             Tenant("first", Sleeper(first), 80.0, first, options=quiet),
             Tenant("second", Sleeper(other), 80.0, other, options=quiet),
         ]
-        rates = [flood * given[0].capacity_qps, 0.25 * given[1].capacity_qps]
+        rates = [flood * _capacity_qps(first), 0.25 * _capacity_qps(other)]
         events = sorted((at, i) for i in (0, 1) for at in poisson(rates[i], seconds, seed=i).tolist())
         futures = []
         with TenantBatcher(given) as batcher:
@@ -370,7 +375,7 @@ def shepherd() -> Found:
     """Compare one shared group under FLEX with a fixed assignment of two workers to each of four streams."""
     table = superserve_a40().select([0])
     streams, workers, slo = 4, 2, 36.0
-    capacity = max(size / ms for size, ms in zip(table.batch_sizes, table.latency_ms[0], strict=True)) * 1e3
+    capacity = _capacity_qps(table)
     found: Found = {}
     for cv2 in (1.0, 4.0, 16.0, 64.0):
         rate = 0.9 * capacity * workers

@@ -20,7 +20,7 @@ from subnetact.generation.completion import Generated, TokenDeadlines, TokenLogp
 from subnetact.generation.phases import CacheKinds, Phase, PlannedPhase, planned_phases, rows_of
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.serving.scheduling.checks import check_count, check_positive
-from subnetact.serving.scheduling.failures import patience_ms
+from subnetact.serving.scheduling.worker_states import patience_ms
 
 LEAST_PATIENCE_MS = 1e4  # before a step is taken to hang
 MOST_MISSED = 8  # steps of other subnets, before a request comes first however early others are due

@@ -1,7 +1,7 @@
 """Deadline-aware scheduling: a live batcher, policies, a simulator, bounds and planning.
 
 Nothing here imports torch. What most users need is imported from this package; other names, such as
-`WorkerEvent` or `group_streams`, from the files that the folders below name.
+`WorkerEvent`, from the files that the folders below name.
 
 Which folder answers which question (each imports only from those above it):
 
@@ -10,7 +10,7 @@ Which folder answers which question (each imports only from those above it):
 * `policies/`: which subnet and batch size an idle worker runs next; one file per policy.
 * `live/`: `Batcher`, which serves requests from threads and asyncio, with its statistics and its log.
 * `simulation/`: `simulate`, traces and data sets of arrivals, upper bounds, replays of live runs.
-* `planning/`: how many workers a target needs (`plan`), and which streams of requests share workers.
+* `planning/`: how many workers a target needs (`plan`).
 * `pipelines/`: `Pipeline`, stages behind each other under end-to-end deadlines, and their planning.
 * `tenants/`: `TenantBatcher`, several supernets that share workers.
 """

@@ -268,15 +268,16 @@ def test_each_worker_sets_its_own_number_of_threads(digits: Supernet) -> None:
     engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE[None])
     table = subnetact.LatencyTable(engine.keys, [60.0], [1], [[1.0]])
     seen: list[int] = []
+
+    class Watching(subnetact.HullFit):
+        def decide(self, context: Any) -> tuple[int, int] | None:
+            seen.append(torch.get_num_threads())
+            return super().decide(context)
+
     before = torch.get_num_threads()
     try:
-        with subnetact.Batcher(
-            engine,
-            table=table,
-            slo_ms=36.0,
-            threads_per_worker=2,
-            on_decision=lambda _: seen.append(torch.get_num_threads()),
-        ) as batcher:
+        policy = Watching(table, slo_ms=36.0)
+        with subnetact.Batcher(engine, policy=policy, threads_per_worker=2) as batcher:
             batcher.submit(IMAGE, deadline_ms=1e5).result(30)
     finally:
         torch.set_num_threads(before)

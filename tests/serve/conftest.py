@@ -25,8 +25,8 @@ from subnetact.digits import load_digits_supernet
 pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
-from subnetact.serve import build_app, exchange
-from subnetact.serving.live.rate_limited_log import RateLimitedLog
+from subnetact.serve import build_app
+from subnetact.serving.live import rate_limited_log
 
 ROOT = Path(__file__).parents[2]
 FOREVER_MS = 60_000
@@ -35,8 +35,8 @@ FOREVER_MS = 60_000
 @pytest.fixture(autouse=True)
 def _own_log(monkeypatch):
     """The log of a test is its own: the commands set it up. No line is left out because it repeats."""
-    log, root = logging.getLogger(exchange.__name__), logging.getLogger()
-    monkeypatch.setattr(exchange, "_repeated", RateLimitedLog(log, 0.0))
+    root = logging.getLogger()
+    monkeypatch.setattr(rate_limited_log, "PERIOD_S", 0.0)
     level, handlers = logging.getLogger("subnetact").level, root.handlers[:]
     yield
     logging.getLogger("subnetact").setLevel(level)

@@ -1,5 +1,6 @@
 import asyncio
 import concurrent.futures
+import json
 import math
 import threading
 
@@ -14,6 +15,7 @@ from subnetact.errors import (
     ProfileMismatch,
     QueueFull,
 )
+from subnetact.serving.live.answers import AnswerFuture
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, HullFit, SlackFit
 
@@ -117,15 +119,16 @@ def test_the_most_urgent_go_first_in_padded_batches(a40, engine):
     ]
 
 
-def test_decisions_are_reported_before_they_run(a40, engine):
-    seen = []
-    with Batcher(engine, policy=Fixed(a40, 1), slo_ms=36.0, on_decision=seen.append) as batcher:
+def test_the_log_tells_what_was_decided(a40, engine, tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    with Batcher(engine, policy=Fixed(a40, 1), slo_ms=36.0, decision_log=path) as batcher:
         first = held(engine, batcher)
         others = [batcher.submit(x, FOREVER) for x in range(3)]
         engine.gate.set()
         concurrent.futures.wait([first, *others], 20)
-    assert [(d.queued, d.subnet, d.batch_size, d.k) for d in seen] == [(1, 1, 1, 1), (3, 1, 4, 3)]
-    assert all(0 < d.slack_ms <= FOREVER for d in seen)
+    _, *seen = map(json.loads, path.read_text().splitlines())
+    assert [(d["queued"], d["s"], d["b"], len(d["a"])) for d in seen] == [(1, 1, 1, 1), (3, 1, 4, 3)]
+    assert all(0 < d["slack"] <= FOREVER for d in seen)
 
 
 def test_expired_requests_are_answered_at_once_without_running(a40, engine):
@@ -209,7 +212,7 @@ def test_bad_deadlines_are_refused_before_they_are_queued(a40, engine, deadline)
 
 def test_a_request_without_a_deadline_gets_the_usual_time(a40, engine):
     with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), slo_ms=FOREVER) as batcher:
-        assert batcher._checked(1, None).deadline_ms == FOREVER
+        assert batcher._admit(AnswerFuture(), None, 1, None).ask.deadline_ms == FOREVER
         assert batcher.submit(1).result(20).met
         assert asyncio.run(batcher.infer(1)).met
         with pytest.raises(TypeError, match=r"submit\(\) got an unexpected keyword argument 'foo'"):

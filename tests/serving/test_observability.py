@@ -316,18 +316,6 @@ def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path: Path, place: 
         Batcher(Timed(), policy=Fixed(TABLE, 0), slo_ms=36.0, decision_log=tmp_path / place)
 
 
-def test_an_entry_that_json_cannot_hold_loses_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = DecisionLog(tmp_path / "log.jsonl", {}, 0.0)
-    for priority in (1, 10**5000, 2):
-        log.outcome("dropped", Request(Ask(1.0, priority=priority), 0.0))
-    log.close()
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["p"] for line in lines[1:]] == [[1], [2]]
-    assert "left out" in caplog.text
-
-
 def test_a_priority_has_64_bits() -> None:
     with Batcher(Timed(), policy=Fixed(TABLE, 0), slo_ms=50.0) as batcher:
         for priority in (10**5000, 2**63, -(2**63) - 1):

@@ -3,7 +3,6 @@ import pytest
 from papers.tuner import Tuner
 
 from subnetact.errors import PolicyError, TraceError
-from subnetact.serving.planning.herd import Stream, group_streams
 from subnetact.serving.planning.planner import plan
 from subnetact.serving.policies import Fixed, HullFit
 from subnetact.serving.simulation.simulator import WorkerEvent, simulate
@@ -114,44 +113,3 @@ def test_tuned_workers_save_an_unplanned_surge(a40):
     fixed = simulate(surge, a40, HullFit(a40, slo_ms=36.0), workers=1, slo_ms=36.0, expired="serve")
     assert tuned.attainment > 0.95
     assert fixed.attainment < 0.5
-
-
-def test_groups_share_workers_by_load():
-    streams = [Stream(100, 50, memory_mb=10), Stream(300, 50, memory_mb=10), Stream(50, 50, memory_mb=30)]
-    grouping = group_streams(streams, workers=9, groups=3, memory_mb=30)
-    assert sum(grouping.workers) == 9
-    for group in range(3):
-        members = [stream for stream, g in zip(streams, grouping.group_of, strict=True) if g == group]
-        assert sum(stream.memory_mb for stream in members) <= 30
-        if members:
-            load = sum(stream.load for stream in members)
-            assert grouping.workers[group] >= grouping.headroom * load - 1e-6
-    assert grouping.headroom == pytest.approx(1.0)
-    assert grouping.group_of[2] not in grouping.group_of[:2]
-
-
-def test_groups_are_optimal_on_small_instances():
-    from itertools import product
-
-    rng = np.random.default_rng(0)
-    for _ in range(5):
-        streams = [Stream(float(rate), 10.0) for rate in rng.uniform(5, 60, 4)]
-        best = 0.0
-        for assignment in product(range(2), repeat=4):
-            loads = [
-                sum(s.load for s, g in zip(streams, assignment, strict=True) if g == j) for j in range(2)
-            ]
-            for first in range(8):
-                shares = (first, 7 - first)
-                rooms = [share / load for share, load in zip(shares, loads, strict=True) if load > 0]
-                best = max(best, min(rooms))
-        assert group_streams(streams, 7, 2).headroom == pytest.approx(best, rel=2e-3)
-
-
-def test_groups_that_cannot_be_are_refused():
-    with pytest.raises(PolicyError, match="memory"):
-        group_streams([Stream(1, 1, memory_mb=10)] * 3, 4, 2, memory_mb=15)
-    with pytest.raises(TraceError, match="empty"):
-        group_streams([], 1, 1)
-    with pytest.raises(TraceError, match="capacity_qps"):
-        Stream(1.0, 0.0)

@@ -466,7 +466,7 @@ def test_nothing_is_left_of_the_workers_of_a_dead_parent(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"process": "fork"}, "locks.*spawn"),
+        ({"process": "fork"}, "spawn"),
         ({"process": "forkserver"}, "spawn"),
         ({"process": 2}, "process: 2"),
         ({"process": None}, "process: None"),

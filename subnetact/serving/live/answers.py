@@ -36,26 +36,6 @@ class Answer(NamedTuple):
     waited_ms: float = 0.0
 
 
-class Decided(NamedTuple):
-    """One decision of the policy, as `on_decision` gets it.
-
-    Attributes:
-        t_ms: time of the decision on the batcher's clock, in ms.
-        queued: number of requests that waited.
-        slack_ms: time that was left until the deadline of the most urgent one, in ms.
-        subnet: id of the subnet that was chosen.
-        batch_size: the planned batch size (a compiled engine pads to it).
-        k: number of requests in the batch.
-    """
-
-    t_ms: float
-    queued: int
-    slack_ms: float
-    subnet: int
-    batch_size: int
-    k: int
-
-
 class AnswerFuture(concurrent.futures.Future[Answer]):
     """The future that `Batcher.submit` returns. Cancelling the future withdraws the request."""
 

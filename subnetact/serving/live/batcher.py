@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import isfinite
@@ -17,20 +17,26 @@ from subnetact.files.documents import StrPath
 from subnetact.files.fork import hear_of_forks
 from subnetact.latency.origin import warn_of_doubts
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.answers import Answer, AnswerFuture, Decided
+from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
-from subnetact.serving.live.driver import Driver, SharedWorkers
+from subnetact.serving.live.driver import Driver
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
+from subnetact.serving.live.turns import Turns
 from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
+from subnetact.serving.scheduling.checks import (
+    check_count,
+    check_policy,
+    check_positive,
+    check_time,
+)
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.scheduling.request import Ask
+from subnetact.serving.scheduling.request import Ask, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 
 
@@ -68,7 +74,7 @@ class Batcher(ClosedOnExit):
             one; make it of the largest shape.
         workers: number of threads or processes that run batches at the same time on one engine. On CUDA, with
             two threads the copies of one batch overlap with the computation of another.
-        process: whether the workers are processes (`True` or `"spawn"`). Each of them has an interpreter of
+        process: whether the workers are processes, which are spawned. Each of them has an interpreter of
             its own, so that the model does not wait for Python code of this process; there is one copy of
             the weights, to which the tensors of the engine move. A process that dies is replaced, and its
             requests get a second try. The processes follow all changes of the engine before the next batch.
@@ -80,7 +86,6 @@ class Batcher(ClosedOnExit):
             `DeadlinePassed`), `defer` (served when nothing else waits) or `serve` (kept at the head).
         slo_ms: the time that a request is given, in ms, if it names none; policies that plan ahead use it. If
             None, the policy's own; a policy without one needs this argument.
-        on_decision: called with a `Decided` before each batch runs, on the worker's thread; keep it short.
         clock_ms: a monotonic clock, in ms. If None, `time.perf_counter_ns`.
         threads_per_worker: number of CPU threads of each worker, set by `engine.enter_worker(threads)`. If
             None, the engine keeps its own number; worker processes then use torch's number in this process.
@@ -117,8 +122,8 @@ class Batcher(ClosedOnExit):
         ...     answer = batcher.submit(x, deadline_ms=36.0).result()
     """
 
-    _shared: tuple[SharedWorkers, str] | None = None
-    """The workers that several batchers use in turns, and this one's name there."""
+    _shared: tuple[Turns, str] | None = None
+    """The turns in which several batchers use the same workers, and this one's name there."""
 
     def __init__(
         self,
@@ -130,7 +135,6 @@ class Batcher(ClosedOnExit):
         workers: int = 1,
         expired: str = "drop",
         slo_ms: float | None = None,
-        on_decision: Callable[[Decided], None] | None = None,
         clock_ms: Callable[[], float] | None = None,
         threads_per_worker: int | None = None,
         watchdog_ms: float | None = None,
@@ -139,11 +143,10 @@ class Batcher(ClosedOnExit):
         learn: bool = True,
         decision_log: StrPath | None = None,
         shares: FairShares | None = None,
-        process: bool | str = False,
+        process: bool = False,
         spares: int = 1,
     ) -> None:
-        in_processes = _in_processes(process, spares)
-        tables = _tables(table)
+        tables = [] if table is None else list(table) if isinstance(table, Sequence) else [table]
         if policy is None:
             if not tables or slo_ms is None:
                 raise PolicyError("policy: none given; give a policy, or a table and slo_ms to make one from")
@@ -158,29 +161,30 @@ class Batcher(ClosedOnExit):
         tables = tables or [policy.table]
         table = tables[-1]
         check_count(max_queue, "max_queue")
-        runners = runner_per_worker(engine, workers)
-        threads = None if in_processes else threads_per_worker
-        for runner in runners:
-            check_runner(runner, tables, policy, threads, finite=check_finite, in_processes=in_processes)
-        warn_of_doubts(tables, runners, threads_per_worker)
+        check_count(spares, "spares", least=0)
         if threads_per_worker is not None:
             check_count(threads_per_worker, "threads_per_worker")
         if watchdog_ms is not None:
             watchdog_ms = check_positive(watchdog_ms, "watchdog_ms")
+        if not isinstance(process, bool):
+            text = "give True for processes, which are spawned, never forked, or False for threads"
+            raise PolicyError(f"process: {process!r}; {text}")
         if shares is not None and not isinstance(shares, FairShares):
             raise PolicyError(f"shares: expected FairShares(...) or None, got {type(shares).__name__}")
-        for name, function in (("on_decision", on_decision), ("clock_ms", clock_ms)):
-            if function is not None and not callable(function):
-                raise PolicyError(f"{name}: {function!r} is no function")
+        clock: Any = clock_ms or monotonic_ms
+        now = clock() if callable(clock) else None
+        if not isinstance(now, Real) or not isfinite(now):
+            raise PolicyError(f"clock_ms: {clock!r} is no function that returns a finite time, in ms")
+        runners = runner_per_worker(engine, workers)
+        for runner in runners:
+            threads = None if process else threads_per_worker
+            check_runner(runner, tables, policy, threads, finite=check_finite, in_processes=process)
+        warn_of_doubts(tables, runners, threads_per_worker)
         check: Any = runners[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self.accuracy: Mapping[int, float] = dict(enumerate(table.accuracy))
         self.subnets, self.fingerprint = table.subnets, str(getattr(runners[0], "fingerprint", ""))
         self._floors = Floors(table)
-        clock_ms = clock_ms or monotonic_ms
-        now: Any = clock_ms()
-        if not isinstance(now, Real) or not isfinite(now):
-            raise PolicyError(f"clock_ms: must return the time in ms as a finite number, got {now!r}")
         scheduler = Scheduler(
             policy,
             tables,
@@ -190,7 +194,6 @@ class Batcher(ClosedOnExit):
             max_queue=max_queue,
             watchdog_ms=watchdog_ms,
             shares=shares,
-            is_there=(lambda worker: bool(self._runners[worker].is_ready)) if in_processes else None,
         )
         self.max_queue = max_queue
         log: DecisionLog | None = None
@@ -199,9 +202,9 @@ class Batcher(ClosedOnExit):
             if decision_log is not None:
                 facts = {"workers": len(runners), "expired": expired, "slo_ms": slo_ms}
                 header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
-                log = DecisionLog(decision_log, header, clock_ms())
+                log = DecisionLog(decision_log, header, clock())
                 opened.callback(log.close)
-            if in_processes:
+            if process:
                 sizes = table.batch_sizes
                 self._runners = open_processes(runners, opened, threads_per_worker, sizes, spares)
             close_all = opened.pop_all().close
@@ -209,10 +212,9 @@ class Batcher(ClosedOnExit):
             scheduler,
             self._runners,
             learn=learn,
-            clock_ms=clock_ms,
+            clock_ms=clock,
             shape_of=getattr(runners[0], "shape_of", None),
             check_outputs=check_outputs,
-            on_decision=on_decision,
             threads=threads_per_worker,
             log=log,
             on_end=close_all,
@@ -260,9 +262,8 @@ class Batcher(ClosedOnExit):
             QueueFull: `max_queue` requests wait already, or the client has its share of them.
             BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
-        ask = self._checked(x, deadline_ms, min_accuracy, priority, client)
         future = AnswerFuture()
-        request = self._driver.admit(x, ask, future, None)
+        request = self._admit(future, None, x, deadline_ms, min_accuracy, priority, client)
         future.on_cancel(partial(self._driver.withdraw, request))
         return future
 
@@ -291,9 +292,8 @@ class Batcher(ClosedOnExit):
             RequestError: What `submit` raises, or what the exception of its future would be.
         """
         loop = asyncio.get_running_loop()
-        ask = self._checked(x, deadline_ms, min_accuracy, priority, client)
         future: asyncio.Future[Answer] = loop.create_future()
-        request = self._driver.admit(x, ask, future, loop)
+        request = self._admit(future, loop, x, deadline_ms, min_accuracy, priority, client)
         try:
             return await future
         except asyncio.CancelledError:
@@ -344,22 +344,6 @@ class Batcher(ClosedOnExit):
         """
         self._check_process()
         return self._driver.replan(at_once=True)
-
-    def assign(self, workers: Collection[int]) -> None:
-        """Let only certain workers take batches; the others finish theirs and wait, so no request is lost.
-
-        Args:
-            workers: the numbers of the workers that take batches, from 0; none of them pauses the batcher.
-
-        Raises:
-            PolicyError: There is no such worker.
-            BatcherClosed: This process was forked from the batcher's.
-        """
-        self._check_process()
-        unknown = [worker for worker in workers if worker not in range(len(self._runners))]
-        if unknown:
-            raise PolicyError(f"workers: {unknown[0]!r} is none; they are 0 to {len(self._runners) - 1}")
-        self._driver.assign(workers)
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -422,41 +406,17 @@ class Batcher(ClosedOnExit):
     def note_fork(self) -> None:
         """Refuse every use in a forked child, where locks may be held by threads that do not exist."""
         self._forked = True
-        self.__dict__["_checked"] = self._check_process  # `submit` and `infer` call it first
+        self.__dict__["_admit"] = self._check_process  # `submit` and `infer` call it first
 
-    def _checked(self, x: Any, deadline_ms: float | None, *terms: Any) -> Ask:
-        """Return what a request that can be accepted asks for; refuse the others."""
+    def _admit(self, future: Any, loop: Any, x: Any, deadline_ms: float | None, *terms: Any) -> Request:
+        """Queue a request that can be accepted; refuse the others."""
         try:
             ask = Ask.checked(self._floors, self.slo_ms if deadline_ms is None else deadline_ms, *terms)
             self._check(x)
         except BaseException:
             self._driver.count_refused()
             raise
-        return ask
-
-
-def _tables(given: Any) -> list[LatencyTable]:
-    tables = [given] if isinstance(given, LatencyTable) or not isinstance(given, Iterable) else list(given)
-    if given is None:
-        return []
-    for table in tables:
-        if not isinstance(table, LatencyTable):
-            raise PolicyError(
-                f"table: expected a LatencyTable, or one per input shape, got {type(table).__name__}; "
-                "LatencyTable.load(path) reads one"
-            )
-    return tables
-
-
-def _in_processes(process: Any, spares: Any) -> bool:
-    if process != "spawn" and not isinstance(process, bool):
-        raise PolicyError(
-            f"process: {process!r}; a fork would copy locks that threads hold, and CUDA contexts that do not "
-            "work in the copy; give True or 'spawn' for processes, False for threads"
-        )
-    if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares <= 64:
-        raise PolicyError(f"spares: {spares!r} must be a whole number from 0 to 64")
-    return bool(process)
+        return self._driver.admit(x, ask, future, loop)
 
 
 def monotonic_ms() -> float:

@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ CORRECTIONS = DocumentFormat("corrections", "subnetact.corrections", 3, _NEXT_ST
 _MEMORY = 64.0  # an average covers about the last 64 batches
 _PRIOR = 8.0  # how many observations the next coarser average (cell to subnet to table) counts as
 _FADE = 512  # further batches after which an observation counts half
+_OLDEST = 2**53  # batches, since an average of a file was added to last
 _CLIP = 5.0  # largest absolute log ratio that counts
 _ENOUGH = 16  # observations before a subnet may drift
 _ALL = (-1, -1)
@@ -69,14 +69,6 @@ class _Running:
         n = self.left(now)
         weight = n / (n + _PRIOR)
         return mean + weight * (self.mean - mean), variance + weight * (self.variance - variance)
-
-    @classmethod
-    def read(cls, n: Any, mean: Any, variance: Any, at: Any) -> _Running:
-        """Return the average of a row of a file, which may be damaged; `at` is relative to the next batch."""
-        known = type(at) is int and at <= 0 and 0.0 <= n < math.inf and 0.0 <= variance < math.inf
-        if not (known and abs(mean) <= _CLIP):
-            raise ValueError(f"{n!r} observations of mean {mean!r} and variance {variance!r}, age {at!r}")
-        return cls(float(min(n, _MEMORY)), float(mean), float(variance), max(at, -100 * _FADE))
 
 
 class Corrections:
@@ -182,11 +174,14 @@ class Corrections:
             )
         averages: defaultdict[tuple[int, int], _Running] = defaultdict(_Running)
         with CORRECTIONS.fields(path):
-            for i, j, *row in document["averages"]:
-                for index, count in ((i, len(self.table.subnets)), (j, len(self.table.batch_sizes))):
-                    if type(index) is not int or not -1 <= index < count:
-                        raise ValueError(f"index {index!r} of {count}")
-                averages[i, j] = _Running.read(*row)
+            rows, columns = range(-1, len(self.table.subnets)), range(-1, len(self.table.batch_sizes))
+            for row in document["averages"]:
+                i, j, n, mean, variance, at = row
+                is_learned = abs(mean) <= _CLIP and 0.0 <= variance <= (2 * _CLIP) ** 2
+                is_counted = 0.0 <= n <= _MEMORY and -_OLDEST <= at <= 0
+                if not (i in rows and j in columns and is_learned and is_counted):
+                    raise ValueError(f"the average {row}")
+                averages[i, j] = _Running(n, mean, variance, at)
         with self._lock:
             for running in averages.values():
                 running.at += self._batches

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any, TextIO
 
 from subnetact.errors import WriteError
@@ -20,17 +19,8 @@ DECISION_LOG = DocumentFormat("a decision log", "subnetact.decision_log", 1, _NE
 _log = logging.getLogger(__name__)
 
 
-def _line(entry: Mapping[str, Any]) -> str:
-    """Return an entry as a line of JSON, or "" if a policy or a client made it impossible."""
-    try:
-        return json.dumps(entry, separators=(",", ":")) + "\n"
-    except (TypeError, ValueError, OverflowError) as error:
-        _log.warning("an entry of the decision log is left out: %s", error)
-        return ""
-
-
 class DecisionLog:
-    """Collects entries in memory while requests are served; `flush` writes them, from another thread.
+    """Collects entries in memory while requests are served; another thread writes them by `flush`.
 
     The first line is a header with the table, the workers, the policy's name and the rule for expired
     requests. Every further line is one of two kinds; times are in ms since the log was opened.
@@ -47,7 +37,6 @@ class DecisionLog:
     def __init__(self, path: StrPath, header: Mapping[str, Any], start_ms: float) -> None:
         self._start_ms, self._path = start_ms, path
         self._entries: deque[dict[str, Any]] = deque()
-        self._writing = Lock()
         self._file: TextIO | None = None
         try:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
@@ -71,22 +60,20 @@ class DecisionLog:
 
     def flush(self) -> None:
         """Write the collected entries; if the disk is full or gone, the log ends there with a warning."""
-        with self._writing:
-            collected = self._entries  # other threads append meanwhile
-            entries = [collected.popleft() for _ in range(len(collected))]
-            if self._file is not None and entries:
-                try:
-                    self._file.write("".join(map(_line, entries)))
-                    self._file.flush()
-                except (OSError, ValueError) as error:
-                    _log.warning("the decision log %s ends here: %s", self._path, error)
-                    self._end()
+        collected = self._entries  # other threads append meanwhile
+        entries = [collected.popleft() for _ in range(len(collected))]
+        if self._file is not None and entries:
+            try:  # a clock may give numbers of numpy, which become floats
+                self._file.writelines(json.dumps(entry, default=float) + "\n" for entry in entries)
+                self._file.flush()
+            except (OSError, ValueError) as error:
+                _log.warning("the decision log %s ends here: %s", self._path, error)
+                self._end()
 
     def close(self) -> None:
         """Write the remaining entries and close the file. This never raises; see `flush`."""
         self.flush()
-        with self._writing:
-            self._end()
+        self._end()
 
     def _end(self) -> None:
         file, self._file = self._file, None

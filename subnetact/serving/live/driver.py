@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from subnetact.errors import BatcherClosed, InvalidRequest, QueueFull, WorkerDied, failure_text
-from subnetact.serving.live.answers import Answer, Decided, Outcome, settle
+from subnetact.errors import (
+    BatcherClosed,
+    DeadlinePassed,
+    InvalidRequest,
+    OutputNotFinite,
+    QueueFull,
+    WorkerDied,
+    failure_text,
+)
+from subnetact.serving.live.answers import Answer, Outcome, settle
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.finite import not_finite
 from subnetact.serving.live.interpreter_exit import computing
@@ -25,30 +33,21 @@ from subnetact.serving.live.learner import Learner
 from subnetact.serving.live.rate_limited_log import RateLimitedLog
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats, Counters
-from subnetact.serving.scheduling.failures import deadline_passed, output_not_finite, queue_full
+from subnetact.serving.live.turns import Turn, Turns
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
-from subnetact.serving.scheduling.turns import Turn, Turns
 
 _log = logging.getLogger(__name__)
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
 _HUNG = "batcher worker %d hung: its batch of %d on subnet %d has run for %.0f ms, %.1f ms were expected; %s"
+_OUTPUT = (
+    "subnet %d: the output for this request is not finite (NaN or infinite); look at the weights and the "
+    "input, or open the batcher with check_outputs=False if such outputs are meant"
+)
 _NOT_FINITE = "subnet %d: %d of %d outputs of a batch are not finite; these requests fail"
 _TICK_S = 0.02
 _PAUSE_S = 0.05
 """After this time an idle worker asks again, if requests wait that the policy does not run yet."""
-
-
-class SharedWorkers:
-    """Lets drivers use the same workers in turns, by their shares (> 0), under one lock.
-
-    `changed` tells the threads of workers that a turn has ended, or that a worker is parked or wanted again.
-    """
-
-    def __init__(self, shares: Mapping[str, float]) -> None:
-        self.turns = Turns(shares)
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
 
 
 class Driver:
@@ -70,27 +69,24 @@ class Driver:
         clock_ms: Callable[[], float],
         shape_of: Callable[[Any], int] | None,
         check_outputs: bool,
-        on_decision: Callable[[Decided], None] | None,
         threads: int | None,
         log: DecisionLog | None,
         on_end: Callable[[], None],
-        shared: tuple[SharedWorkers, str] | None,
+        shared: tuple[Turns, str] | None,
     ) -> None:
         self.scheduler = scheduler
         self.clock_ms = clock_ms
         self.counters = Counters()
-        workers, name = shared or (SharedWorkers({"": 1.0}), "")
+        self._turns, self._name = shared or (Turns({"": 1.0}), "")
         scheduler.shares_workers = shared is not None
-        self.lock = workers.lock
+        self.lock = self._turns.lock
         tables = scheduler.tables
         self.learner = Learner(tables, scheduler.dispatcher, self.lock, clock_ms, learn)
         self._runners, self._accuracy = runners, tables[-1].known_accuracy()
         self._shape_of = shape_of if len(tables) > 1 else None
-        self._on_decision, self._threads_each = on_decision, threads
+        self._threads_each = threads
         self._check_outputs, self._repeated = check_outputs, RateLimitedLog(_log)
         self._log, self._on_end = log, on_end
-        self._turns, self._name, self._changed = workers.turns, name, workers.changed
-        self._turns.schedulers[name] = scheduler
         self._work, self._watch, self._drained = (threading.Condition(self.lock) for _ in range(3))
         self._undelivered = 0
         self._waking = self._watchdog_sleeps = False
@@ -148,10 +144,12 @@ class Driver:
     def check_room(self, count: int) -> None:
         """Refuse requests that belong together, as one, if not all of them could wait."""
         with self.lock:
-            if not self.scheduler.has_room(count):
+            try:
+                self.scheduler.check_room(count)
+            except QueueFull:
                 self.counters.refused += 1
                 self.counters.full += 1
-                raise queue_full(int(self.scheduler.max_queue))
+                raise
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""
@@ -197,8 +195,8 @@ class Driver:
         except BaseException as error:  # for example SystemExit from a runner; the worker is started again
             failure = error
         with self.lock:
-            self._end_turn(turn)
-            self._give_up(turn)
+            self._turns.end(turn, self.clock_ms())
+            self._turns.give_up(turn)
             if replaced := job is not None and job.abandoned:
                 self.scheduler.workers.hung_thread_ended(worker)
             elif failure is not None:
@@ -213,22 +211,21 @@ class Driver:
         """Wait for a job of an idle worker, or for outcomes to deliver; None if the worker ends."""
         with self.lock:
             while not self.scheduler.is_over:
-                self._end_turn(turn)
+                self._turns.end(turn, self.clock_ms())
                 self._waking = False
-                parked = self.scheduler.workers.is_parked(turn.worker)
-                if parked or not len(self.scheduler):
-                    self._give_up(turn)
-                    (self._changed if parked else self._work).wait()
+                if not len(self.scheduler):
+                    self._turns.give_up(turn)
+                    self._work.wait()
                     continue
                 self._turns.want(turn)
                 if not self._turns.begin(turn, self.clock_ms()):
                     self._wake_a_worker()  # whose turn may come earlier
-                    self._changed.wait()
+                    self._turns.changed.wait()
                     continue
                 job = self._asked(partial(self.scheduler.idle, turn.worker))
                 outcomes = self._outcomes()
                 if job is None and not outcomes:
-                    self._end_turn(turn)
+                    self._turns.end(turn, self.clock_ms())
                     self._work.wait(_PAUSE_S)
                     continue
                 if len(self.scheduler):
@@ -254,8 +251,6 @@ class Driver:
     def _run(self, job: Job, turn: Turn) -> None:
         if job.preempted is None:  # it is abandoned together with what preempts it
             self._running[job.worker] = job, turn
-        if self._on_decision is not None:
-            self._tell(self._on_decision, job)
         while job.part and not job.abandoned:
             try:
                 outputs: Any = self._outputs(job, turn)
@@ -291,7 +286,6 @@ class Driver:
         length = self.scheduler.block_length(job, run.blocks)
         while not run.step(length) and not job.abandoned:
             done = run.position / run.blocks
-            self._give_way(job, done, turn)
             if not len(self.scheduler.dispatcher.queue):
                 continue  # without the lock: the next block looks again
             with self.lock:
@@ -314,7 +308,8 @@ class Driver:
             latencies: list[float] = []
             met = 0
             for request in [part[i] for i in rejected if part[i].open]:
-                self.scheduler.reject(request, output_not_finite(job))
+                error = OutputNotFinite(_OUTPUT % job.subnet)
+                self.scheduler.reject(request, error)
                 counters.not_finite += 1
             for request, output in zip(part, outputs, strict=True):
                 if request.open:
@@ -338,36 +333,6 @@ class Driver:
             self.scheduler.finished(job, now)
             return self._outcomes(outcomes)
 
-    def _tell(self, tell: Callable[[Decided], None], job: Job) -> None:
-        try:
-            tell(Decided(job.started_ms, job.queued, job.slack_ms, job.subnet, job.size, len(job.part)))
-        except Exception:
-            _log.exception("on_decision raised; it is not called again")
-            self._on_decision = None
-
-    # -- turns of several drivers ------------------------------------------------------------------
-
-    def _give_up(self, turn: Turn) -> None:
-        if self._turns.give_up(turn):
-            self._changed.notify_all()
-
-    def _end_turn(self, turn: Turn) -> None:
-        if self._turns.end(turn, self.clock_ms()):
-            self._changed.notify_all()
-
-    def _give_way(self, job: Job, done: float, turn: Turn) -> None:
-        """Pass the turn on between two blocks if a driver that comes next has urgent requests."""
-        if not self._turns.is_wanted(turn.worker):
-            return  # without the lock: the next block looks again
-        with self.lock:
-            if not self._turns.gives_way(turn, job, done, self.clock_ms()):
-                return
-            self._end_turn(turn)
-            self._turns.want(turn)
-            while not self._turns.begin(turn, self.clock_ms()):
-                self._changed.wait()
-            self.scheduler.resume(job, self.clock_ms())
-
     # -- outcomes ----------------------------------------------------------------------------------
 
     def _outcomes(self, answers: Iterable[Outcome] = ()) -> list[Outcome]:
@@ -378,14 +343,21 @@ class Driver:
                 self._log.outcome(how, request)
             if how == "dropped":
                 self.learner.dropping = True
-                least_ms = self.scheduler.dispatcher.least_ms(request.ask.floor, request.shape)
-                error = deadline_passed(request, self.clock_ms(), least_ms)
+                error = self._deadline_passed(request)
             if how != "cancelled":
                 outcomes.append((request, None, error))
         ended.clear()
         if outcomes:
             self._undelivered += 1
         return outcomes
+
+    def _deadline_passed(self, request: Request) -> DeadlinePassed:
+        waited_ms = self.clock_ms() - request.accepted_ms
+        fastest_ms = self.scheduler.dispatcher.least_ms(request.ask.floor, request.shape)
+        return DeadlinePassed(
+            f"deadline_ms: {request.ask.deadline_ms:g} ms were given, after {waited_ms:.1f} ms no subnet "
+            f"could answer in time any more (the fastest needs {fastest_ms:.3g} ms); allow more, or send less"
+        )
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         if not outcomes:
@@ -404,7 +376,7 @@ class Driver:
         return self.scheduler.is_over and not self._undelivered
 
     def _wake_all(self) -> None:
-        for condition in (self._work, self._watch, self._drained, self._changed):
+        for condition in (self._work, self._watch, self._drained, self._turns.changed):
             condition.notify_all()
 
     @property
@@ -442,7 +414,7 @@ class Driver:
             hung = [worker for worker, (job, _) in self._running.items() if job.abandoned]
             for worker in hung:
                 job, turn = self._running.pop(worker)
-                self._end_turn(turn)
+                self._turns.end(turn, self.clock_ms())
                 facts = worker, len(job.part), job.subnet, self.clock_ms() - job.started_ms, job.expected_ms
                 pid = getattr(self._runners[worker], "pid", None)
                 end = "another thread replaces it" if pid is None else f"process {pid} is killed"
@@ -465,10 +437,7 @@ class Driver:
 
     def _send(self) -> None:
         while (outcomes := self._owed.get()) is not None:
-            try:
-                self._deliver(outcomes)
-            except Exception:
-                _log.exception("the batcher's messenger goes on after an error")
+            self._deliver(outcomes)
 
     def _plan(self) -> None:
         while not self._ends:
@@ -503,21 +472,16 @@ class Driver:
         with self.lock:
             scheduler, limits = self.scheduler, dict(self.scheduler.dispatcher.limits)
             now = {"queued": len(scheduler), "running": scheduler.running, "workers": len(self._runners)}
-            now |= {"workers_up": scheduler.workers.up(), "replanned": self.learner.replanned}
+            ready = [getattr(runner, "is_ready", True) for runner in self._runners]  # whether a process lives
+            up = sum(scheduler.workers.is_up(worker) and is_ready for worker, is_ready in enumerate(ready))
+            now |= {"workers_up": up, "replanned": self.learner.replanned}
             learned: Any = {"batch_limits": limits, "correction": correction, "drifted": drifted}
             return self.counters.snapshot(scheduler.counts, **now, **learned)
-
-    def assign(self, workers: Collection[int]) -> None:
-        """Let only some workers take jobs; the others finish theirs and wait."""
-        with self.lock:
-            self.scheduler.assign(workers, self.clock_ms())
-            self._wake_all()
 
     def stop_admitting(self, abandon: bool = False) -> None:
         """Refuse all further requests, and close those that wait if `abandon`."""
         with self.lock:
             self.scheduler.closing = True
-            self.scheduler.assign(range(len(self._runners)), self.clock_ms())
             if abandon:
                 self.scheduler.close_all()
             outcomes = self._outcomes()

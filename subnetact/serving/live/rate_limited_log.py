@@ -6,25 +6,24 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+
+PERIOD_S = 10.0
 
 
 class RateLimitedLog:
-    """Logs lines of one text and one class of error at most once in `period_s`, from any thread."""
+    """Logs lines of one text and one class of error at most once in ten seconds, from any thread."""
 
-    def __init__(
-        self, log: logging.Logger, period_s: float = 10.0, clock_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._log, self._period_s, self._clock_s = log, period_s, clock_s
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
         self._lock = threading.Lock()
         self._logged: dict[tuple[str, type], tuple[float, int]] = {}
 
     def log(self, level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
         """Log a line, with the traceback of an error, or count it for the next such line to tell."""
-        kind, now = (text, type(error)), self._clock_s()
+        kind, now = (text, type(error)), time.monotonic()
         with self._lock:
             at_s, left_out = self._logged.get(kind, (-math.inf, 0))
-            if now < at_s + self._period_s:
+            if now < at_s + PERIOD_S:
                 self._logged[kind] = at_s, left_out + 1
                 return
             self._logged[kind] = now, 0

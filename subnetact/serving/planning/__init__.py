@@ -1,1 +1,1 @@
-"""How many workers a service needs (`planner`), and which requests share workers (`herd`)."""
+"""How many workers a service needs (`planner`)."""

@@ -2,6 +2,6 @@
 
 * `scheduler`: every transition of a request and of a worker; `request`: asks, requests and jobs.
 * `dispatch`: how a policy's answer becomes a batch; `context`: what a policy sees.
-* `queue`, `floors`, `priority`, `fair_shares`: who goes first; `turns`: which of several schedulers does.
-* `worker_states`: which workers there are; `failures`: the errors that requests end with.
+* `queue`, `floors`, `priority`, `fair_shares`: who goes first.
+* `worker_states`: which workers there are.
 """

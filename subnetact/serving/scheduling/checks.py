@@ -37,10 +37,10 @@ def too_short(slo_ms: float, table: LatencyTable, others: str = "") -> str:
     return f"{lowest}{origin or ';'} give slo_ms of at least {least:f}"
 
 
-def check_count(value: object, name: str) -> int:
-    """Return `value` as a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PolicyError(f"{name}: {value!r} is not a positive integer")
+def check_count(value: object, name: str, least: int = 1) -> int:
+    """Return `value` as an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PolicyError(f"{name}: {value!r} must be a whole number of at least {least}")
     return value
 
 
@@ -67,6 +67,7 @@ def check_policy(policy: Any, *tables: LatencyTable) -> None:
             "that it decides by"
         )
     for table in tables:
+        check_accuracy(table)
         if (policy.table.subnets, policy.table.batch_sizes) != (table.subnets, table.batch_sizes):
             raise ProfileMismatch("policy: made for other subnets or batch sizes; make it from this table")
 

@@ -43,7 +43,6 @@ class _Plan:
         self.preempt: Any = getattr(policy, "preempt", None)
         self.block_length: Any = getattr(policy, "block_length", lambda *_: 1)
         self.observe: Any = getattr(policy, "observe", None)
-        self.factor: float = getattr(policy, "factor", 1.0)
         self.latency: list[list[float]] = table.latency_ms.tolist()
         self.fastest = table.fastest_ms
         self.largest = largest_batches(table)

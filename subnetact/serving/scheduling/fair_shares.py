@@ -34,8 +34,8 @@ class FairShares:
 
     Attributes:
         burst_ms: worker time that a client of weight 1 may take at once, in ms. If None, half the SLO.
-        weights: weight per client; a client of weight 2 gets twice the time of a client of weight 1.
-        weight: weight of all other clients.
+        weights: weight per client; a client of weight 2 gets twice the time of a client of weight 1, as all
+            have that are not named.
 
     Raises:
         PolicyError: a number is not finite and > 0, or a weight is beyond 1e-6 to 1e6.
@@ -43,18 +43,16 @@ class FairShares:
 
     burst_ms: float | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
-    weight: float = 1.0
 
     def __post_init__(self) -> None:
         weights: Any = self.weights
         if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
             raise PolicyError(f"weights: {weights!r} must be a dictionary from names of clients to numbers")
-        given = {"weight": self.weight, **{f"weight of {name!r}": w for name, w in weights.items()}}
+        for name, weight in weights.items():
+            if not 1e-6 <= check_time(weight, f"weight of {name!r}") <= 1e6:
+                raise PolicyError(f"weight of {name!r}: {weight} must be from 1e-6 to 1e6, to sum exactly")
         if self.burst_ms is not None:
-            given["burst_ms"] = self.burst_ms
-        for name, value in given.items():
-            if not 1e-6 <= check_time(value, name) <= 1e6 and name != "burst_ms":
-                raise PolicyError(f"{name}: {value} must be from 1e-6 to 1e6, so that sums are exact")
+            check_time(self.burst_ms, "burst_ms")
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +85,7 @@ class ShareGate:
         self._clients: dict[str, _Client] = {}
         self._holding: dict[str, _Client] = {}
         self._filling: list[tuple[float, str]] = []
-        self._weight = self._open_weight = self._virtual = 0.0
+        self._weight = self._virtual = 0.0
         self._now_ms = -math.inf
         self._held = 0
 
@@ -98,13 +96,14 @@ class ShareGate:
     def has_room(self, client: str, max_queue: float, waiting: int) -> bool:
         """Return whether a client may have one more open request.
 
-        A client may have `max_queue` times its part of the weights of all clients with open requests and of
-        one client more. So no client fills the queue, and there is room for a new one.
+        A client may have `max_queue` times its part of the weights of all clients with open requests or a
+        bucket that is not full, and of one client more. So no client fills the queue, and there is room for a
+        new one.
         """
         state = self._clients.get(client)
         if state is None or not state.open:
             return True
-        most = max_queue * state.weight / (self._open_weight + self._shares.weight)
+        most = max_queue * state.weight / (self._weight + 1.0)
         return state.open < most and waiting < max_queue
 
     def push(self, now_ms: float, item: Request) -> None:
@@ -113,13 +112,11 @@ class ShareGate:
         client = self._clients.get(item.ask.client)
         if client is None:
             name = item.ask.client
-            weight = self._shares.weights.get(name, self._shares.weight)
+            weight = self._shares.weights.get(name, 1.0)
             client = self._clients[name] = _Client(name, weight, self._virtual)
             self._weight += weight
             if len(self._clients) == 2:
                 self._recall(next(iter(self._clients.values())))
-        if not client.open:
-            self._open_weight += client.weight
         client.open += 1
         if not client.held and self._may_pass(client, item):
             self._let_in(client, item)
@@ -162,10 +159,7 @@ class ShareGate:
         client.open -= 1
         client.finish -= item.charge_ms / client.weight
         item.charge_ms = 0.0
-        if client.open:
-            return
-        self._open_weight -= client.weight
-        if not client.filling:
+        if not client.open and not client.filling:
             self._forget(client)
 
     def expire(self, now_ms: float, least_ms: Callable[[float, int], float]) -> list[Request]:

@@ -147,10 +147,6 @@ class Job:
         """Return the job and, if it preempted one, the suspended job."""
         return [self] if self.preempted is None else [self, self.preempted]
 
-    def left_after(self, done: float, now_ms: float) -> float:
-        """Return how long the part still runs, in ms, if the share `done` (> 0) of its steps has run."""
-        return (now_ms - self.started_ms - self.paused_ms) * (1.0 - done) / done
-
     def made_late(self, ends_ms: float, pause_ms: float) -> int:
         """Return how many requests of the part miss their deadlines if it ends so much later."""
         return sum(ends_ms <= r.deadline_ms < ends_ms + pause_ms for r in self.part if r.open)

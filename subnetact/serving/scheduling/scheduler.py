@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
-from subnetact.errors import BatchFailed, RequestError
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    QueueFull,
+    RequestError,
+    WorkerDied,
+    WorkerHung,
+    failure_text,
+)
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling import failures
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.request import Job, Request
-from subnetact.serving.scheduling.worker_states import WorkerStates
+from subnetact.serving.scheduling.worker_states import WorkerStates, patience_ms
 
 Ended = tuple[Request, str, RequestError | None]
 """A request without an answer, how it ended, and its error; that of a dropped one is made when it is told."""
@@ -43,7 +50,6 @@ class Scheduler:
         watchdog_ms: time after which a batch's worker is taken to hang, in ms; if None, 20 times the expected
             latency, but at least 1 s, and 30 s if the worker has not run this subnet at this size before.
         shares: how clients share the workers' time. If None, they do not.
-        is_there: returns whether a worker has what it runs batches with. If None, every worker has.
 
     Attributes:
         dispatcher: holds the requests that wait, and forms batches.
@@ -68,10 +74,9 @@ class Scheduler:
         max_queue: float = math.inf,
         watchdog_ms: float | None = None,
         shares: FairShares | None = None,
-        is_there: Callable[[int], bool] | None = None,
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
-        self.workers = WorkerStates(workers, is_there)
+        self.workers = WorkerStates(workers)
         rules = slo_ms, expired, self._drop_all, shares
         self.dispatcher = Dispatcher(policy, tables, self.workers.free_at_ms, *rules)
         self.gate = self.dispatcher.gate
@@ -95,20 +100,28 @@ class Scheduler:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def has_room(self, count: int) -> bool:
-        """Return whether so many requests more may wait; clients with shares each have their own room."""
-        return self.gate is not None or len(self._queue) + count <= self.max_queue
+    def check_room(self, count: int) -> None:
+        """Refuse requests that belong together if not all may wait; each client with shares has own room."""
+        if self.gate is None and len(self._queue) + count > self.max_queue:
+            raise self._queue_full()
 
     def make_room(self, client: str) -> None:
         """Make room for one more request of a client; a deferred request may be dropped for it."""
         waiting = len(self) if self.dispatcher.expired == "defer" else len(self._queue)
         if self.gate is not None:
             if not self.gate.has_room(client, self.max_queue, waiting):
-                raise failures.share_full(int(self.max_queue))
+                raise QueueFull(
+                    f"queue: this client has its share of the {self.max_queue} places of the queue; wait for "
+                    "answers first"
+                )
         elif waiting >= self.max_queue:
             if not self.dispatcher.deferred:
-                raise failures.queue_full(int(self.max_queue))
+                raise self._queue_full()
             self._drop_all(self.dispatcher.deferred.take(1))
+
+    def _queue_full(self) -> QueueFull:
+        text = f"queue: {self.max_queue} requests wait already, as many as max_queue allows"
+        return QueueFull(f"{text}; retry later, or raise max_queue")
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests to those that wait, in the order in which they arrived."""
@@ -138,13 +151,15 @@ class Scheduler:
     def close_all(self) -> None:
         """End every request that waits with `BatcherClosed`."""
         for request in self._take_all():
-            self._end(request, "closed", failures.never_ran())
+            text = "the batcher was closed before this request ran; open another one"
+            self._end(request, "closed", BatcherClosed(text))
 
     def policy_failed(self, error: Exception, waiting: bool = True) -> None:
         """End requests with `BatchFailed` because the policy raised: those taken, and all that wait if so."""
         taken, self.dispatcher.taken = self.dispatcher.taken, []
+        text = f"the policy failed: {failure_text(error)}; correct the policy, or give another one"
         for request in taken + (self._take_all() if waiting else []):
-            self._end(request, "failed", failures.policy_failed(error))
+            self._end(request, "failed", _caused(BatchFailed(text), error))
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -180,8 +195,8 @@ class Scheduler:
         dispatcher, free = self.dispatcher, enumerate(self.workers.free_at_ms)
         if not self.shares_workers and any(ms <= now_ms and worker not in self.jobs for worker, ms in free):
             return None
-        left_ms = job.left_after(done, now_ms)
-        self.workers.book(job.worker, now_ms + left_ms)
+        left_ms = (now_ms - job.started_ms - job.paused_ms) * (1.0 - done) / done
+        self.workers.free_at_ms[job.worker] = now_ms + left_ms
         if dispatcher.expired != "serve":
             dispatcher.remove_expired(now_ms)
         if not len(self._queue):
@@ -193,7 +208,8 @@ class Scheduler:
         urgent = dispatcher.next_batch(now_ms, job.worker)
         if urgent is None:
             return None
-        self._suspend(job, left_ms, now_ms)
+        self.counts["preempted"] += 1
+        job.suspended_ms, job.left_ms = now_ms, left_ms
         urgent.preempted = job
         return self._begun(urgent, now_ms)
 
@@ -219,7 +235,8 @@ class Scheduler:
             return
         part = [request for request in job.part if request.open]
         most = (len(part) + 1) // 2
-        exhausted = failures.is_out_of_memory(error)
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        exhausted = bool(kinds & {"OutOfMemoryError", "MemoryError"})  # torch's, or Python's
         if exhausted:
             self.counts["out_of_memory"] += 1
             most = self._limit(job.subnet, job.size, len(part))
@@ -227,7 +244,9 @@ class Scheduler:
             self.counts["bisected"] += not exhausted
             job.split(part, most)
         elif part:
-            self._end(part[0], "failed", failures.alone_failed(job, error))
+            text = f"subnet {job.subnet} failed on this request, alone in its batch: {failure_text(error)}"
+            failure = BatchFailed(f"{text}; look at the input and the engine")
+            self._end(part[0], "failed", _caused(failure, error))
         self._advance(job, now_ms)
 
     def lost(self, worker: int, error: BaseException, now_ms: float) -> None:
@@ -235,9 +254,11 @@ class Scheduler:
         self.counts["died"] += 1
         self.workers.died(worker, now_ms)
         job = self.jobs.pop(worker, None)
+        text = f"a worker died over this request, twice: {failure_text(error)}"
         for one in [] if job is None else job.on_worker():
             for request in one.requests():
-                self._retry(request, one, now_ms, failures.worker_died(error))
+                failure = WorkerDied(f"{text}; look at the input and the engine")
+                self._retry(request, one, now_ms, _caused(failure, error))
 
     def tick(self, now_ms: float) -> list[int]:
         """Do what the passage of time alone requires.
@@ -262,43 +283,6 @@ class Scheduler:
             self._end_those_without_worker(now_ms)
         return revived
 
-    # -- between schedulers that share workers -------------------------------------------------------
-
-    def urgent(self, wait_ms: float, now_ms: float) -> tuple[int, float]:
-        """Return how many requests meet their deadlines now but not after a wait, and the time they take.
-
-        At most one batch counts; the time is the least of any subnet, in ms.
-        """
-        queue, dispatcher = self._queue, self.dispatcher
-        found = 0
-        for i in range(min(len(queue), self.tables[-1].batch_sizes[-1])):
-            least_ms = dispatcher.least_ms(queue.floor(i), queue.item(i).shape)
-            if queue.deadline(i) >= now_ms + wait_ms + least_ms:
-                break
-            found += queue.deadline(i) >= now_ms + least_ms
-        if not found:
-            return 0, 0.0
-        takes = [dispatcher.expected_ms(subnet, found) for subnet in range(len(self.tables[-1].subnets))]
-        return found, min((ms for ms in takes if ms == ms), default=0.0)
-
-    def suspend_for(self, other: Scheduler, job: Job, done: float, now_ms: float) -> bool:
-        """Suspend a job until `resume` if more requests are saved elsewhere than late here; return if so."""
-        left_ms = job.left_after(done, now_ms)
-        saved, takes_ms = other.urgent(left_ms, now_ms)
-        late = job.made_late(now_ms + left_ms, takes_ms)
-        if not saved or job.abandoned or saved <= self.dispatcher.plans[job.shape].factor * late:
-            return False
-        self._suspend(job, left_ms, now_ms)
-        job.limit_ms = math.inf
-        return True
-
-    def resume(self, job: Job, now_ms: float) -> None:
-        """Book a job again that was suspended."""
-        job.paused_ms += now_ms - job.suspended_ms
-        job.limit_ms = now_ms + self._patience_ms(job)
-        self.jobs[job.worker] = job
-        self.workers.book(job.worker, now_ms + job.left_ms)
-
     # -- at any time ---------------------------------------------------------------------------------
 
     @property
@@ -317,10 +301,6 @@ class Scheduler:
     def running(self) -> int:
         """Number of requests that are on a worker."""
         return sum(len(one.requests()) for job in self.jobs.values() for one in job.on_worker())
-
-    def assign(self, workers: Collection[int], now_ms: float) -> None:
-        """Let only some workers take jobs; the others finish theirs."""
-        self.workers.park_all_but(workers, now_ms, self.jobs)
 
     # -- within --------------------------------------------------------------------------------------
 
@@ -373,26 +353,26 @@ class Scheduler:
         job.started_ms, job.paused_ms = now_ms, 0.0
         job.limit_ms = now_ms + self._patience_ms(job)
         left_ms = 0.0 if job.preempted is None else job.preempted.left_ms
-        self.workers.book(job.worker, now_ms + job.expected_ms + left_ms)
+        self.workers.free_at_ms[job.worker] = now_ms + job.expected_ms + left_ms
         self.jobs[job.worker] = job
 
     def _patience_ms(self, job: Job) -> float:
         known = (job.worker, job.subnet, job.size) in self._ran
-        return failures.patience_ms(self._watchdog_ms, job.expected_ms, known)
+        return patience_ms(self._watchdog_ms, job.expected_ms, known)
 
     def _advance(self, job: Job, now_ms: float) -> None:
         job.advance()
         if job.part:
             self._start(job, now_ms)
-        elif job.preempted is not None:
-            self.resume(job.preempted, now_ms)
+        elif job.preempted is not None:  # which goes on
+            suspended = job.preempted
+            suspended.paused_ms += now_ms - suspended.suspended_ms
+            suspended.limit_ms = now_ms + self._patience_ms(suspended)
+            self.jobs[job.worker] = suspended
+            self.workers.free_at_ms[job.worker] = now_ms + suspended.left_ms
         else:
             del self.jobs[job.worker]
-            self.workers.book(job.worker, now_ms)
-
-    def _suspend(self, job: Job, left_ms: float, now_ms: float) -> None:
-        self.counts["preempted"] += 1
-        job.suspended_ms, job.left_ms = now_ms, left_ms
+            self.workers.free_at_ms[job.worker] = now_ms
 
     def _second_try(self, worker: int, now_ms: float) -> Job | None:
         """Return the job of a request whose worker was lost: alone, the same subnet, another worker.
@@ -433,10 +413,15 @@ class Scheduler:
         del self.jobs[job.worker]
         self.counts["hung"] += 1
         self.workers.hung(job.worker, now_ms)
+        text = (
+            f"subnet {job.subnet}: a worker hung over this request, twice; the last was replaced after "
+            f"{now_ms - job.started_ms:.0f} ms, but {job.expected_ms:.1f} ms were expected; look at the "
+            "input and the engine, or raise watchdog_ms"
+        )
         for one in job.on_worker():
             one.abandoned = True
             for request in one.requests():
-                self._retry(request, one, now_ms, failures.worker_hung(job, now_ms))
+                self._retry(request, one, now_ms, WorkerHung(text))
 
     def _end_those_without_worker(self, now_ms: float) -> None:
         """End requests while no worker is up: those past their deadline, or all if closing is in vain."""
@@ -470,3 +455,8 @@ class Scheduler:
         message = "subnet %s ran out of memory at batch size %d; it gets %d from now on"
         self.warnings.append((message, (subnet, size, most), None))
         return most
+
+
+def _caused(error: BatchFailed, cause: BaseException) -> BatchFailed:
+    error.__cause__ = cause
+    return error
