@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from subnetact.latency.arrays import Floats
 from subnetact.serving.scheduling.checks import check_count
 
 TIME_LIMIT_S = 10.0  # of one integer program
+STEPS = 1024  # so many headrooms are told apart
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ def group_streams(streams: Sequence[Stream], workers: int, groups: int, memory_m
     """Assign streams to groups and workers to groups so that the least ratio of workers to load is greatest.
 
     Every stream is in one group, the numbers of workers are whole, and the models of a group fit into the
-    memory of one worker. The greatest possible ratio is found by bisection over integer programs, which
-    HiGHS solves. The function needs scipy (the extra `plan`).
+    memory of one worker. The greatest possible ratio is found by bisection over integer programs, because a
+    program in which it is a variable is not linear. HiGHS solves them; it needs scipy (the extra `plan`).
 
     Args:
         streams: the streams; at least one.
@@ -91,23 +93,15 @@ def group_streams(streams: Sequence[Stream], workers: int, groups: int, memory_m
     check_count(groups, "groups")
     loads = np.array([stream.load for stream in streams])
     sizes = np.array([stream.memory_mb for stream in streams])
-
     solve = partial(_solve, loads, sizes, workers, groups, memory_mb)
-    found = solve(0.0)
+    total_load = float(loads.sum())
+    step = (
+        workers / total_load / STEPS if total_load > 0 else 0.0
+    )  # no assignment has a greater headroom than all steps
+    reached = bisect_left(range(1, STEPS + 1), True, key=lambda number: solve(number * step) is None)
+    found = solve(reached * step)
     if found is None:
         raise PolicyError(f"memory_mb: {memory_mb} per worker does not hold the streams in {groups} groups")
-    if loads.sum() > 0:
-        low, high = 0.0, workers / float(loads.sum())
-        exact = solve(high * (1 - 1e-9))
-        if exact is not None:
-            found, low = exact, high
-        while high - low > 1e-3 * high:
-            middle = (low + high) / 2
-            better = solve(middle)
-            if better is None:
-                high = middle
-            else:
-                found, low = better, middle
     group_of, share = found
     used = np.bincount(group_of, weights=loads, minlength=groups).tolist()
     headroom = min((count / load for count, load in zip(share, used, strict=True) if load > 0), default=inf)
@@ -135,9 +129,8 @@ def _solve(
         LinearConstraint(one_group, 1, 1),
         LinearConstraint(room, 0, np.inf),
         LinearConstraint(total, workers, workers),
+        LinearConstraint(memory, -np.inf, memory_mb),
     ]
-    if isfinite(memory_mb):
-        constraints.append(LinearConstraint(memory, -np.inf, memory_mb))
     # Groups are interchangeable. That stream i is in a group <= i breaks the symmetry.
     upper = np.concatenate([np.tri(count, groups).ravel(), np.full(groups, workers)])
     answer = milp(
