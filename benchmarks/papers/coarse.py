@@ -16,13 +16,6 @@ class Coarse(ModelSwitching):
         The coarse-grained switching of SuperServe (NSDI'25, Fig. 1).
     """
 
-    def __init__(
-        self,
-        table: LatencyTable,
-        slo_ms: float,
-        delay_ms: float = 100.0,
-        window_ms: float = 1000.0,
-        period_ms: float = 1000.0,
-    ) -> None:
-        super().__init__(table, slo_ms, window_ms, period_ms)
+    def __init__(self, table: LatencyTable, slo_ms: float, delay_ms: float = 100.0) -> None:
+        super().__init__(table, slo_ms)
         self.switch_ms = check_margin(delay_ms, "delay_ms")

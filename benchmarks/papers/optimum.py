@@ -12,7 +12,7 @@ from subnetact.errors import TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.frontier import pareto_of_batch
-from subnetact.serving.simulation.scenario import checked_arrivals
+from subnetact.serving.simulation.traces import checked_arrivals
 
 __all__ = ["MOST_REQUESTS", "exact_optimum"]
 

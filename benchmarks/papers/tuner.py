@@ -13,7 +13,7 @@ import numpy.typing as npt
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count, check_slo, check_time
-from subnetact.serving.simulation.scenario import checked_arrivals
+from subnetact.serving.simulation.traces import checked_arrivals
 
 __all__ = ["Tuner"]
 

@@ -17,7 +17,7 @@ from subnetact.serving.scheduling.context import Context, Policy
 from subnetact.serving.scheduling.request import Job
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import SimulationResult
-from subnetact.serving.simulation.scenario import Scenario, checked
+from subnetact.serving.simulation.traces import checked_arrivals
 
 __all__ = ["CoRunner", "Veltair", "simulate_beside"]
 
@@ -38,16 +38,15 @@ class _Beside(EventLoop):
 
     co_runners: Sequence[CoRunner]
 
-    def took_ms(self, job: Job, now_ms: float) -> float:
+    def took_ms(self, job: Job) -> float:
         """Return the latency of a job that starts now."""
-        number = sum(one.number for one in self.co_runners if one.start_ms <= now_ms < one.end_ms)
-        table: LatencyTable = self._scenario.table
-        column = table.batch_sizes.index(job.size)
+        number = sum(one.number for one in self.co_runners if one.start_ms <= self._now < one.end_ms)
+        column = self.table.batch_sizes.index(job.size)
         return float(self._under(number)[job.subnet, column])
 
     @cache  # noqa: B019
     def _under(self, number: float) -> npt.NDArray[np.float64]:
-        return self._scenario.table.at_co_runners(number).latency_ms
+        return self.table.at_co_runners(number).latency_ms
 
 
 def simulate_beside(
@@ -60,8 +59,8 @@ def simulate_beside(
     **options: Any,
 ) -> SimulationResult:
     """Simulate a policy as `simulate(expired="serve")` does, with the latencies beside co-runners."""
-    scenario = checked(Scenario(arrivals_ms, table, policy, slo_ms, workers))
-    loop = _Beside(scenario, expired="serve", rng=np.random.default_rng(0), progress=False, **options)
+    arrivals = checked_arrivals(arrivals_ms)
+    loop = _Beside(arrivals, table, policy, np.array(slo_ms), workers, "serve", **options)
     loop.co_runners = co_runners
     return loop.run()
 

@@ -338,7 +338,7 @@ def fuzz_simulate(source: random.Random, place: Path) -> None:
     table = TABLE.with_accuracy([70.0, 80.0])
     arguments: dict[str, Any] = {
         **{"arrivals_ms": [0.0, 1.0, 2.0], "slo_ms": 20.0, "workers": 2, "expired": "drop", "noise": 0.1},
-        **{"overhead_ms": 0.1, "min_accuracy": 60.0, "seed": 1, "switch_ms": 0.0, "blocks": 1, "events": ()},
+        **{"overhead_ms": 0.1, "min_accuracy": 60.0, "seed": 1, "blocks": 1, "events": ()},
     }
     name = source.choice(list(arguments))
     arguments[name] = source.choice(NASTY)

@@ -51,7 +51,7 @@ def test_help_shows_every_default(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    for default in ("maf", "['all']", "36.0", "8", "drop", "0.0", "2.0", "0"):
+    for default in ("maf", "['all']", "36.0", "8", "drop", "2.0", "0"):
         assert f"(default: {default})" in printed
     assert "(default: None)" not in printed
     assert "eff acc, effective accuracy: that accuracy summed over met requests, divided by all" in printed

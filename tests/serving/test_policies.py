@@ -323,7 +323,6 @@ def test_the_registry_makes_every_policy(a40):
         lambda t: HullFit(t, margin=math.inf, slo_ms=36.0),
         lambda t: Fixed(t, 6),
         lambda t: Fixed(t, "no such subnet"),
-        lambda t: ModelSwitching(t, window_ms=0.0, slo_ms=36.0),
     ],
 )
 def test_bad_settings_are_refused(a40, make):

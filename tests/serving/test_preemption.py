@@ -70,7 +70,6 @@ def test_the_value_of_both_sides_decides() -> None:
     victim = running([41.0, 41.0, 300.0])  # two of its requests cannot wait
     assert Preemptive(Fixed(TABLE, 1)).preempt(context([5.0], [40.0]), [victim]) is None
     assert Preemptive(Fixed(TABLE, 1)).preempt(context([30.0] * 3, [40.0]), [victim]) == 0
-    assert Preemptive(Fixed(TABLE, 1), factor=3.03).preempt(context([30.0] * 3, [40.0]), [victim]) is None
     other, policy = running([300.0], worker=1), Preemptive(Fixed(TABLE, 1))
     assert policy.preempt(context([30.0], [40.0, 40.0]), [victim, other]) == 1
     assert policy.decide(context([300.0], [0.0])) == (1, 16), "nothing was suspended for the urgent one yet"
@@ -90,7 +89,6 @@ def test_blocks_are_as_long_as_the_time_that_urgent_requests_may_wait() -> None:
     "make",
     [
         lambda: Preemptive(Preemptive(SlackFit(TABLE, 50.0))),
-        lambda: Preemptive(SlackFit(TABLE, 50.0), factor=0.0),
         lambda: Preemptive(SlackFit(TABLE, 50.0), block_ms=-1.0),
         lambda: Preemptive(SlackFit(TABLE, 50.0), block_ms=float("nan")),
         lambda: Preemptive(SlackFit(TABLE, 50.0), block_ms="long"),  # type: ignore[arg-type]

@@ -222,7 +222,7 @@ def test_noise_and_overhead_are_real_but_hidden(a40):
 
 def test_switching_a_worker_costs_its_delay(a40):
     class Alternate:
-        table = a40
+        table, switch_ms = a40, 30.0
 
         def __init__(self):
             self.turn = 0
@@ -237,7 +237,6 @@ def test_switching_a_worker_costs_its_delay(a40):
         Alternate(),
         slo_ms=400.0,
         workers=1,
-        switch_ms=30.0,
         decisions=True,
         expired="serve",
     )

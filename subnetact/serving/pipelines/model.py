@@ -26,7 +26,7 @@ from subnetact.serving.scheduling.checks import check_accuracy, check_count, che
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import RequestLog, SimulationResult
-from subnetact.serving.simulation.scenario import Scenario, checked_arrivals, numeric_arguments
+from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
 
 MakePolicy = Callable[[LatencyTable, float], Policy]
 _NEXT_STEP = "see help(subnetact.serving.PipelineModel.load) for the fields"
@@ -305,8 +305,8 @@ def estimate_pipeline(
         share_ms = model.slo_ms * (1.0 - reserves[name])
         policy = make(table, max(share_ms, table.fastest_ms))
         slo_ms = (arrivals + share_ms - ready)[requests]
-        given = ready[requests], table, policy, slo_ms, choice.workers, choice.min_accuracy
-        found[name] = _simulated(Scenario(*given, overhead_ms=overhead_ms), rule, rng)
+        given = ready[requests], table, policy, slo_ms, choice.workers, rule
+        found[name] = _simulated(*given, overhead_ms=overhead_ms, floors=choice.min_accuracy)
         finish = found[name].result.log.finish_ms  # type: ignore[union-attr]
         alive[requests[np.isnan(finish)]] = False
         np.fmax.at(left[name], requests, finish)
@@ -314,11 +314,10 @@ def estimate_pipeline(
     return PipelineEstimate(np.where(alive, ends - arrivals, np.nan), model.slo_ms, found)
 
 
-def _simulated(scenario: Scenario, expired: str, rng: np.random.Generator) -> StageEstimate:
-    arrivals, table = scenario.arrivals_ms, scenario.table
+def _simulated(arrivals: Floats, table: LatencyTable, *given: Any, **options: Any) -> StageEstimate:
     if not len(arrivals):
         nothing = SimulationResult(served_by=[0] * len(table.subnets), log=RequestLog.empty(0))
         return StageEstimate(arrivals, math.nan, nothing)
-    result = EventLoop(scenario, expired=expired, rng=rng, requests=True, progress=False).run()
+    result = EventLoop(arrivals, table, *given, requests=True, **options).run()
     accuracy = np.average(table.accuracy, weights=result.served_by) if any(result.served_by) else math.nan
     return StageEstimate(arrivals, float(accuracy), result)

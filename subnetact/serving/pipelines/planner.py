@@ -23,7 +23,7 @@ from subnetact.serving.pipelines.model import (
 from subnetact.serving.planning.planner import fewest
 from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_count
-from subnetact.serving.simulation.scenario import checked_arrivals
+from subnetact.serving.simulation.traces import checked_arrivals
 
 Choices = dict[str, StageChoice]
 

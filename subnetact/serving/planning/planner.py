@@ -16,9 +16,11 @@ from subnetact.serving.policies.registry import make_policy
 from subnetact.serving.scheduling.checks import check_count, check_slo
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.result import SimulationResult
-from subnetact.serving.simulation.scenario import checked_arrivals
 from subnetact.serving.simulation.simulator import simulate
+from subnetact.serving.simulation.traces import checked_arrivals
 
+SLOWER = 1.1
+"""The factor on every latency of the simulated machine; the policy plans with these latencies."""
 Make = Callable[[LatencyTable], Policy]
 
 
@@ -47,7 +49,6 @@ def plan(
     slo_ms: float,
     attainment: float = 0.999,
     *,
-    derate: float = 1.1,
     candidates: dict[str, Make] | None = None,
     min_mean_accuracy: float = 0.0,
     most_workers: int = 256,
@@ -56,15 +57,15 @@ def plan(
 ) -> Plan:
     """Find the fewest workers, and a policy, that meet a target on a machine slower than the profiled one.
 
-    For each candidate the number of workers is doubled until the target is met and then bisected. Among
-    candidates with equally few workers, the one with the greatest effective accuracy wins.
+    The machine is 10 percent slower. For each candidate the number of workers is doubled until the target is
+    met and then bisected. Among candidates with equally few workers, the one with the greatest effective
+    accuracy wins.
 
     Args:
         trace: arrival times, ms, ascending, shape (n,).
         table: the latency table.
         slo_ms: time from arrival to deadline, ms.
         attainment: the least SLO attainment, in (0, 1].
-        derate: factor on every latency of the simulated machine; the policy plans with these latencies.
         candidates: for each name, a function that makes a policy from a table. If None, HullFit, and SlackFit
             with 4, 8 and 16 buckets.
         min_mean_accuracy: the least mean accuracy over met requests, percent.
@@ -87,7 +88,7 @@ def plan(
     if not 0.0 < attainment <= 1.0:
         raise PolicyError(f"attainment: {attainment} must be in (0, 1]")
     check_count(most_workers, "most_workers")
-    slower = table.scaled(derate)
+    slower = table.scaled(SLOWER)
     check_slo(slo_ms, slower)
     if candidates is None:
         names = ("hullfit", "slackfit:4", "slackfit:8", "slackfit:16")

@@ -8,8 +8,11 @@ import numpy as np
 
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import batch_limits, largest_within
-from subnetact.serving.scheduling.checks import check_margin, check_slo, check_time
+from subnetact.serving.scheduling.checks import check_slo
 from subnetact.serving.scheduling.context import Context
+
+WINDOW_MS = 1000.0
+"""The window over which the arrival rate is measured, and the least time between two switches, ms."""
 
 
 class ModelSwitching:
@@ -23,8 +26,6 @@ class ModelSwitching:
     Args:
         table: the latency table.
         slo_ms: the usual time from arrival to deadline, ms.
-        window_ms: the window over which the arrival rate is measured, ms.
-        period_ms: the least time between two switches, ms.
 
     Attributes:
         subnet: the subnet that runs now. Before the first decision, None.
@@ -37,13 +38,9 @@ class ModelSwitching:
         Model-Switching (HotCloud'20, section 4).
     """
 
-    def __init__(
-        self, table: LatencyTable, slo_ms: float, window_ms: float = 1000.0, period_ms: float = 1000.0
-    ) -> None:
+    def __init__(self, table: LatencyTable, slo_ms: float) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
-        self.window_ms = check_time(window_ms, "window_ms")
-        self.period_ms = check_margin(period_ms, "period_ms")
         runs: list[int] = np.flatnonzero(~np.isnan(table.latency_ms).all(axis=1)).tolist()
         self._limits = {i: batch_limits(table, i) for i in runs}
         self._rates = {
@@ -60,7 +57,7 @@ class ModelSwitching:
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
-        if context.now_ms - self._switched_ms >= self.period_ms:
+        if context.now_ms - self._switched_ms >= WINDOW_MS:
             wanted = self._wanted(context)
             if wanted != self.subnet:
                 self.subnet, self._switched_ms = wanted, context.now_ms
@@ -69,12 +66,12 @@ class ModelSwitching:
 
     def retabled(self, table: LatencyTable) -> ModelSwitching:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
-        made = ModelSwitching(table, self.slo_ms, self.window_ms, self.period_ms)
+        made = ModelSwitching(table, self.slo_ms)
         made.subnet, made._switched_ms = self.subnet, self._switched_ms
         return made
 
     def _wanted(self, context: Context) -> int:
-        rate = context.arrivals.rate_per_ms(context.now_ms, self.window_ms)
+        rate = context.arrivals.rate_per_ms(context.now_ms, WINDOW_MS)
         workers = sum(1 for free in context.free_at_ms if free < math.inf)
         for subnet in self._by_accuracy:
             if self._rates[subnet] * workers >= rate:

@@ -8,7 +8,7 @@ from typing import Any
 
 from subnetact.errors import PolicyError
 from subnetact.serving.policies.fronts import Fronts
-from subnetact.serving.scheduling.checks import check_margin, check_policy, check_time
+from subnetact.serving.scheduling.checks import check_margin, check_policy
 from subnetact.serving.scheduling.context import Context, Policy
 from subnetact.serving.scheduling.request import Job
 
@@ -22,15 +22,14 @@ class Preemptive:
 
     The rule weighs requests that preemption saves against requests that it makes late. A request is urgent if
     it misses its deadline unless it runs before the next worker is free. The most accurate subnet that
-    answers the urgent requests in time is chosen. A running batch gives way if the requests saved are more
-    than `factor` times those of its own that become late.
+    answers the urgent requests in time is chosen. A running batch gives way if more requests are saved than
+    become late in it.
 
     The batcher needs engines with `start(subnet, inputs, batch_size)`, such as `Engine`, in threads; worker
     processes are refused. The simulator needs the number of layer blocks (`blocks=`).
 
     Args:
         policy: decides in all other cases.
-        factor: how many requests preemption has to save per request that it makes late; > 0.
         block_ms: neighbouring layer blocks are one block up to this time, ms, >= 0; a layer block that takes
             longer is a block of its own, and with 0 every layer block is. Long blocks cost less throughput,
             short ones let urgent requests go first sooner.
@@ -45,13 +44,12 @@ class Preemptive:
         `Batcher(engine, policy=Preemptive(SlackFit(table, slo_ms=36.0)))`
     """
 
-    def __init__(self, policy: Policy, factor: float = 1.0, block_ms: float = 1.5) -> None:
+    def __init__(self, policy: Policy, block_ms: float = 1.5) -> None:
         check_policy(policy)
         if hasattr(policy, "preempt"):
             raise PolicyError(f"policy: {type(policy).__name__} preempts by itself; use it as it is")
         self.policy = policy
         self.table = policy.table
-        self.factor = check_time(factor, "factor")
         self.block_ms = check_margin(block_ms, "block_ms")
         for name in ("slo_ms", "switch_ms", "observe"):
             if hasattr(policy, name):
@@ -75,7 +73,7 @@ class Preemptive:
     def retabled(self, table: Any) -> Preemptive:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
         retabled: Any = getattr(self.policy, "retabled", lambda _: self.policy)
-        return Preemptive(retabled(table), self.factor, self.block_ms)
+        return Preemptive(retabled(table), self.block_ms)
 
     def block_length(self, layer_blocks: int, batch_ms: float) -> int:
         """Return how many of a subnet's layer blocks are one block of a batch that should take `batch_ms`.
@@ -109,7 +107,7 @@ class Preemptive:
                 ends = [(job, free_at_ms[job.worker]) for job in running]
                 costs = [(job.made_late(ms, found.latency_ms), -ms, job.worker) for job, ms in ends]
                 late, _, worker = min(costs)
-                if saved > self.factor * late:
+                if saved > late:
                     if worker == context.worker:  # otherwise nobody is suspended until that worker asks
                         self._urgent = found.subnet, saved
                     return worker

@@ -1,6 +1,6 @@
 """Discrete-event simulation of scheduling policies, traces of arrivals, and an upper bound.
 
-* `simulator`: `simulate`, with `scenario` (its input), `event_loop` (around the scheduler) and `result`.
+* `simulator`: `simulate` and the checks of its input, with `event_loop` (around the scheduler) and `result`.
 * `traces`: synthetic arrival processes; `datasets`: recorded traces and SuperServe's latency table.
 * `fluid`: an upper bound on what any policy can reach.
 * `replay`: the arrivals of a live batcher's decision log.

@@ -5,8 +5,8 @@ The defaults are the setting of SuperServe, 8 workers and an SLO of 36 ms. Expir
 
 Columns: attainment, the share of requests that are met, which means answered in time; mean acc, the mean
 profiled accuracy over met requests; eff acc, effective accuracy: that accuracy summed over met requests,
-divided by all requests; missed, the number of requests that are not met; to bound, by how much effective
-accuracy is below the fluid bound. Accuracies are in percent.
+divided by all requests; missed, the number of requests that are not met. Accuracies are in percent. No policy
+can have a greater effective accuracy than the fluid bound.
 """
 
 from __future__ import annotations
@@ -27,55 +27,51 @@ from subnetact.serving.scheduling.checks import EXPIRED_RULES
 from subnetact.serving.simulation.datasets import TRACES, load_trace, superserve_a40
 from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.replay import LiveRun
+from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the options of `sys.argv` if None are given; return the exit status, 2 after a printed error."""
-    return reported(_compare, _parser().parse_args(arguments))
+    return reported(lambda options: _compare(options, arguments), _parser().parse_args(arguments))
 
 
-def _compare(options: argparse.Namespace) -> None:
+def _compare(options: argparse.Namespace, arguments: Sequence[str] | None) -> None:
     """Print how policies do on a trace, or on the arrivals of a live run beside the run itself."""
-    live = LiveRun.load(options.replay) if options.replay else None
-    usual = (36.0, 8, "drop") if live is None else (float(np.median(live.slo_ms)), live.workers, live.expired)
-    for option, value in zip(("slo_ms", "workers", "expired"), usual, strict=True):
-        if getattr(options, option) is None:
-            setattr(options, option, value)
-    if options.table:
-        table = LatencyTable.load(options.table)
-    else:
-        table = superserve_a40() if live is None else live.measured
-    names = policy_names(table) if "all" in options.policy else options.policy
-    policies = {name: make_policy(name, table, options.slo_ms) for name in names}
-    results = {} if live is None else {f"live {live.policy}": live.result}
-    bound, refused, slos, floors = None, 0, options.slo_ms, None
-    if live is None:
-        arrivals = chosen_trace(options)
-        bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
-    else:
+    results: dict[str, SimulationResult] = {}
+    refused, floors, bound = 0, None, None
+    if options.replay:
+        live = LiveRun.load(options.replay)
+        slo_ms, parser = float(np.median(live.slo_ms)), _parser()
+        parser.set_defaults(slo_ms=slo_ms, workers=live.workers, expired=live.expired)
+        options = parser.parse_args(arguments)
+        table = LatencyTable.load(options.table) if options.table else live.measured
         possible = live.slo_ms >= table.fastest_ms  # no policy can meet the others
         refused = len(possible) - int(possible.sum())
         arrivals, slos, floors = (one[possible] for one in (live.arrivals_ms, live.slo_ms, live.floors))
+        results[f"live {live.policy}"] = live.result
+    else:
+        table = LatencyTable.load(options.table) if options.table else superserve_a40()
+        arrivals, slos = chosen_trace(options), options.slo_ms
+        bound = fluid_bound(arrivals, table, slos, workers=options.workers)
+    names = policy_names(table) if "all" in options.policy else options.policy
+    policies = {name: make_policy(name, table, options.slo_ms) for name in names}
     print(
         f"{options.replay or f'{options.trace} x{options.scale:g}'}: {len(arrivals) + refused} requests, "
-        f"{options.workers} workers, {'median ' if live else ''}SLO {options.slo_ms:g} ms, "
+        f"{options.workers} workers, {'median ' if options.replay else ''}SLO {options.slo_ms:g} ms, "
         f"expired requests: {options.expired}\n"
         f"{'policy':<16}{'attainment':>12}{'mean acc':>10}{'eff acc':>10}{'missed':>10}"
-        + ("" if bound is None else f"{'to bound':>10}")
     )
-    passed_on = ("workers", "expired", "noise", "overhead_ms", "seed")
-    settings: dict[str, Any] = {option: getattr(options, option) for option in passed_on}
     for name in (*results, *policies):
         if name in policies:
-            result = simulate(arrivals, table, policies[name], slos, min_accuracy=floors, **settings)
+            setting = options.workers, options.expired
+            result = simulate(arrivals, table, policies[name], slos, *setting, min_accuracy=floors)
             result.requests, result.dropped = result.requests + refused, result.dropped + refused
             results[name] = result
         result = results[name]
         print(
             f"{name:<16}{result.attainment:>12.6f}{result.mean_accuracy:>10.3f}"
             f"{result.effective_accuracy:>10.3f}{result.missed:>10}"
-            + ("" if bound is None else f"{bound - result.effective_accuracy:>10.3f}")
         )
     summary: dict[str, Any] = {"policies": {name: result.summary() for name, result in results.items()}}
     if bound is not None:
@@ -98,16 +94,13 @@ def _parser() -> argparse.ArgumentParser:
         "What is not given of the other options, and the latencies, are those of the live run"
     )
     add("--replay", type=Path, metavar="LOG", help=log)
-    add("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
-    add("--workers", type=int, help="number of workers (default: 8)")
+    add("--slo-ms", type=float, default=36.0, help="time from arrival to deadline, ms")
+    add("--workers", type=int, default=8, help="number of workers")
     rule = (
         "what happens to requests that no subnet can answer in time any more: drop ends them unanswered, "
-        "defer runs them when nothing else waits, serve runs them all the same, as SuperServe does "
-        "(default: drop)"
+        "defer runs them when nothing else waits, serve runs them all the same, as SuperServe does"
     )
-    add("--expired", choices=EXPIRED_RULES, help=rule)
-    add("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
-    add("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
+    add("--expired", default="drop", choices=EXPIRED_RULES, help=rule)
     return parser
 
 
@@ -117,7 +110,7 @@ def trace_parser(name: str, description: str | None, scale: float) -> argparse.A
     add = parser.add_argument
     add("--scale", type=float, default=scale, help="factor on the rates of the trace")
     add("--duration-s", type=float, help="keep only the first seconds of the trace (default: all)")
-    add("--seed", type=int, default=0, help="seed of the trace and of the simulations")
+    add("--seed", type=int, default=0, help="seed of the trace, and of what a pipeline draws")
     add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
     return parser
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import as_file, files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,15 +28,9 @@ TRACES = (*_FILES, "bursty", "time_varying")
 
 
 def trace_series(name: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the recorded arrays of the trace `name` ("maf", "azure_llm" or "servegen"), by their names.
-
-    Raises:
-        TraceError: there is no such trace.
-    """
-    if name not in _FILES:
-        raise TraceError(f"trace: {name!r} is not known; choose from {', '.join(_FILES)}")
+    """Return the recorded arrays of the trace `name` ("maf", "azure_llm" or "servegen"), by their names."""
     with as_file(_DATA / "traces" / f"{_FILES[name]}.npz") as path, np.load(path) as archive:
-        return {key: archive[key] for key in archive.files}
+        return dict(archive)
 
 
 def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTable:
@@ -62,12 +55,12 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
       second.
     * servegen: two weeks of the model service "m_mid", compressed to 120 s with a mean rate of 6400 per
       second. Arrivals within one recorded bin of ten minutes are a Poisson process.
-    * bursty: `bursty` with a base of 1500 and a variant of 5550 per second, squared coefficient of
+    * bursty: 30 s of `bursty` with a base of 1500 and a variant of 5550 per second, squared coefficient of
       variation 8.
     * time_varying: `time_varying` from 2500 to 7400 per second, at 500 per second squared.
 
     Args:
-        name: one of `TRACES`, or the path of a file of arrival times in ms: text, one a line, or `.npy`.
+        name: one of `TRACES`, or the path of a text file with one arrival time in ms per line.
         scale: factor on every rate.
         seed: seed of all random numbers.
         duration_s: keep only the arrivals before this time, s. If None, keep all.
@@ -80,7 +73,7 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
     """
     check(scale=scale)
     if name == "bursty":
-        arrivals = bursty(1500 * scale, 5550 * scale, 8.0, 30.0 if duration_s is None else duration_s, seed)
+        arrivals = bursty(1500 * scale, 5550 * scale, 8.0, 30.0, seed)
     elif name == "time_varying":
         arrivals = time_varying(2500 * scale, 7400 * scale, 500 * scale, seed=seed)
     elif name == "azure_llm":
@@ -91,12 +84,12 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
         counts = trace_series(name)["sum14d_union"]
         arrivals = from_counts(counts, 120.0, 6400 * scale, peak_qps=8750 * scale, seed=seed)
     else:
-        path = Path(name)
-        if not path.is_file():
-            raise TraceError(f"trace: {name!r} is no file and not known; choose from {', '.join(TRACES)}")
         try:
-            stamps = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, ndmin=1)
-        except (ValueError, EOFError) as error:
+            arrivals = from_timestamps(np.loadtxt(name, ndmin=1)) / scale
+        except OSError as error:
+            raise TraceError(
+                f"trace: {name!r} is no file and not known; choose from {', '.join(TRACES)}"
+            ) from error
+        except ValueError as error:
             raise TraceError(f"trace: {name} holds no times ({error}); give one per line, in ms") from error
-        arrivals = from_timestamps(stamps) / scale
     return arrivals if duration_s is None else arrivals[arrivals < duration_s * 1000.0]

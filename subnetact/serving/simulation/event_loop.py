@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, repeat
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
 from subnetact.errors import PolicyError, WorkerDied
-from subnetact.serving.scheduling.request import Job, Request
+from subnetact.latency.arrays import Floats
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.scheduling.fair_shares import FairShares
+from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
-from subnetact.serving.simulation.scenario import Scenario, WorkerEvent
 
 _CHUNK = 32768
 _LEAST_FACTOR = 0.1
+
+
+class WorkerEvent(NamedTuple):
+    """A worker comes up or goes down.
+
+    Attributes:
+        t_ms: when, ms.
+        worker: index of the worker.
+        up: True if the worker comes up, False if it goes down.
+    """
+
+    t_ms: float
+    worker: int
+    up: bool
 
 
 class _Run:
@@ -36,59 +56,75 @@ class _Run:
         self.step_ms = took_ms / steps
 
 
+@dataclass(eq=False)
 class EventLoop:
     """One simulation.
 
     Time advances only when no idle worker has anything to serve. Requests are numbered by arrival. A job of a
     policy that preempts runs in steps of layer blocks; after each of them the scheduler may let an urgent job
-    go first, and the suspended one goes on afterwards on the same worker. The arguments are as in `simulate`.
+    go first, and the suspended one goes on afterwards on the same worker. The arguments are as in `simulate`,
+    which checks them; `floors` are what `Floors` makes of the minimum accuracies.
     """
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        *,
-        expired: str,
-        rng: np.random.Generator,
-        decisions: bool = False,
-        requests: bool = False,
-        progress: bool = True,
-    ) -> None:
-        if (reset := getattr(scenario.policy, "reset", None)) is not None:
-            reset()
-        workers, count = scenario.workers, len(scenario.arrivals_ms)
-        self._scenario = scenario
+    arrivals_ms: Floats
+    table: LatencyTable
+    policy: Policy
+    slo_ms: Floats
+    workers: int
+    expired: str
+    _: KW_ONLY
+    noise: float = 0.0
+    rng: np.random.Generator = field(default_factory=np.random.default_rng)
+    overhead_ms: float = 0.0
+    floors: npt.ArrayLike = 0.0
+    priority: npt.ArrayLike = 0
+    clients: Sequence[str] | None = None
+    shares: FairShares | None = None
+    events: Sequence[WorkerEvent] = ()
+    blocks: int = 1
+    look_ms: float = 0.0
+    decisions: bool = False
+    requests: bool = False
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        getattr(self.policy, "reset", lambda: None)()
+        number = len(self.arrivals_ms)
         self._scheduler = Scheduler(
-            scenario.policy,
-            scenario.table,
-            workers=workers,
-            slo_ms=float(np.median(scenario.slo_ms)),
-            expired=expired,
+            self.policy,
+            self.table,
+            workers=self.workers,
+            slo_ms=float(np.median(self.slo_ms)),
+            expired=self.expired,
             watchdog_ms=math.inf,
-            shares=scenario.shares,
+            shares=self.shares,
         )
         self._result = SimulationResult(
-            requests=count,
-            served_by=[0] * len(scenario.table.subnets),
-            decisions=[] if decisions else None,
-            log=RequestLog.empty(count) if requests else None,
+            requests=number,
+            served_by=[0] * len(self.table.subnets),
+            decisions=[] if self.decisions else None,
+            log=RequestLog.empty(number) if self.requests else None,
         )
-        self._accuracy = scenario.table.known_accuracy()
+        self._accuracy = self.table.known_accuracy()
+        self._switch_ms = float(getattr(self.policy, "switch_ms", 0.0))
         self._now = 0.0
-        self._idle = list(range(workers))
-        self._stacks: list[list[_Run]] = [[] for _ in range(workers)]  # what runs, on what is suspended
+        self._idle = list(range(self.workers))
+        self._stacks: list[list[_Run]] = [[] for _ in range(self.workers)]  # what runs, on what is suspended
         #: what happens when: ends of steps, by worker, and after those of the same time the events of workers
         self._agenda: list[tuple[float, float, int, _Run | WorkerEvent]] = [
-            (event.t_ms, math.inf, i, event) for i, event in enumerate(scenario.events)
+            (event.t_ms, math.inf, i, event) for i, event in enumerate(self.events)
         ]
+        heapify(self._agenda)
         self._between: list[_Run] = []  # jobs that are between two steps now
         self._down: set[int] = set()
-        self._last_subnet = [-1] * workers
-        self._serial = 0
-        self._feed = arriving(scenario)
+        self._last_subnet = [-1] * self.workers
+        self._serial = count(1)
+        self._feed = self._arriving()
         self._next = next(self._feed, None)  # the request that arrives next
-        self._noise = noise_factors(scenario.noise, rng) if scenario.noise else repeat(1.0)
-        self._bar = tqdm(total=count, unit="req", unit_scale=True, delay=1, disable=not progress or None)
+        self._noise = self._noise_factors() if self.noise else repeat(1.0)
+        self._bar = tqdm(
+            total=number, unit="req", unit_scale=True, delay=1, disable=not self.progress or None
+        )
 
     def run(self) -> SimulationResult:
         """Simulate until the trace and the queue are empty, and return what was counted.
@@ -97,7 +133,7 @@ class EventLoop:
             PolicyError: the policy answered with something that cannot run, or left requests waiting forever.
         """
         agenda = self._agenda
-        in_steps = hasattr(self._scenario.policy, "preempt") and self._scenario.blocks > 1
+        in_steps = hasattr(self.policy, "preempt") and self.blocks > 1
         while True:
             now = agenda[0][0] if agenda else math.inf
             if self._next is not None and (self._idle or in_steps):  # otherwise no arrival can be served yet
@@ -107,8 +143,7 @@ class EventLoop:
             self._now = now
             if requests := self._arrived(now):
                 self._scheduler.submit(requests)
-                if not self._bar.disable:
-                    self._bar.update(len(requests))
+                self._bar.update(len(requests))
             while agenda and agenda[0][0] <= now:
                 ends = heappop(agenda)[-1]
                 if isinstance(ends, _Run):
@@ -151,21 +186,21 @@ class EventLoop:
                 self._start(urgent)
         scheduler.ended.clear()
 
-    def took_ms(self, job: Job, now_ms: float) -> float:  # noqa: ARG002
-        """Return the latency of a job that starts now, with what the policy does not see."""
-        return job.expected_ms * next(self._noise) + self._scenario.overhead_ms
+    def took_ms(self, job: Job) -> float:
+        """Return the latency, ms, of a job that starts now, with what the policy does not see."""
+        return job.expected_ms * next(self._noise) + self.overhead_ms
 
     def _start(self, job: Job) -> None:
         now, worker, subnet = self._now, job.worker, job.subnet
-        took = self.took_ms(job, now)
+        took = self.took_ms(job)
         if self._last_subnet[worker] != subnet:
             if self._last_subnet[worker] >= 0:
                 self._result.switches += 1
-                took += self._scenario.switch_ms
+                took += self._switch_ms
             self._last_subnet[worker] = subnet
-        blocks = self._scenario.blocks
+        blocks = self.blocks
         steps = blocks / self._scheduler.block_length(job, blocks)
-        run = _Run(job, now, took + self._scenario.look_ms * (math.ceil(steps) - 1), steps)
+        run = _Run(job, now, took + self.look_ms * (math.ceil(steps) - 1), steps)
         self._stacks[worker].append(run)
         self._plan_step(run)
         if self._result.decisions is not None:
@@ -174,10 +209,9 @@ class EventLoop:
 
     def _plan_step(self, run: _Run) -> None:
         """Note when the next step of a job ends."""
-        self._serial += 1
         end = self._now + run.step_ms
         last = run.done + 1 >= run.steps or end >= run.finish_ms - 1e-9
-        heappush(self._agenda, (run.finish_ms if last else end, run.job.worker, self._serial, run))
+        heappush(self._agenda, (run.finish_ms if last else end, run.job.worker, next(self._serial), run))
 
     def _step_ends(self, run: _Run) -> None:
         now, worker = self._now, run.job.worker
@@ -202,13 +236,13 @@ class EventLoop:
 
     def _count(self, run: _Run) -> None:
         result, job, finish = self._result, run.job, run.finish_ms
-        count = len(job.part)
+        size = len(job.part)
         late = bisect_left(job.part, finish, key=lambda request: request.deadline_ms)
-        result.met += count - late
+        result.met += size - late
         result.late += late
-        result.accuracy_sum += (count - late) * self._accuracy[job.subnet]
+        result.accuracy_sum += (size - late) * self._accuracy[job.subnet]
         result.batches += 1
-        result.served_by[job.subnet] += count
+        result.served_by[job.subnet] += size
         result.end_ms = finish
         if result.log is not None:
             numbers = [request.x for request in job.part]
@@ -237,22 +271,25 @@ class EventLoop:
         result, counts, waiting = self._result, self._scheduler.counts, len(self._scheduler)
         if waiting and self._idle:
             raise PolicyError(
-                f"{type(self._scenario.policy).__name__} left {waiting} requests waiting on idle workers; "
+                f"{type(self.policy).__name__} left {waiting} requests waiting on idle workers; "
                 "decide() must answer a batch if no batch is running and no request will arrive"
             )
         result.preempted, result.dropped = counts["preempted"], counts["dropped"]
         result.unserved = result.missed - result.late - result.dropped
         return result
 
+    def _arriving(self) -> Iterator[Request]:
+        """Yield the requests as they arrive, made in chunks so that memory does not grow with the trace."""
+        number = len(self.arrivals_ms)
+        given = self.arrivals_ms, self.slo_ms, self.floors, self.priority
+        columns = [np.broadcast_to(values, number) for values in given]
+        for start in range(0, number, _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            times, *asked = (column[chunk].tolist() for column in columns)
+            clients = repeat("") if self.clients is None else self.clients[chunk]
+            yield from map(Request, map(Ask, *asked, clients), times, count(start))
 
-def arriving(scenario: Scenario) -> Iterator[Request]:
-    """Yield the requests in order of arrival, made in chunks so that memory does not grow with the trace."""
-    for start in range(0, len(scenario.arrivals_ms), _CHUNK):
-        times = scenario.arrivals_ms[start : start + _CHUNK].tolist()
-        yield from map(Request, scenario.asks(start, start + len(times)), times, count(start))
-
-
-def noise_factors(noise: float, rng: np.random.Generator) -> Iterator[float]:
-    """Yield normally distributed factors of mean 1 and standard deviation `noise`, none below 0.1."""
-    while True:
-        yield from np.maximum(rng.normal(1.0, noise, 4096), _LEAST_FACTOR).tolist()
+    def _noise_factors(self) -> Iterator[float]:
+        """Yield normally distributed factors of mean 1 and standard deviation `noise`, none below 0.1."""
+        while True:
+            yield from np.maximum(self.rng.normal(1.0, self.noise, 4096), _LEAST_FACTOR).tolist()

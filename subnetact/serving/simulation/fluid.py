@@ -9,8 +9,7 @@ from subnetact.errors import TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.frontier import time_per_request, upper_hull
-from subnetact.serving.simulation.scenario import checked_arrivals
-from subnetact.serving.simulation.traces import check
+from subnetact.serving.simulation.traces import check, checked_arrivals
 
 _MOST_STEPS = 10**8
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from subnetact.errors import PolicyError, TraceError
+from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
-from subnetact.serving.simulation.event_loop import EventLoop
+from subnetact.serving.scheduling.floors import Floors
+from subnetact.serving.simulation.event_loop import EventLoop, WorkerEvent
 from subnetact.serving.simulation.result import SimulationResult
-from subnetact.serving.simulation.scenario import Scenario, WorkerEvent, checked, numeric_arguments
+from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
 
 __all__ = ["WorkerEvent", "simulate"]
+
+MOST_WORKERS = 65_536
 
 
 def simulate(
@@ -32,7 +39,6 @@ def simulate(
     priority: int | npt.ArrayLike = 0,
     clients: Sequence[str] | None = None,
     shares: FairShares | None = None,
-    switch_ms: float = 0.0,
     events: Sequence[WorkerEvent] = (),
     blocks: int = 1,
     look_ms: float = 0.0,
@@ -50,6 +56,7 @@ def simulate(
     * A batch of k requests takes the latency of the smallest profiled batch size >= k.
     * No worker waits for a fuller batch, unless the policy answers None.
     * The policy sees expected latencies only; noise and overhead are hidden from it.
+    * A worker that changes its subnet is busy for `policy.switch_ms` longer, if the policy has that.
 
     The result depends only on the arguments.
 
@@ -69,8 +76,6 @@ def simulate(
         priority: as in `Batcher.submit`, one number or shape (n,).
         clients: name of the client of every request. If None, they have none.
         shares: how clients share the workers' time. If None, they do not.
-        switch_ms: time added, ms, when a worker changes its subnet. If `policy.switch_ms` is longer, that is
-            used.
         events: times at which workers go down or come up. Every request of a worker that goes down gets a
             second try, alone, if its deadline allows, as in `Batcher`.
         blocks: a batch consists of this many equal layer blocks. Between two of them a policy that preempts
@@ -95,11 +100,54 @@ def simulate(
     Example:
         `result = simulate(arrivals_ms, table, SlackFit(table, slo_ms=36.0), slo_ms=36.0, workers=8)`
     """
-    more = shares, noise, overhead_ms, switch_ms, events, blocks, look_ms
-    given = Scenario(arrivals_ms, table, policy, slo_ms, workers, min_accuracy, priority, clients, *more)
-    scenario = checked(given)
     with numeric_arguments():
+        arrivals = checked_arrivals(arrivals_ms)
+        count = len(arrivals)
+        check_policy(policy, table)
+        if check_count(workers, "workers") > MOST_WORKERS:
+            raise PolicyError(f"workers: {workers:.3g} are more than {MOST_WORKERS}")
+        slo = _per_request(slo_ms, count, "slo_ms")
+        if (least := float(np.min(slo))) < table.fastest_ms:
+            raise TraceError(too_short(least, table))
+        asked = _per_request(0.0 if min_accuracy is None else min_accuracy, count, "min_accuracy")
+        floors = Floors(table)
+        if (most := float(np.max(asked))) > floors.best:
+            raise TraceError(f"min_accuracy: {most} % is above the best subnet ({floors.best} %)")
+        if clients is not None and len(clients) != count:
+            raise TraceError(f"clients: {len(clients)} names; give one per request ({count})")
+        changes = [WorkerEvent(float(t_ms), int(worker), bool(up)) for t_ms, worker, up in events]
+        for change in changes:
+            if not math.isfinite(change.t_ms) or not 0 <= change.worker < workers:
+                raise TraceError(f"events: {change} needs a finite time and a worker from 0 to {workers - 1}")
+        ranks = _per_request(priority, count, "priority", least=-(2.0**53)).astype(np.int64)
         rng = np.random.default_rng(seed)
     return EventLoop(
-        scenario, expired=expired, rng=rng, decisions=decisions, requests=requests, progress=progress
+        arrivals,
+        table,
+        policy,
+        slo,
+        workers,
+        expired,
+        noise=check_margin(noise, "noise"),
+        rng=rng,
+        overhead_ms=check_margin(overhead_ms, "overhead_ms"),
+        floors=floors.of_all(asked),
+        priority=ranks,
+        clients=clients,
+        shares=shares,
+        events=changes,
+        blocks=check_count(blocks, "blocks"),
+        look_ms=check_margin(look_ms, "look_ms"),
+        decisions=decisions,
+        requests=requests,
+        progress=progress,
     ).run()
+
+
+def _per_request(values: npt.ArrayLike, count: int, name: str, least: float = 0.0) -> Floats:
+    given = np.asarray(values, dtype=np.float64)
+    if given.ndim > 1 or (given.ndim == 1 and len(given) != count):
+        raise TraceError(f"{name}: shape {given.shape}; give one number, or one per request ({count})")
+    if not np.isfinite(given).all() or given.min() < least:
+        raise TraceError(f"{name}: every value must be finite and >= {least:g}")
+    return given

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.errors import TraceError
+from subnetact.errors import SubnetActError, TraceError
 from subnetact.latency.arrays import Floats
-from subnetact.serving.simulation.scenario import checked_arrivals, numeric_arguments
 
 MOST_ARRIVALS = 5e7
+
+
+@contextmanager
+def numeric_arguments() -> Iterator[None]:
+    """Raise TraceError for errors of arguments that are no numbers, or are too large; also a decorator."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, SubnetActError):
+            raise
+        raise TraceError(f"an argument is of the wrong kind, or out of range ({error!s:.200})") from error
+
+
+def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
+    """Return arrival times as a float64 array; TraceError if they are none, or do not ascend."""
+    try:
+        arrivals = np.asarray(arrivals_ms, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"arrivals_ms: not numbers ({error})") from error
+    if arrivals.ndim != 1:
+        raise TraceError(f"arrivals_ms: shape {arrivals.shape}; give one dimension")
+    if not len(arrivals):
+        raise TraceError("arrivals_ms: empty; give at least one arrival")
+    if not np.isfinite(arrivals).all():
+        at = int(np.argmin(np.isfinite(arrivals)))
+        raise TraceError(f"arrivals_ms[{at}]: {arrivals[at]} is not finite")
+    falling = arrivals[1:] < arrivals[:-1]
+    if falling.any():
+        at = int(np.argmax(falling)) + 1
+        raise TraceError(f"arrivals_ms[{at}]: {arrivals[at]} is before {arrivals[at - 1]}; sort the arrivals")
+    return arrivals
 
 
 @numeric_arguments()
