@@ -304,13 +304,12 @@ class Generator(ClosedOnExit):
 
     def _compute(self) -> tuple[list[int], list[TokenLogprobs | None]] | None:
         """Compute the next step, and return what its answered requests get; None if nobody is in it."""
-        loop, scheduler, reserved = self._loop, self._scheduler, False
+        loop, scheduler = self._loop, self._scheduler
         with computing():
             loop.refresh()
-            while not reserved:
-                with self._lock:
-                    step = scheduler.candidates()
-                reserved = loop.reserve(step)
+            with self._lock:
+                step = scheduler.candidates()
+            loop.reserve(step)
             with self._lock:
                 begun = scheduler.begin(self._now_ms())
             return None if begun is None else loop.compute(begun)

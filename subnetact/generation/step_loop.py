@@ -9,7 +9,6 @@ their requests end.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ with extra_needed("generation needs transformers 5.20 or newer: pip install 'sub
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+    from transformers.generation.continuous_batching.requests import RequestState
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
     from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
@@ -196,7 +195,6 @@ class _Planned(FIFOScheduler):
 
     step: Step
     pushed_out: Callable[[StepRequest], None]
-    full = False  # nobody was taken, for want of pages
 
     def has_pending_requests(self) -> bool:
         return True
@@ -206,33 +204,18 @@ class _Planned(FIFOScheduler):
         self.waiting_requests[state.request_id] = state
         self.pushed_out(state.request_id)
 
-    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:  # noqa: ARG002
-        """Return the sequences of the next step."""
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        """Return the sequences of the next step; None if none has room, so that one is pushed out."""
         self._drop_ended()
-        roomy, limit = self._try_to_meet_safety_margin(), self.cache.read_cache_limit or math.inf
-        self.starved_requests = []
-        futures: list[Any] = []
-        read, denied = 0, False
-        for request, tokens in self.step.wanted():
-            if (state := self._state_of(request)) is None:
-                continue
-            decodes = not state.remaining_prefill_tokens
-            needed = min(state.current_len(), limit)
-            if read + needed > cache_budget or not (roomy or decodes or not futures):
-                continue
-            if not self.cache.can_store_request_tokens(state, tokens):
-                denied = True
-                if state.request_id in self.active_requests:
-                    self.starved_requests.append((state, tokens))
-                continue
-            self.step.take(request, tokens)
-            given = state.tokens_to_process if decodes else state.remaining_prefill_tokens
-            self._schedule_request(state, given, tokens, set())
-            self.waiting_requests.pop(state.request_id, None)
-            read += needed
-            futures.append(FutureRequestState(state, not state.remaining_prefill_tokens, {}, tokens))
-        self.full = denied and not futures
-        return futures, False, sum(one.query_length for one in futures), read
+        states = (state for request, _ in self.step.wanted() if (state := self._state_of(request)))
+        futures, denied, *sizes = self._process_candidates(
+            cast(Any, states), token_budget, cache_budget, set()
+        )
+        return (None if denied and not futures else futures), *sizes
+
+    def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *rest: Any) -> None:
+        super()._schedule_request(state, request_tokens, token_budget, *rest)
+        self.step.take(state.request_id, len(state.tokens_to_process))
 
     def _drop_ended(self) -> None:
         """Free what ended requests hold, and what those hold whose cache begins again."""
@@ -247,10 +230,10 @@ class _Planned(FIFOScheduler):
                 self.waiting_requests[request] = state.create_equivalent_initial_request()
 
     def _state_of(self, request: Any) -> Any:
-        """Return what transformers knows of a request, or None if nobody may join now."""
+        """Return what transformers knows of a request, or None if it has ended or nobody may join now."""
         if state := self.active_requests.get(request):
             return state
-        if self.block_new_requests and self.active_requests:
+        if request.outcome is not None or (self.block_new_requests and self.active_requests):
             return None
         sampling = dict(request.ask.sampling or {})
         return self.waiting_requests.get(request) or RequestState(  # Others know when it ends.
@@ -304,26 +287,20 @@ class StepLoop(ContinuousBatchingManager):
         """Push all sequences out if the weights have changed: they are computed again from their tokens."""
         processor: Any = self.batch_processor
         if self._decoder.follow(processor.cache):
-            for name, state in list(self._planned.active_requests.items()):  # Their pages become free.
-                self._planned.finish_request(name)
-                self._planned.add_waiting_request(state.create_equivalent_initial_request())
+            for request in list(self._planned.active_requests):
+                self._planned.pushed_out(request)
 
     def random_numbers(self, seed: int) -> torch.Generator:
         """Return the random numbers of a request."""
         return torch.Generator(self._decoder.device).manual_seed(seed)
 
-    def reserve(self, step: Step) -> bool:
-        """Take those candidates of a step for whom there is memory; return False if others have to be found.
+    def reserve(self, step: Step) -> None:
+        """Take those candidates of a step for whom there is memory.
 
-        That is so if there was none for anybody, and a sequence was pushed out for that.
+        If there is none for anybody, a sequence is pushed out for that; RuntimeError if none can be.
         """
-        processor: Any = self.batch_processor
         self._planned.step = step
-        if processor.prepare_next_batch() or not self._planned.full:
-            return True
-        if not processor.offloading_manager.offload_requests():
-            raise RuntimeError("the cache has no room for any sequence, and none can be pushed out")
-        return False
+        cast(Any, self.batch_processor).prepare_next_batch()
 
     def compute(self, step: Step) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Compute a step whose memory is reserved, and return what its answered requests get."""

@@ -86,10 +86,9 @@ class Steps:
             self.clock.now_ms = now
         self.generator._do(self.generator._scheduler.tick)
 
-    def reserve(self, step: Step) -> bool:
+    def reserve(self, step: Step) -> None:
         """Take all, as there is room for all."""
         step.take_all()
-        return True
 
     def compute(self, step: Step) -> Any:
         """Compute a step."""
