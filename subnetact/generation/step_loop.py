@@ -87,25 +87,24 @@ class ElasticDecoder(nn.Module):
             raise InsertError(
                 f"continuous batching has no cache for {min(strange)}; use view.generate and switch"
             )
-        ways = {"incompatible": "take subnets that keep the same layers and heads"}
-        if not allow_approximate:
-            ways["approximate"] = "accept this with allow_approximate=True"
-        for other in () if allow_recompute else subnets[1:]:
-            if way := ways.get(relation := cache_relation(supernet, subnets[0], other)):
-                raise CacheMismatch(
-                    f"the key-value caches of {subnets[0]} and {other} are {relation}, so the subnet cannot "
-                    f"change between two tokens; {way}, or for phases of requests allow_recompute=True"
-                )
         permitted = {"exact", "approximate"} if allow_approximate else {"exact"}
 
         def alike(relations: set[str]) -> list[int]:
-            firsts = list[int]()  # the first subnet to which each has one of the relations
+            """Return per subnet the first one to which it has one of the relations."""
+            firsts = []
             for spec in subnets:
-                known = (i for i in set(firsts) if cache_relation(supernet, subnets[i], spec) in relations)
-                firsts.append(next(known, len(firsts)))
+                found = (cache_relation(supernet, other, spec) in relations for other in subnets)
+                firsts.append(next(i for i, related in enumerate(found) if related))
             return firsts
 
         self.kinds = CacheKinds(alike(permitted), alike({"exact"}))
+        if not allow_recompute and (others := [i for i, first in enumerate(self.kinds.shared) if first]):
+            relation = cache_relation(supernet, subnets[0], subnets[others[0]])
+            raise CacheMismatch(
+                f"the key-value caches of {subnets[0]} and {subnets[others[0]]} are {relation}, so a subnet "
+                "cannot follow the other; take subnets that keep the same layers and heads, accept "
+                "approximate caches with allow_approximate=True, or for phases allow_recompute=True"
+            )
         self._supernet = (supernet,)  # not a submodule: it owns the weights
         self._subnets = list(subnets)
         self._allow_approximate = allow_approximate
@@ -121,7 +120,6 @@ class ElasticDecoder(nn.Module):
         self._supports_logits_to_keep = network._supports_logits_to_keep
         self._supports_flash_attn = bool(getattr(network, "_supports_flash_attn", False))
         self.set_attn_implementation = network.set_attn_implementation
-        self.tp_plan: dict[str, Any] = {}
 
     def _get_logits_processor(self, generation_config: Any) -> Any:  # noqa: ARG002
         heat, top_p = logits_process.TemperatureLogitsWarper(PLAIN), logits_process.TopPLogitsWarper(PLAIN)
@@ -302,17 +300,26 @@ class StepLoop(ContinuousBatchingManager):
         self._planned.step = step
         cast(Any, self.batch_processor).prepare_next_batch()
 
-    def compute(self, step: Step) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Compute a step whose memory is reserved, and return what its answered requests get."""
+    def compute(self, step: Step) -> list[int]:
+        """Compute a step whose memory is reserved; return the tokens of its answered requests.
+
+        Log-probabilities go to the requests that asked for them.
+        """
         processor: Any = self.batch_processor
         self._decoder.draws.sources = sources = [one.draws for one in step.answered]
         processor.logit_processor.do_processing = any(sources)
         self._decoder.chosen = step.subnet
         self._decoder.keeps_logits = any(one.ask.logprobs is not None for one in step.answered)
         processor._generation_step(self._decoder)
-        tokens = processor.inputs_and_outputs.prepare_batch_update()[1][: len(step.answered)]
+        tokens: list[int] = processor.inputs_and_outputs.prepare_batch_update()[1][: len(step.answered)]
         processor.update_batch()
-        return tokens, _logprobs(self._decoder.logits, step.answered, tokens)
+        for i, request in enumerate(step.answered):
+            if request.ask.logprobs is not None:
+                every = torch.log_softmax(self._decoder.logits[i].float(), -1)
+                values, ids = every.topk(min(request.ask.logprobs, len(every)))
+                likely = zip(ids.tolist(), values.tolist(), strict=True)
+                request.logprobs.append(TokenLogprobs(float(every[tokens[i]]), tuple(likely)))
+        return tokens
 
     def tear_down(self) -> None:
         """Free the cache, and give the model its implementation of attention back."""
@@ -320,15 +327,3 @@ class StepLoop(ContinuousBatchingManager):
         if self._original_attn_impl is not None:
             self._decoder.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
-
-
-def _logprobs(logits: Any, requests: Sequence[StepRequest], tokens: Sequence[int]) -> Any:
-    """Return the log-probabilities that each request asks for, or None."""
-    found: list[TokenLogprobs | None] = [None] * len(requests)
-    for i, request in enumerate(requests):
-        if request.ask.logprobs is not None:
-            every = torch.log_softmax(logits[i].float(), -1)
-            values, ids = every.topk(min(request.ask.logprobs, len(every)))
-            likely = zip(ids.tolist(), values.tolist(), strict=True)
-            found[i] = TokenLogprobs(float(every[tokens[i]]), tuple(likely))
-    return found

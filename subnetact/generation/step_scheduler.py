@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import count
 from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
@@ -62,7 +62,7 @@ class StepRequest:
     tokens: list[int] = field(default_factory=list)
     subnets: list[int] = field(default_factory=list)
     times_ms: list[float] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # never fewer than tokens, if asked for
     outcome: Generated | RequestError | None = None  # once it has ended
 
     @property
@@ -282,9 +282,7 @@ class StepScheduler:
             slack_ms = min(slack_ms, pace(now_ms, left, [due for due, _, _ in self._waiting[: self._places]]))
         return slack_ms
 
-    def step_done(
-        self, tokens: Sequence[int], now_ms: float, logprobs: Iterable[TokenLogprobs | None] = repeat(None)
-    ) -> list[StepRequest]:
+    def step_done(self, tokens: Sequence[int], now_ms: float) -> list[StepRequest]:
         """Take the tokens of the requests that the step answers."""
         step, self.step = self.step, None
         assert step is not None
@@ -296,11 +294,9 @@ class StepScheduler:
             request.left = max(request.left - computed, 0)
             request.approximate |= request.writer not in (None, writer)
             request.writer = writer
-        for request, token, found in zip(step.answered, tokens, logprobs, strict=False):
+        for request, token in zip(step.answered, tokens, strict=False):
             if request.outcome is not None:  # it ended while its step ran
                 continue
-            if found is not None:
-                request.logprobs.append(found)  # first, as clients on other threads read it behind the token
             request.tokens.append(token)
             request.subnets.append(step.subnet)
             request.times_ms.append(now_ms - request.accepted_ms)
